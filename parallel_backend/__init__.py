@@ -1,0 +1,1 @@
+"""Samples one diffusion job on several devices: strategies, the sidecar, and the ranks. Imports nothing of ComfyUI."""

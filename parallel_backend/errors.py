@@ -1,0 +1,82 @@
+"""What can go wrong, as a small hierarchy a caller can catch; each message says what, the limit, and the remedy."""
+
+from __future__ import annotations
+
+
+class ParallelError(Exception):
+    """Base of every error this pack raises on purpose."""
+
+
+class PlatformError(ParallelError):
+    """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
+
+
+class DeviceError(ParallelError):
+    """A device was named that does not exist, or is named twice."""
+
+
+class StrategyError(ParallelError):
+    """A strategy breaks one or more rules; the message lists each, with the nearest valid setting."""
+
+
+class CheckpointError(ParallelError):
+    """A weights file is refused; the message names the file and the reason. The group stays usable."""
+
+
+class RequestError(ParallelError):
+    """A request is malformed or asks for what the ranks cannot honour. The group stays usable."""
+
+
+class Cancelled(ParallelError):
+    """The caller cancelled the request. The group stays warm."""
+
+
+class OutOfMemory(ParallelError):
+    """A rank ran out of device or host memory."""
+
+
+class TransportError(ParallelError):
+    """A frame or tensor payload on the control link is not what the protocol allows."""
+
+
+class RankFailed(ParallelError):
+    """A rank died, stopped answering, or raised something unforeseen.
+
+    `rank` is the one that failed first (not its victims), `cause` says how in words.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} failed: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+
+# Errors a rank may report over the link by name; anything else arrives as RankFailed.
+_WIRE_ERRORS = {
+    error.__name__: error
+    for error in (
+        PlatformError,
+        DeviceError,
+        StrategyError,
+        CheckpointError,
+        RequestError,
+        Cancelled,
+        OutOfMemory,
+        TransportError,
+    )
+}
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """Name and message under which a rank reports `error`."""
+    name = type(error).__name__
+    if name in _WIRE_ERRORS:
+        return name, str(error)
+    return "RankFailed", f"{name}: {error}"
+
+
+def from_wire(kind: str, message: str, rank: int) -> ParallelError:
+    """The error a rank reported, as the type the caller can catch."""
+    if kind in _WIRE_ERRORS:
+        return _WIRE_ERRORS[kind](message)
+    return RankFailed(rank, message)

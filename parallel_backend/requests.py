@@ -1,0 +1,105 @@
+"""What crosses the link between ComfyUI's process and the ranks: model specs, requests, results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .strategy import ParallelStrategy
+
+# Samplers that the resident loop implements; everything else runs stepwise.
+RESIDENT_SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to load: `path` of a .safetensors file, `family` ("flux"), `weight_dtype` one of WEIGHT_DTYPES."""
+
+    path: str
+    family: str = "flux"
+    weight_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """One prompt, encoded.
+
+    context: [1 or B, T, context_dim] float; pooled: [1 or B, pooled_dim] float;
+    guidance: [1 or B] float32, or None for models without a guidance embedding.
+    """
+
+    context: torch.Tensor
+    pooled: torch.Tensor
+    guidance: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how one request runs. `engine` is a wish; the result says which one ran."""
+
+    strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
+    engine: str = "auto"
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A whole sampling job for the resident loop.
+
+    noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
+    sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
+    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise.
+    """
+
+    noise: torch.Tensor
+    latent: torch.Tensor
+    sigmas: torch.Tensor
+    positive: Conditioning
+    negative: Conditioning | None
+    cfg: float
+    sampler: str
+    seed: int
+    denoise_mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """One model call for the stepwise way: R rows (cond and uncond arrive as one batch).
+
+    x: [R, C, H/8, W/8] float; sigma: [R] float32 (Flux's timestep is its sigma); conditioning rows: 1 or R.
+    """
+
+    x: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: Conditioning
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """How a request ran. Times in seconds, sizes in bytes."""
+
+    engine: str
+    strategy: ParallelStrategy
+    step_seconds: tuple[float, ...] = ()  # rank 0, one per sampler step (heun: two model calls in one)
+    bytes_sent: tuple[int, ...] = ()  # per rank: collective payload that left the rank
+    notes: tuple[str, ...] = ()  # what was resolved or refused and replaced, in words
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """latent: [B, C, H/8, W/8] float32 on the CPU, still in the model's latent space."""
+
+    latent: torch.Tensor
+    info: RunInfo
+
+
+@dataclass(frozen=True)
+class LoadInfo:
+    """What loading did. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already."""
+
+    seconds: float
+    bytes: int
+    cached: bool
+    dtype: str
+    compute_dtype: str

@@ -1,0 +1,133 @@
+"""ParallelStrategy: the one place that owns every degree, and the rules a strategy must keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from .errors import StrategyError
+
+ENGINES = ("auto", "native", "xfuser")
+DEGREES = (
+    "data_degree",
+    "cfg_degree",
+    "pipefusion_degree",
+    "ring_degree",
+    "ulysses_degree",
+    "tensor_degree",
+)
+# What a person reads in a report, in the order of the rank layout (slowest axis first).
+_LABELS = {
+    "data_degree": "data",
+    "cfg_degree": "CFG",
+    "pipefusion_degree": "PipeFusion",
+    "ring_degree": "Ring",
+    "ulysses_degree": "Ulysses",
+    "tensor_degree": "tensor",
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the rules need to know of a model. `heads`: attention heads; `blocks`: all transformer blocks."""
+
+    heads: int
+    blocks: int
+    name: str = "the model"
+
+
+@dataclass(frozen=True)
+class RequestShape:
+    """What the rules need to know of a request. `has_cfg`: a negative prompt is really evaluated (cfg != 1)."""
+
+    batch: int
+    has_cfg: bool
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """How one sampling job is split. Every degree is >= 1; `world_size` is their product.
+
+    Rank layout, slowest axis first: data, cfg, pipefusion, ring, ulysses, tensor; neighbours on the
+    ulysses axis have adjacent ranks, because all-to-all wants the fastest links.
+    """
+
+    data_degree: int = 1
+    cfg_degree: int = 1
+    pipefusion_degree: int = 1
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    tensor_degree: int = 1
+
+    def __post_init__(self) -> None:
+        for name in DEGREES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise StrategyError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for name in DEGREES:
+            size *= getattr(self, name)
+        return size
+
+    @property
+    def row_degree(self) -> int:
+        """Ranks groups that share out whole images (batch entries, cond and uncond)."""
+        return self.data_degree * self.cfg_degree
+
+    @property
+    def sequence_degree(self) -> int:
+        """Ranks that share out the tokens of one image."""
+        return self.ring_degree * self.ulysses_degree
+
+    def describe(self) -> str:
+        """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split."""
+        parts = [f"{_LABELS[n]} {getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
+        return " × ".join(parts) or "one device"
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
+        """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run."""
+        found = []
+        if self.world_size > device_count:
+            found.append(
+                f"{self.describe()} needs {self.world_size} devices and {device_count} "
+                f"{'is' if device_count == 1 else 'are'} selected; lower a degree so that the product of all "
+                f"degrees is at most {device_count}, or select more devices."
+            )
+        if model.heads % self.ulysses_degree:
+            nearest = max(d for d in range(1, self.ulysses_degree) if model.heads % d == 0)
+            found.append(
+                f"ulysses_degree {self.ulysses_degree} does not divide the {model.heads} attention heads of "
+                f"{model.name}; the nearest valid setting is ulysses_degree {nearest}"
+                + (
+                    f" with ring_degree {self.ring_degree * self.ulysses_degree // nearest}."
+                    if self.ulysses_degree % nearest == 0
+                    else "."
+                )
+            )
+        if self.pipefusion_degree > 1:
+            found.append(
+                f"pipefusion_degree {self.pipefusion_degree}: PipeFusion is not available in this version; set "
+                f"pipefusion_degree to 1, and use ulysses_degree or ring_degree to occupy the devices."
+            )
+        if self.tensor_degree > 1:
+            found.append(
+                f"tensor_degree {self.tensor_degree}: tensor parallelism is not available in this version; set "
+                f"it to 1, and use ulysses_degree or ring_degree to occupy the devices."
+            )
+        if engine not in ENGINES:
+            found.append(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
+        return found
+
+    def check(self, model: ModelShape, device_count: int, engine: str = "auto") -> None:
+        """Raises StrategyError with every violated rule."""
+        found = self.violations(model, device_count, engine)
+        if found:
+            raise StrategyError("This strategy cannot run:\n" + "\n".join(f"- {line}" for line in found))
+
+    def replace(self, **changes: int) -> ParallelStrategy:
+        return replace(self, **changes)
