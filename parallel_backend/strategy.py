@@ -99,15 +99,15 @@ class ParallelStrategy:
                 f"degrees is at most {device_count}, or select more devices."
             )
         if model.heads % self.ulysses_degree:
-            nearest = max(d for d in range(1, self.ulysses_degree) if model.heads % d == 0)
+            ulysses, ring = split_sequence(self.sequence_degree, model.heads)
             found.append(
                 f"ulysses_degree {self.ulysses_degree} does not divide the {model.heads} attention heads of "
-                f"{model.name}; the nearest valid setting is ulysses_degree {nearest}"
-                + (
-                    f" with ring_degree {self.ring_degree * self.ulysses_degree // nearest}."
-                    if self.ulysses_degree % nearest == 0
-                    else "."
-                )
+                f"{model.name}; the nearest valid setting is ulysses_degree {ulysses} with ring_degree {ring}."
+            )
+        if self.cfg_degree > 2:
+            found.append(
+                f"cfg_degree {self.cfg_degree}: there are only two prompts to share out, positive and negative; the "
+                f"nearest valid setting is cfg_degree 2."
             )
         if self.pipefusion_degree > 1:
             found.append(
@@ -131,3 +131,9 @@ class ParallelStrategy:
 
     def replace(self, **changes: int) -> ParallelStrategy:
         return replace(self, **changes)
+
+
+def split_sequence(count: int, heads: int) -> tuple[int, int]:
+    """(ulysses_degree, ring_degree) that occupy `count` devices; ulysses is the largest divisor that divides the heads."""
+    ulysses = max(d for d in range(1, count + 1) if count % d == 0 and heads % d == 0)
+    return ulysses, count // ulysses

@@ -1,0 +1,48 @@
+"""Which devices a person means by `all`, `0,1,3` or `cpu:2`. Counts devices without creating a CUDA context."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from .errors import DeviceError
+
+# Several ranks on the CPU exist for tests, demos and machines without a GPU; more than this is a typing error.
+MAX_CPU_RANKS = 16
+
+
+def resolve_devices(text: str) -> tuple[str, ...]:
+    """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
+
+    `all`: every GPU, or one CPU rank where there is none; `0,1,3`: these GPUs; `cpu:2`: two ranks on the CPU.
+    Raises DeviceError naming what does not exist.
+    """
+    wanted = text.strip().lower()
+    gpus = torch.cuda.device_count()
+    if wanted in ("", "all"):
+        return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu:0",)
+    if cpu := re.fullmatch(r"cpu(?::(\d+))?", wanted):
+        ranks = int(cpu[1] or 1)
+        if not 1 <= ranks <= MAX_CPU_RANKS:
+            raise DeviceError(f"devices {text!r}: the CPU takes 1 to {MAX_CPU_RANKS} ranks; use e.g. cpu:2.")
+        return tuple(f"cpu:{i}" for i in range(ranks))
+    if not re.fullmatch(r"(cuda:)?\d+(\s*,\s*(cuda:)?\d+)*", wanted):
+        raise DeviceError(
+            f"devices {text!r} is not understood; write 'all', GPU numbers such as '0,1,3', or 'cpu:2'."
+        )
+    indices = [int(part.strip().removeprefix("cuda:")) for part in wanted.split(",")]
+    if len(set(indices)) != len(indices):
+        raise DeviceError(f"devices {text!r} names a GPU twice; each rank needs a GPU of its own.")
+    missing = [i for i in indices if i >= gpus]
+    if missing:
+        has = f"GPUs 0 to {gpus - 1}" if gpus > 1 else "GPU 0 only" if gpus else "no GPU that torch can use"
+        raise DeviceError(
+            f"devices {text!r}: GPU {missing[0]} does not exist; this machine has {has}. "
+            f"Use 'all'{' or cpu:2 to run on the CPU' if not gpus else ''}."
+        )
+    return tuple(f"cuda:{i}" for i in indices)
+
+
+def is_cpu(devices: tuple[str, ...]) -> bool:
+    return all(name.startswith("cpu") for name in devices)

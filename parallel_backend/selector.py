@@ -1,0 +1,99 @@
+"""Picks a strategy for a request, by the rule "CFG, then Ulysses, then Ring", and says why in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .errors import StrategyError
+from .strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
+
+MODES = ("auto", "manual")
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What a person set on StrategySelector. `devices` as in devices.resolve_devices; `strategy` counts in `manual`."""
+
+    mode: str = "auto"
+    devices: str = "all"
+    strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise StrategyError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.")
+        if self.engine not in ENGINES:
+            raise StrategyError(f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What will run: the strategy, the engine wished for, the reason in words, and what was resolved on the way."""
+
+    strategy: ParallelStrategy
+    engine: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    choice: StrategyChoice, model: ModelShape, request: RequestShape, devices: tuple[str, ...]
+) -> Decision:
+    """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks."""
+    if choice.mode == "auto":
+        strategy, reason = _by_rule(model, request, len(devices))
+        return Decision(strategy, choice.engine, reason)
+    choice.strategy.check(model, len(devices), choice.engine)
+    strategy, notes = _resolve_conflicts(choice.strategy, model, request)
+    if strategy.world_size < len(devices):
+        notes.append(
+            f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
+            f"{strategy.describe()} uses {strategy.world_size}."
+        )
+    return Decision(strategy, choice.engine, f"{strategy.describe()}: set by hand", tuple(notes))
+
+
+def _by_rule(model: ModelShape, request: RequestShape, count: int) -> tuple[ParallelStrategy, str]:
+    if count == 1:
+        return ParallelStrategy(), "one device is selected"
+    cfg = 2 if request.has_cfg and count % 2 == 0 else 1
+    ulysses, ring = split_sequence(count // cfg, model.heads)
+    strategy = ParallelStrategy(cfg_degree=cfg, ulysses_degree=ulysses, ring_degree=ring)
+    because = [f"{count} devices are selected"]
+    if cfg == 2:
+        because.append("the request has a negative prompt (CFG 2 halves the work and moves almost nothing)")
+    if ulysses > 1:
+        because.append(f"Ulysses {ulysses} divides the {model.heads} attention heads")
+    if ring > 1:
+        because.append(
+            f"Ring {ring} takes the rest, which does not divide the {model.heads} attention heads"
+            if ulysses > 1
+            else f"the {model.heads} attention heads do not divide by {ring}, which Ring does not need"
+        )
+    return strategy, f"{strategy.describe()}: " + "; ".join(because)
+
+
+def _resolve_conflicts(
+    strategy: ParallelStrategy, model: ModelShape, request: RequestShape
+) -> tuple[ParallelStrategy, list[str]]:
+    """Degrees that this request gives nothing to do are moved to the sequence, so that no device idles."""
+    notes = []
+    images = "1 image" if request.batch == 1 else f"{request.batch} images"
+    for name, useless, why in (
+        (
+            "cfg_degree",
+            strategy.cfg_degree > 1 and not request.has_cfg,
+            "has no CFG (cfg 1.0 ignores the negative prompt)",
+        ),
+        ("data_degree", strategy.data_degree > request.batch, f"has {images}"),
+    ):
+        if not useless:
+            continue
+        freed = getattr(strategy, name)
+        ulysses, ring = split_sequence(strategy.sequence_degree * freed, model.heads)
+        before = strategy.describe()
+        strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
+        notes.append(
+            f"{before} became {strategy.describe()}: this request {why}, so {name} {freed} would idle."
+        )
+    return strategy, notes

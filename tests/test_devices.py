@@ -1,0 +1,61 @@
+"""Device texts: what each means, and what is refused by name."""
+
+import pytest
+import torch
+
+from parallel_backend.devices import MAX_CPU_RANKS, is_cpu, resolve_devices
+from parallel_backend.errors import DeviceError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def test_all_is_every_gpu(gpus):
+    gpus(3)
+    assert resolve_devices("all") == ("cuda:0", "cuda:1", "cuda:2")
+
+
+def test_all_without_a_gpu_is_one_cpu_rank(gpus):
+    gpus(0)
+    assert resolve_devices("all") == ("cpu:0",)
+    assert is_cpu(resolve_devices(" ALL "))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0,1,3", ("cuda:0", "cuda:1", "cuda:3")),
+        ("3, 1", ("cuda:3", "cuda:1")),
+        ("cuda:2", ("cuda:2",)),
+        ("cpu", ("cpu:0",)),
+        ("cpu:2", ("cpu:0", "cpu:1")),
+    ],
+)
+def test_explicit_lists_keep_their_order(gpus, text, expected):
+    gpus(4)
+    assert resolve_devices(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "message"),
+    [
+        ("0,0", 2, "twice"),
+        ("0,5", 2, "GPU 5 does not exist; this machine has GPUs 0 to 1"),
+        ("1", 1, "GPU 0 only"),
+        ("0", 0, "cpu:2"),
+        ("cpu:0", 0, "1 to 16"),
+        (f"cpu:{MAX_CPU_RANKS + 1}", 0, "1 to 16"),
+        ("-1", 2, "not understood"),
+        ("0;1", 2, "not understood"),
+        ("gpu0", 2, "not understood"),
+    ],
+)
+def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):
+    gpus(count)
+    with pytest.raises(DeviceError, match=message):
+        resolve_devices(text)

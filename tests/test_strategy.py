@@ -1,0 +1,60 @@
+"""ParallelStrategy: degrees, their product, and every rule with its nearest valid setting."""
+
+import pytest
+
+from parallel_backend.errors import StrategyError
+from parallel_backend.strategy import ModelShape, ParallelStrategy
+
+FLUX = ModelShape(heads=24, blocks=57, name="flux1-dev")
+
+
+def test_world_size_is_the_product_of_all_degrees():
+    strategy = ParallelStrategy(data_degree=2, cfg_degree=2, ring_degree=3, ulysses_degree=4)
+    assert strategy.world_size == 48
+    assert strategy.row_degree == 4
+    assert strategy.sequence_degree == 12
+
+
+def test_description_names_only_the_axes_in_use():
+    assert ParallelStrategy().describe() == "one device"
+    assert ParallelStrategy(cfg_degree=2, ulysses_degree=2).describe() == "CFG 2 × Ulysses 2"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
+def test_a_degree_that_is_not_a_positive_whole_number_is_refused(value):
+    with pytest.raises(StrategyError, match="ring_degree"):
+        ParallelStrategy(ring_degree=value)
+
+
+def test_too_few_devices_names_both_numbers():
+    (line,) = ParallelStrategy(ulysses_degree=4).violations(FLUX, device_count=2)
+    assert "4 devices" in line and "2 are selected" in line
+
+
+def test_heads_that_do_not_divide_name_the_nearest_ulysses_and_ring():
+    (line,) = ParallelStrategy(ulysses_degree=16).violations(FLUX, device_count=16)
+    assert "24 attention heads" in line and "ulysses_degree 8 with ring_degree 2" in line
+
+
+def test_heads_that_share_no_divisor_are_pointed_to_ring():
+    (line,) = ParallelStrategy(ulysses_degree=5).violations(FLUX, device_count=5)
+    assert "ulysses_degree 1 with ring_degree 5" in line
+
+
+def test_every_violated_rule_is_listed():
+    strategy = ParallelStrategy(cfg_degree=3, pipefusion_degree=2, ulysses_degree=5)
+    with pytest.raises(StrategyError) as raised:
+        strategy.check(FLUX, device_count=4)
+    text = str(raised.value)
+    assert text.count("\n- ") == 4
+    for word in ("needs 30 devices", "cfg_degree 2", "pipefusion_degree 2", "ulysses_degree 5"):
+        assert word in text
+
+
+def test_an_unknown_engine_is_named():
+    (line,) = ParallelStrategy().violations(FLUX, 1, engine="magic")
+    assert "magic" in line and "native" in line
+
+
+def test_a_strategy_that_keeps_all_rules_has_no_violations():
+    assert ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2).violations(FLUX, 8) == []
