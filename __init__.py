@@ -1,0 +1,27 @@
+"""ComfyUI's door to the pack: hands over the node classes when ComfyUI asks, and does nothing else.
+
+Importing this file starts nothing and needs neither torch nor ComfyUI, because test runners and registry tools import
+it too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from comfy_api.latest import ComfyExtension
+
+__all__ = ["comfy_entrypoint"]
+
+
+async def comfy_entrypoint() -> ComfyExtension:
+    """Called once by ComfyUI (V3 extensions); returns the extension that lists the nodes."""
+    from comfy_api.latest import ComfyExtension
+
+    from .nodes import NODES
+
+    class ParallelSamplingExtension(ComfyExtension):
+        async def get_node_list(self):
+            return list(NODES)
+
+    return ParallelSamplingExtension()

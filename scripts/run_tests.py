@@ -1,0 +1,32 @@
+"""Set up the environment and run pytest in it (the body of scripts/test)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from environment import ROOT, prepare, run_in
+from steps import exit_on_setup_error
+
+# Tests start processes of their own (ranks, ComfyUI); more workers than this only make them wait for each other.
+_MOST_WORKERS = 4
+
+
+def main() -> int:
+    """Returns pytest's exit code."""
+    environment = prepare()
+    # Ranks and workers share the cores; torch's default of one thread per core each would stall all of them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = sys.argv[1:]
+    parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
+    if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
+        parallel = []
+    return run_in(environment, "-m", "pytest", *parallel, *arguments, folder=ROOT)
+
+
+def _workers() -> int:
+    return min(_MOST_WORKERS, max(2, (os.cpu_count() or 2) // 2))
+
+
+if __name__ == "__main__":
+    exit_on_setup_error(main)
