@@ -1,4 +1,4 @@
-"""Make torchvision and torchaudio importable beside a CPU-only torch, inside the checkout's .venv alone.
+"""Make torchvision and torchaudio importable beside a CPU torch, inside the checkout's .venv alone.
 
 ComfyUI imports both. Some package sources carry them for CUDA only: torchvision's import then stops because its
 compiled half, which declares ``torchvision::nms``, cannot be loaded, and torchaudio's because its libraries link CUDA.
@@ -15,7 +15,7 @@ from steps import SetupError, step
 _HOOK_NAME = "declare_torchvision_schemas"
 
 # Runs at every start of the .venv's Python, so it must cost nothing until torchvision is really imported.
-_HOOK = '''"""Declare torchvision's operator schemas just before torchvision is imported (CPU torch, CUDA torchvision)."""
+_HOOK = '''"""Declare torchvision's operator schemas before torchvision is imported (CPU torch, CUDA torchvision)."""
 import sys
 
 

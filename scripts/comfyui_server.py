@@ -1,0 +1,183 @@
+"""Run a real ComfyUI headless in a folder of its own, and make sure that nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from steps import SetupError
+
+# Seconds. A cold start took 6 s on two cores; a busy machine is given ten times that and more.
+START_TIMEOUT = 120
+# How long ComfyUI may take to end after an interrupt, and then its children after it (DESIGN.md promises 2 s).
+STOP_TIMEOUT = 10
+CHILDREN_TIMEOUT = 2
+
+_LOG_LINES_SHOWN = 30
+_PR_SET_PDEATHSIG = 1
+
+
+class ComfyUIServer:
+    """One ComfyUI process on 127.0.0.1 and a free port; a context manager that starts and stops it.
+
+    ``base_directory`` gets ComfyUI's models, input, output and custom_nodes folders; ``packs`` maps a folder name under
+    custom_nodes to the folder that is linked there. ``survivors`` lists, after :meth:`stop`, the command lines of
+    child processes that outlived ComfyUI by more than two seconds (they are killed).
+    """
+
+    def __init__(
+        self,
+        comfyui: Path,
+        base_directory: Path,
+        packs: Mapping[str, Path],
+        *,
+        cpu: bool,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.comfyui = comfyui
+        self.base_directory = base_directory
+        self.log = base_directory / "comfyui.log"
+        self.survivors: list[str] = []
+        self._packs = dict(packs)
+        self._arguments = [*(["--cpu"] if cpu else []), *arguments]
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where the HTTP API and the UI answer."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running ComfyUI."""
+        assert self._process is not None, "ComfyUI is not running"
+        return self._process.pid
+
+    @property
+    def output_directory(self) -> Path:
+        """Where ComfyUI's nodes save their files."""
+        return self.base_directory / "output"
+
+    def __enter__(self) -> ComfyUIServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start ComfyUI and wait until it answers.
+
+        Raises:
+            SetupError: it ended or stayed silent; shows the end of its log.
+        """
+        for folder in ("custom_nodes", "models", "input", "output", "temp", "user"):
+            (self.base_directory / folder).mkdir(parents=True, exist_ok=True)
+        for name, source in self._packs.items():
+            link = self.base_directory / "custom_nodes" / name
+            if not link.exists():
+                link.symlink_to(source.resolve(), target_is_directory=True)
+        self._port = _free_port()
+        command = [sys.executable, self.comfyui / "main.py", "--base-directory", self.base_directory]
+        command += ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
+        command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:", *self._arguments]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.comfyui,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl+C in the terminal is ours to pass on, once
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Interrupt ComfyUI as Ctrl+C does, kill what does not end in time, and fill :attr:`survivors`."""
+        if self._process is None:
+            return
+        children = self.children()
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        _, alive = psutil.wait_procs(children, CHILDREN_TIMEOUT)
+        self.survivors = [_command_line(process) for process in alive]
+        for process in alive:
+            process.kill()
+
+    def kill(self) -> None:
+        """End ComfyUI without a warning, as a crash or an out-of-memory killer does; then as :meth:`stop`."""
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self.stop()
+
+    def children(self) -> list[psutil.Process]:
+        """Every living process below ComfyUI."""
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def log_tail(self) -> str:
+        """The last lines of ComfyUI's log, for an error message."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+        return "\n".join(f"   | {line}" for line in lines)
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
+            if self._process is not None and self._process.poll() is not None:
+                code = self._process.returncode
+                raise SetupError(f"ComfyUI ended while starting (exit {code}):\n{self.log_tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/system_stats", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise SetupError(f"ComfyUI did not answer within {START_TIMEOUT} s:\n{self.log_tail()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """In the child: ask Linux to kill it when the thread that started it ends, however that happens."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return f"process {process.pid}"

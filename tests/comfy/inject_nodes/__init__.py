@@ -1,0 +1,135 @@
+"""Test-only nodes: put made-up conditioning and latents into a graph, and take latents and text out of it.
+
+They replace text encoder and VAE, which cannot be made tiny, so that a test compares samplers and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+import torch
+from comfy_api.latest import ComfyExtension, io
+from safetensors.torch import save_file
+
+CATEGORY = "parallel/testing"
+
+
+class TestConditioning(io.ComfyNode):
+    """CONDITIONING drawn from a seed: context ``[batch, tokens, width]`` and pooled ``[batch, pooled_width]``."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestConditioning",
+            category=CATEGORY,
+            inputs=[
+                io.Int.Input("draw", default=0, min=0),
+                io.Int.Input("tokens", default=7, min=1),
+                io.Int.Input("width", default=64, min=1),
+                io.Int.Input("pooled_width", default=32, min=1),
+                io.Int.Input("batch", default=1, min=1),
+                io.Float.Input("guidance", default=-1.0, min=-1.0, max=100.0, tooltip="-1 leaves it out"),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, draw, tokens, width, pooled_width, batch, guidance) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(draw)
+        context = torch.randn(batch, tokens, width, generator=generator)
+        extras = {"pooled_output": torch.randn(batch, pooled_width, generator=generator)}
+        if guidance >= 0:
+            extras["guidance"] = guidance
+        return io.NodeOutput([[context, extras]])
+
+
+class TestLatent(io.ComfyNode):
+    """LATENT ``[batch, 16, height, width]`` in latent units (eighths of a pixel), odd sides included."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestLatent",
+            category=CATEGORY,
+            inputs=[
+                io.Int.Input("width", default=16, min=1),
+                io.Int.Input("height", default=16, min=1),
+                io.Int.Input("batch", default=1, min=1),
+                io.Int.Input("draw", default=-1, min=-1, tooltip="-1 gives zeros, an empty latent"),
+                io.String.Input("batch_index", default="", tooltip="for instance 0,3,1; empty leaves it out"),
+                io.Boolean.Input(
+                    "noise_mask", default=False, tooltip="left half 0, right half 1, soft between"
+                ),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, width, height, batch, draw, batch_index, noise_mask) -> io.NodeOutput:
+        shape = (batch, 16, height, width)
+        if draw < 0:
+            latent = {"samples": torch.zeros(shape)}
+        else:
+            latent = {"samples": torch.randn(shape, generator=torch.Generator().manual_seed(draw))}
+        if batch_index:
+            latent["batch_index"] = [int(index) for index in batch_index.split(",")]
+        if noise_mask:
+            ramp = torch.linspace(-1, 2, width * 8).clamp(0, 1)
+            latent["noise_mask"] = ramp.expand(1, height * 8, width * 8).clone()
+        return io.NodeOutput(latent)
+
+
+class TestSaveLatent(io.ComfyNode):
+    """Write a LATENT's samples as safetensors (key ``samples``) to a path under the output folder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSaveLatent",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent"), io.String.Input("path", default="latent.safetensors")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, latent, path) -> io.NodeOutput:
+        save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
+        return io.NodeOutput()
+
+
+class TestSaveText(io.ComfyNode):
+    """Write a STRING to a path under the output folder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSaveText",
+            category=CATEGORY,
+            inputs=[
+                io.String.Input("text", force_input=True),
+                io.String.Input("path", default="text.txt"),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, text, path) -> io.NodeOutput:
+        output_path(path).write_text(text)
+        return io.NodeOutput()
+
+
+def output_path(path: str) -> Path:
+    """``path`` under ComfyUI's output folder, its parents made."""
+    target = Path(folder_paths.get_output_directory()) / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+class InjectExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [TestConditioning, TestLatent, TestSaveLatent, TestSaveText]
+
+
+async def comfy_entrypoint() -> InjectExtension:
+    return InjectExtension()
