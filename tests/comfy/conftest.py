@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from comfyui_client import ComfyUIClient, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
-from safetensors.torch import load_file
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,9 +99,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     assert server.survivors == [], f"left behind 2 s after ComfyUI ended: {server.survivors}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep all tests of the shared ComfyUI on one worker, so that there is one ComfyUI."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("comfy"))
-            item.add_marker(pytest.mark.comfy)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep every test in this folder on one worker, so that there is one shared ComfyUI."""
+    item.add_marker(pytest.mark.xdist_group("comfy"))
+    item.add_marker(pytest.mark.comfy)
