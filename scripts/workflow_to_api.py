@@ -1,0 +1,121 @@
+"""Turn a workflow as ComfyUI's editor saves it into the prompt that its HTTP API runs.
+
+The editor's format keeps widget values as a bare list, in the order of the node's inputs, so the names come from the
+running ComfyUI's ``/object_info``. That also checks what a person would see: a node that is not installed, or a saved
+list that no longer fits its node, is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+_CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
+_NOTES = {"Note", "MarkdownNote"}
+_MUTED, _BYPASSED = 2, 4  # LiteGraph's node modes
+
+
+class WorkflowError(Exception):
+    """The workflow cannot be run as saved; the message names the node and the reason."""
+
+
+def workflow_to_api(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The prompt (node id -> class_type and inputs) of a saved workflow.
+
+    Muted nodes are left out, bypassed ones hand through the first input of the wanted type, reroutes and primitive
+    nodes are resolved.
+
+    Raises:
+        WorkflowError: a node is not installed, its saved values do not fit it, or the workflow uses subgraphs.
+    """
+    if workflow.get("definitions", {}).get("subgraphs"):
+        raise WorkflowError("the workflow uses subgraphs, which this converter does not resolve")
+    graph = _Graph(workflow)
+    prompt = {}
+    for node in graph.nodes.values():
+        kind = node["type"]
+        if kind in _NOTES or kind in ("Reroute", "PrimitiveNode") or node.get("mode") in (_MUTED, _BYPASSED):
+            continue
+        if kind not in object_info:
+            raise WorkflowError(f"node {node['id']}: {kind} is not installed in this ComfyUI")
+        inputs = dict(_widget_values(node, object_info[kind]))
+        for socket in node.get("inputs", []):
+            if socket.get("link") is not None:
+                source = graph.source(socket["link"])
+                if source is not None:
+                    inputs[socket["name"]] = source
+        title = node.get("title") or object_info[kind].get("display_name") or kind
+        prompt[str(node["id"])] = {"class_type": kind, "inputs": inputs, "_meta": {"title": title}}
+    return prompt
+
+
+class _Graph:
+    """The saved nodes by id and links by id."""
+
+    def __init__(self, workflow: dict[str, Any]) -> None:
+        self.nodes = {node["id"]: node for node in workflow["nodes"]}
+        self.links: dict[int, tuple[int, int]] = {}
+        for link in workflow.get("links", []):
+            if isinstance(link, dict):
+                self.links[link["id"]] = (link["origin_id"], link["origin_slot"])
+            else:
+                self.links[link[0]] = (link[1], link[2])
+
+    def source(self, link: int) -> Any:
+        """What a link delivers: ``[node id, slot]``, a primitive's value, or None where nothing does."""
+        node_id, slot = self.links[link]
+        node = self.nodes[node_id]
+        if node["type"] == "PrimitiveNode":
+            return node["widgets_values"][0]
+        if node.get("mode") == _MUTED:
+            return None
+        if node["type"] == "Reroute" or node.get("mode") == _BYPASSED:
+            wanted = node["outputs"][slot]["type"]
+            for socket in node.get("inputs", []):
+                fits = node["type"] == "Reroute" or socket["type"] == wanted
+                if fits and socket.get("link") is not None:
+                    return self.source(socket["link"])
+            return None
+        return [str(node_id), slot]
+
+
+def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The node's saved widget values with their input names."""
+    saved = node.get("widgets_values") or []
+    if isinstance(saved, dict):
+        yield from ((name, saved[name]) for name, _, _ in _widgets(info) if name in saved)
+        return
+    position = 0
+    for name, kind, options in _widgets(info):
+        if position >= len(saved):
+            # The workflow is older than this input; the editor fills in the default as well.
+            if "default" in options:
+                yield name, options["default"]
+                continue
+            raise WorkflowError(f"node {node['id']} ({node['type']}): no saved value for {name!r}")
+        yield name, saved[position]
+        position += 1
+        follows = saved[position] if position < len(saved) else None
+        has_control = options.get("control_after_generate") or (
+            kind == "INT" and name in ("seed", "noise_seed")
+        )
+        if (has_control and follows in _CONTROL_VALUES) or (
+            options.get("image_upload") and follows == "image"
+        ):
+            position += 1
+    if position < len(saved):
+        unused = ", ".join(repr(value) for value in saved[position:])
+        raise WorkflowError(f"node {node['id']} ({node['type']}): saved values that fit no input: {unused}")
+
+
+def _widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, type and options of the inputs that the editor shows as widgets, in its order."""
+    for group in ("required", "optional"):
+        inputs = info["input"].get(group, {})
+        for name in info.get("input_order", {}).get(group, inputs):
+            kind, *rest = inputs[name]
+            options = rest[0] if rest else {}
+            kind = "COMBO" if isinstance(kind, list) else kind
+            if kind in _WIDGET_TYPES and not options.get("forceInput"):
+                yield name, kind, options
