@@ -22,7 +22,7 @@ from pathlib import Path
 
 import comfyui_source
 import torchvision_on_cpu
-from steps import SetupError, run_logged, step
+from steps import SetupError, exit_on_setup_error, run_logged, step
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
@@ -158,3 +158,7 @@ def _stamp(folder: Path) -> str:
         platform.python_version(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    exit_on_setup_error(lambda: print(f"Ready: {prepare().python}"))
