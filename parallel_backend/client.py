@@ -1,0 +1,401 @@
+"""Sidecar: the ranks of one device set as ComfyUI's process sees them; blocking calls, progress, cancel."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import itertools
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import deadlines
+from .errors import (
+    Cancelled,
+    CheckpointError,
+    RankFailed,
+    RequestError,
+    StrategyError,
+    TransportError,
+)
+from .exchange import USER_ERRORS, Exchange
+from .payloads import predict_tensors, sample_tensors
+from .prompts import KnownPrompts
+from .protocol import NO_REQUEST, VERSION, Done, Hello, Load, Predict, Progress, Ready, Sample, Setup
+from .requests import LoadInfo, ModelSpec, Placement, PredictRequest, RunInfo, SampleRequest, SampleResult
+from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
+from .transport import pack_tensors
+
+OnStep = Callable[[int, int, Tensor | None], None]
+OnPhase = Callable[[str], None]
+ShouldCancel = Callable[[], bool]
+
+FAILURES_UNTIL_BROKEN = 3  # in a row, without a request that went well
+
+
+class State(enum.Enum):
+    """DOWN -> STARTING -> READY <-> RUNNING; any -> FAILED -> STARTING; after repeated failures BROKEN."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    RUNNING = "running"
+    FAILED = "failed"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The model that the ranks hold. `identity`: the file's inode, size and time, since a path can be overwritten."""
+
+    spec: ModelSpec
+    identity: tuple[int, ...]
+    info: LoadInfo
+
+
+class Sidecar:
+    """A group of ranks, one per device in `devices`, kept warm between requests.
+
+    Requests are served one after another; any thread may call. A group that died is started again, and its model
+    loaded again, by the next request. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
+    1-based step and a preview [1, C, h, w] or None, `on_phase(text)`. Whatever a callback raises ends the request on
+    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms.
+    """
+
+    def __init__(self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE) -> None:
+        if not devices:
+            raise RequestError("A sidecar needs at least one device.")
+        self.devices = tuple(devices)
+        self._rank_module = rank_module
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # thread that serves a request
+        self._cancel = threading.Event()
+        self._activity = State.READY
+        self._group: RankGroup | None = None
+        self._requests = itertools.count(1)
+        self._failures = 0
+        self._last_failure: RankFailed | None = None
+        self._broken_until = 0.0
+        self._forget_model()
+
+    @property
+    def state(self) -> State:
+        group = self._group
+        if time.monotonic() < self._broken_until:
+            return State.BROKEN
+        if group is None:
+            return State.DOWN if self._last_failure is None else State.FAILED
+        if group.ended.is_set():
+            return State.FAILED
+        return self._activity
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, in rank order; empty when there are none."""
+        group = self._group
+        return () if group is None else group.pids
+
+    def start(self, on_phase: OnPhase | None = None) -> float:
+        """Starts the ranks unless they run; returns the seconds it took, 0.0 when they ran."""
+        with self._turn(None) as cancelled:
+            return self._ensure_started(on_phase, cancelled)
+
+    def load(
+        self, spec: ModelSpec, on_phase: OnPhase | None = None, should_cancel: ShouldCancel | None = None
+    ) -> LoadInfo:
+        """Makes the ranks hold `spec`. Raises CheckpointError for a file they refuse; the group stays usable."""
+        with self._turn(should_cancel) as cancelled:
+            return self._ensure_loaded(spec, on_phase, cancelled)
+
+    def sample(
+        self,
+        spec: ModelSpec,
+        request: SampleRequest,
+        placement: Placement,
+        on_step: OnStep | None = None,
+        on_phase: OnPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> SampleResult:
+        """Runs a whole sampling job on the ranks, starting and loading first where needed."""
+        self._check_placement(placement)
+        tensors = sample_tensors(request)
+        with self._turn(should_cancel) as cancelled:
+            self._ensure_loaded(spec, on_phase, cancelled)
+            message = Sample(
+                placement=placement,
+                cfg=float(request.cfg),
+                sampler=request.sampler,
+                seed=request.seed,
+                previews=on_step is not None,
+            )
+            seconds: list[float] = []
+
+            def progress(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
+                self._expect(message, Progress, rank)
+                seconds.append(message.seconds)
+                if on_step is not None:
+                    on_step(message.step, message.steps, None if tensors is None else tensors["denoised"])
+
+            exchange = self._exchange(cancelled)
+            self._send(exchange, message, tensors)
+            if on_phase is not None:
+                exchange.guard(lambda: on_phase("first step"))
+            done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
+            result = self._result(exchange, {"latent", "step_seconds"})
+            info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
+            return SampleResult(latent=result["latent"], info=info)
+
+    def predict(
+        self,
+        spec: ModelSpec,
+        request: PredictRequest,
+        placement: Placement,
+        should_cancel: ShouldCancel | None = None,
+    ) -> tuple[Tensor, RunInfo]:
+        """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
+        self._check_placement(placement)
+        with self._turn(should_cancel) as cancelled:
+            self._ensure_loaded(spec, None, cancelled)
+            key, is_new = self._prompts.find(request.conditioning)
+            times = self._call_seconds[placement, tuple(request.x.shape)]
+            try:
+                tensors = predict_tensors(request, with_conditioning=is_new)
+                message = Predict(placement, conditioning=key, forget=self._prompts.take_forgotten())
+                exchange = self._exchange(cancelled)
+                self._send(exchange, message, tensors)
+                done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
+                velocity = self._result(exchange, {"velocity"})["velocity"]
+            except BaseException:
+                if is_new:  # who knows whether the ranks have it
+                    self._prompts.drop(key)
+                raise
+            seconds = _reports(done, "run")[0].seconds
+            times.append(seconds)
+            return velocity, _run_info(done, step_seconds=(seconds,))
+
+    def cancel(self) -> None:
+        """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
+        self._cancel.set()
+
+    def stop(self) -> None:
+        """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
+        if self._owner == threading.get_ident():  # from a callback: the request cleans up as it ends
+            self._cancel.set()
+            if self._group is None:
+                return
+            get_supervisor().stop(self._group)
+            return
+        while not self._lock.acquire(timeout=deadlines.POLL):
+            self._cancel.set()  # for a request that has not started the ranks yet
+            if (group := self._group) is not None:
+                get_supervisor().stop(group)
+        try:
+            self._discard_group()
+            self._failures, self._last_failure, self._broken_until = 0, None, 0.0
+        finally:
+            self._lock.release()
+
+    # One request at a time.
+
+    @contextmanager
+    def _turn(self, should_cancel: ShouldCancel | None) -> Iterator[ShouldCancel]:
+        """Waits for this caller's turn; gives the question whether it is cancelled; keeps count of failures."""
+        require_linux()
+        if self._owner == threading.get_ident():
+            raise RequestError("A callback of a request may not send another request to the same ranks.")
+        while not self._lock.acquire(timeout=deadlines.POLL):
+            if should_cancel is not None and should_cancel():
+                raise Cancelled("The request was cancelled while it waited for its turn.")
+        self._owner = threading.get_ident()
+        self._cancel.clear()
+        try:
+            self._refuse_broken()
+            yield lambda: self._cancel.is_set() or (should_cancel is not None and should_cancel())
+            self._failures, self._last_failure = 0, None
+        except RankFailed as error:
+            self._count_failure(error)
+            raise
+        finally:
+            self._activity = State.READY
+            if self._group is not None and self._group.ended.is_set():
+                self._discard_group()
+            self._owner = None
+            self._lock.release()
+
+    def _refuse_broken(self) -> None:
+        left = self._broken_until - time.monotonic()
+        if left > 0:
+            last = self._last_failure
+            raise RankFailed(
+                last.rank,
+                f"the ranks failed {self._failures} times in a row and rest for another {left:.0f} s; "
+                f"leave the device out, or stop and start the group to try at once. Last failure: {last.cause}",
+            )
+
+    def _count_failure(self, error: RankFailed) -> None:
+        if self._broken_until > time.monotonic():
+            return  # this is the refusal itself
+        self._failures += 1
+        self._last_failure = error
+        if self._failures >= FAILURES_UNTIL_BROKEN:
+            self._broken_until = time.monotonic() + deadlines.BROKEN_REST
+
+    # Start, load, end.
+
+    def _ensure_started(self, on_phase: OnPhase | None, cancelled: ShouldCancel) -> float:
+        if self._group is not None and not self._group.ended.is_set():
+            return 0.0
+        self._discard_group()
+        begun = time.monotonic()
+        self._activity = State.STARTING
+        count = len(self.devices)
+        if on_phase is not None:
+            on_phase(f"starting {count} rank{'s' if count > 1 else ''}")
+        self._group = group = get_supervisor().spawn(self.devices, self._rank_module)
+        exchange = Exchange(group, NO_REQUEST, cancelled, terminal=Ready, survivable=frozenset())
+
+        def answer(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
+            self._expect(message, Hello, rank)
+            _check_versions(rank, message)
+            setup = Setup(
+                rank=rank,
+                world_size=count,
+                devices=self.devices,
+                rendezvous=group.rendezvous,
+                backend=_backend(self.devices),
+            )
+            exchange.send_to(rank, setup)
+
+        limit = begun + deadlines.START
+        exchange.wait(lambda: max(0.0, limit - time.monotonic()), answer)
+        self._activity = State.READY
+        return time.monotonic() - begun
+
+    def _ensure_loaded(self, spec: ModelSpec, on_phase: OnPhase | None, cancelled: ShouldCancel) -> LoadInfo:
+        spec = replace(spec, path=str(Path(spec.path).absolute()))
+        try:
+            status = Path(spec.path).stat()
+        except OSError as error:
+            raise CheckpointError(f"{spec.path} cannot be read: {error.strerror}.") from None
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        self._ensure_started(on_phase, cancelled)
+        self._activity = State.RUNNING
+        if self._held is not None and (self._held.spec, self._held.identity) == (spec, identity):
+            return replace(self._held.info, seconds=0.0, cached=True)
+        if on_phase is not None:
+            on_phase(f"loading {Path(spec.path).name}")
+        # Ranks agree on a load before they report, so an out-of-memory there leaves no collective half done.
+        exchange = self._exchange(cancelled, survivable=USER_ERRORS | {"OutOfMemory"})
+        exchange.send(Load(spec))
+        try:
+            done = exchange.wait(lambda: deadlines.load_budget(status.st_size), self._refuse_message)
+        except CheckpointError:
+            raise  # the ranks still hold what they held
+        except BaseException:
+            self._forget_model()
+            raise
+        infos = _reports(done, "load")
+        info = replace(infos[0], seconds=max(i.seconds for i in infos))
+        self._forget_model()
+        self._held = _Held(spec, identity, info)
+        return info
+
+    def _forget_model(self) -> None:
+        self._held: _Held | None = None
+        self._prompts = KnownPrompts()
+        # Seconds of earlier model calls by (placement, shape of x), for the next one's deadline.
+        self._call_seconds: dict[tuple, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=20)
+        )
+
+    def _discard_group(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        get_supervisor().stop(group)
+        if group.death is not None and self._last_failure is None:
+            self._last_failure = group.death.error()
+        group.close()
+        self._forget_model()
+
+    # Messages.
+
+    def _exchange(self, cancelled: ShouldCancel, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
+        if cancelled():
+            raise Cancelled("The request was cancelled before it reached the ranks.")
+        return Exchange(self._group, next(self._requests), cancelled, survivable=survivable)
+
+    @staticmethod
+    def _send(exchange: Exchange, message: Sample | Predict, tensors: dict[str, Tensor]) -> None:
+        payload = pack_tensors(tensors)
+        try:
+            exchange.send(message, payload)
+        finally:
+            os.close(payload)
+
+    def _result(self, exchange: Exchange, names: set[str]) -> dict[str, Tensor]:
+        result = exchange.result or {}
+        if set(result) != names:
+            get_supervisor().kill(self._group)
+            raise TransportError(
+                f"rank 0 answered with the tensors {sorted(result)}; expected {sorted(names)}"
+            )
+        return result
+
+    def _expect(self, message, kind: type, rank: int) -> None:
+        if not isinstance(message, kind):
+            get_supervisor().kill(self._group)
+            raise TransportError(f"rank {rank} sent {type(message).__name__} where {kind.__name__} was due")
+
+    def _refuse_message(self, rank: int, message, tensors) -> None:
+        self._expect(message, Done, rank)
+
+    def _check_placement(self, placement: Placement) -> None:
+        size = placement.strategy.world_size
+        if size != len(self.devices):
+            raise StrategyError(
+                f"{placement.strategy.describe()} needs {size} rank{'s' if size > 1 else ''}; this group has "
+                f"{len(self.devices)}. Choose degrees whose product is {len(self.devices)}."
+            )
+
+
+def _run_info(done: dict[int, Done], step_seconds: tuple[float, ...]) -> RunInfo:
+    runs = _reports(done, "run")
+    return RunInfo(
+        engine=runs[0].engine,
+        strategy=runs[0].strategy,
+        step_seconds=step_seconds,
+        bytes_sent=tuple(run.bytes_sent for run in runs),
+        notes=runs[0].notes,
+    )
+
+
+def _reports(done: dict[int, Done], name: str) -> list:
+    """What each rank reported, in rank order."""
+    found = [getattr(done[rank], name) for rank in sorted(done)]
+    if None in found:
+        raise TransportError(f"rank {found.index(None)} ended the request without saying how it ran")
+    return found
+
+
+def _backend(devices: tuple[str, ...]) -> str:
+    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
+
+
+def _check_versions(rank: int, hello: Hello) -> None:
+    ours = (VERSION, platform.python_version(), str(torch.__version__))
+    theirs = (hello.protocol, hello.python, hello.torch)
+    if ours != theirs:
+        raise RankFailed(
+            rank,
+            f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
+            f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
+        )

@@ -1,0 +1,32 @@
+"""Every time limit of the control path, with its unit and its reason."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+START = 60.0  # s, spawn to Ready: importing torch from a cold disk with a CUDA build takes tens of seconds
+LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
+LOAD_BYTES_PER_SECOND = 50e6  # a slow network disk; a local NVMe is 40 times faster
+FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here
+STEP_FLOOR = 30.0  # s
+STEP_FACTOR = 10  # a step this many times slower than the median is stuck
+CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they are killed
+TERMINATE = 2.0  # s between SIGTERM and SIGKILL
+REPORT = 0.4  # s for all ranks to report after the first failure; who does not is stuck in a collective
+DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as end of file
+POLL = 0.05  # s between two looks at `should_cancel` while waiting
+SEND = 10.0  # s for a rank to take a request from its link's buffer
+BROKEN_REST = 60.0  # s that a group which failed again and again is left alone
+
+
+def load_budget(file_bytes: int) -> float:
+    """Seconds that loading a file of this size may take."""
+    return LOAD_BASE + file_bytes / LOAD_BYTES_PER_SECOND
+
+
+def step_budget(earlier: Sequence[float]) -> float:
+    """Seconds that the next step may take, given how long `earlier` steps of the same kind took."""
+    if not earlier:
+        return FIRST_STEP
+    return max(STEP_FLOOR, STEP_FACTOR * statistics.median(earlier))

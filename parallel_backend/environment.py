@@ -1,0 +1,68 @@
+"""The environment a rank starts with: what it needs to find its libraries and devices, and nothing secret."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_NAMES = {
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+    "HF_HOME",
+}
+_PREFIXES = (
+    "LC_",
+    "XDG_",
+    "CUDA",
+    "NVIDIA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "ROCM_",
+    "MALLOC_",
+)
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+
+
+def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
+    """The part of `source` a rank may see, plus what the ranks of `devices` need; `root` comes first on its path."""
+    kept = {
+        name: value
+        for name, value in source.items()
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
+    }
+    search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
+    cores = len(os.sched_getaffinity(0))
+    # Freed all-gather buffers would stay resident otherwise: 588 -> 411 MB for a 239 MB model on 2 ranks.
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // len(devices))),
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+    }
+    fixed = {
+        "PYTHONPATH": os.pathsep.join(search),
+        "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach its pipe
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
+    }
+    return defaults | kept | fixed

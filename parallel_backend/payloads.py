@@ -1,0 +1,129 @@
+"""Requests as named tensors and back, and the shape rules they must keep on both sides."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import RequestError, TransportError
+from .protocol import Sample
+from .requests import Conditioning, PredictRequest, SampleRequest
+
+Tensors = dict[str, torch.Tensor]
+
+
+def sample_tensors(request: SampleRequest) -> Tensors:
+    """The tensors of a sampling job; the numbers travel in protocol.Sample."""
+    check_sample(request)
+    tensors = {"noise": request.noise, "latent": request.latent, "sigmas": request.sigmas}
+    if request.denoise_mask is not None:
+        tensors["denoise_mask"] = request.denoise_mask
+    tensors |= conditioning_tensors(request.positive, "positive")
+    if request.negative is not None:
+        tensors |= conditioning_tensors(request.negative, "negative")
+    return tensors
+
+
+def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
+    """The sampling job that `sample_tensors` took apart. Raises TransportError for missing or unknown tensors."""
+    left = dict(tensors)
+    request = SampleRequest(
+        noise=_take(left, "noise"),
+        latent=_take(left, "latent"),
+        sigmas=_take(left, "sigmas"),
+        positive=_take_conditioning(left, "positive"),
+        negative=_take_conditioning(left, "negative") if "negative.context" in left else None,
+        cfg=message.cfg,
+        sampler=message.sampler,
+        seed=message.seed,
+        denoise_mask=left.pop("denoise_mask", None),
+    )
+    _refuse_rest(left)
+    check_sample(request)
+    return request
+
+
+def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
+    """The tensors of one model call; the prompt only when the ranks do not know it yet."""
+    check_predict(request)
+    tensors = {"x": request.x, "sigma": request.sigma}
+    return tensors | (conditioning_tensors(request.conditioning, "prompt") if with_conditioning else {})
+
+
+def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditioning | None]:
+    """(x, sigma, conditioning or None) of a model call's payload. Raises TransportError for other tensors."""
+    left = dict(tensors)
+    x, sigma = _take(left, "x"), _take(left, "sigma")
+    conditioning = _take_conditioning(left, "prompt") if left else None
+    _refuse_rest(left)
+    return x, sigma, conditioning
+
+
+def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
+    tensors = {f"{name}.context": conditioning.context, f"{name}.pooled": conditioning.pooled}
+    if conditioning.guidance is not None:
+        tensors[f"{name}.guidance"] = conditioning.guidance
+    return tensors
+
+
+def check_sample(request: SampleRequest) -> None:
+    """Raises RequestError, naming the tensor and the shape it must have."""
+    shape = tuple(request.latent.shape)
+    if len(shape) != 4 or 0 in shape:
+        raise RequestError(
+            f"the latent has shape {list(shape)}; expected [batch, channels, height/8, width/8]."
+        )
+    _expect(tuple(request.noise.shape) == shape, "noise", request.noise, f"{list(shape)} like the latent")
+    _expect(request.sigmas.ndim == 1 and len(request.sigmas) >= 2, "sigmas", request.sigmas, "[steps + 1]")
+    if request.denoise_mask is not None:
+        mask, batch, channels = request.denoise_mask, shape[0], shape[1]
+        fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, channels)
+        _expect(
+            fits and tuple(mask.shape[2:]) == shape[2:], "denoise_mask", mask, f"[{batch}, 1, *{shape[2:]}]"
+        )
+    for conditioning in filter(None, (request.positive, request.negative)):
+        _check_conditioning(conditioning, shape[0])
+
+
+def check_predict(request: PredictRequest) -> None:
+    """Raises RequestError, naming the tensor and the shape it must have."""
+    _expect(
+        request.x.ndim == 4 and request.x.numel() > 0, "x", request.x, "[rows, channels, height/8, width/8]"
+    )
+    rows = request.x.shape[0]
+    _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
+    _check_conditioning(request.conditioning, rows)
+
+
+def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
+    context, pooled, guidance = conditioning.context, conditioning.pooled, conditioning.guidance
+    some = f"1 or {rows}" if rows > 1 else "1"
+    _expect(
+        context.ndim == 3 and context.shape[0] in (1, rows), "context", context, f"[{some}, tokens, width]"
+    )
+    _expect(pooled.ndim == 2 and pooled.shape[0] in (1, rows), "pooled", pooled, f"[{some}, width]")
+    if guidance is not None:
+        _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
+
+
+def _expect(fits: bool, name: str, tensor: torch.Tensor, shape: str) -> None:
+    if not fits:
+        raise RequestError(f"{name} has shape {list(tensor.shape)}; expected {shape}.")
+
+
+def _take(tensors: Tensors, name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise TransportError(f"a payload lacks the tensor {name!r}")
+    return tensors.pop(name)
+
+
+def _take_conditioning(tensors: Tensors, name: str) -> Conditioning:
+    return Conditioning(
+        context=_take(tensors, f"{name}.context"),
+        pooled=_take(tensors, f"{name}.pooled"),
+        guidance=tensors.pop(f"{name}.guidance", None),
+    )
+
+
+def _refuse_rest(tensors: Tensors) -> None:
+    if tensors:
+        raise TransportError(f"a payload has unknown tensors: {', '.join(sorted(tensors))}"[:200])

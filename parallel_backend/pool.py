@@ -1,0 +1,45 @@
+"""The live sidecars of this process, one per device set; node objects hold no processes, so this registry does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+
+from .client import Sidecar
+
+_sidecars: dict[tuple[str, ...], Sidecar] = {}
+_lock = threading.Lock()
+_owner = os.getpid()
+
+
+def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
+    """The sidecar of this device set. Others that use one of its devices are stopped first. Starts nothing."""
+    devices = tuple(devices)
+    with _lock:
+        for other in [key for key in _sidecars if key != devices and set(key) & set(devices)]:
+            _sidecars.pop(other).stop()
+        if devices not in _sidecars:
+            _sidecars[devices] = Sidecar(devices)
+        return _sidecars[devices]
+
+
+def all_sidecars() -> tuple[Sidecar, ...]:
+    """Every sidecar of the registry, started or not."""
+    with _lock:
+        return tuple(_sidecars.values())
+
+
+def stop_all() -> None:
+    """Ends every rank of this process and empties the registry."""
+    with _lock:
+        while _sidecars:
+            _sidecars.popitem()[1].stop()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:  # a forked child must leave its parent's ranks alone
+        stop_all()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,258 @@
+"""The closed set of messages between ComfyUI's process and a rank, and their strict JSON form.
+
+One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
+`request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors never
+travel here: they are a sealed memfd beside the datagram (transport.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+
+from .errors import ParallelError, TransportError
+from .requests import LoadInfo, ModelSpec, Placement
+from .strategy import ParallelStrategy
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
+NO_REQUEST = 0  # `request` of the handshake; requests count from 1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Rank to parent, first message: what runs at the other end. `protocol`: VERSION of the rank's code."""
+
+    pid: int
+    protocol: int
+    python: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Parent to rank: who you are. `rendezvous`: path of the FileStore; `devices`: all of them, in rank order."""
+
+    rank: int
+    world_size: int
+    devices: tuple[str, ...]
+    rendezvous: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rank to parent: the process group stands. `seconds` since the rank's process began to run its code."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Parent to all ranks: hold this model."""
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parent to all ranks: a whole sampling job; its tensors are in the payload. `previews`: send denoised latents."""
+
+    placement: Placement
+    cfg: float
+    sampler: str
+    seed: int
+    previews: bool
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Parent to all ranks: one model call.
+
+    `conditioning`: key of the prompt, whose tensors are in the payload the first time the key is used;
+    `forget`: keys that will not be used again.
+    """
+
+    placement: Placement
+    conditioning: int
+    forget: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Parent to rank 0: end the request named in the envelope at its next step boundary."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, is the denoised preview."""
+
+    step: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload."""
+
+    engine: str
+    strategy: ParallelStrategy
+    seconds: float
+    bytes_sent: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors as payload."""
+
+    load: LoadInfo | None = None
+    run: RankRun | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Rank to parent, terminal: the request ended with an error.
+
+    `kind`: name of an error in errors.py, "RankFailed", or PEER_FAILED; `detail`: the last traceback lines.
+    """
+
+    kind: str
+    message: str
+    detail: str
+
+
+# `kind` of a rank that did its part but gave it up because another rank could not do its own.
+PEER_FAILED = "PeerFailed"
+
+Message = Hello | Setup | Ready | Load | Sample | Predict | Cancel | Progress | Done | Failed
+_MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
+# How many payloads (file descriptors) may come with each message; none where it is not listed.
+_PAYLOADS = {Sample: (1,), Predict: (1,), Progress: (0, 1), Done: (0, 1)}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message and what it belongs to."""
+
+    epoch: int
+    request: int
+    message: Message
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The datagram of `envelope`; raises TransportError when it is over MAX_MESSAGE_BYTES."""
+    frame = {
+        "version": VERSION,
+        "epoch": envelope.epoch,
+        "request": envelope.request,
+        "op": type(envelope.message).__name__,
+        "body": _to_json(envelope.message),
+    }
+    data = json.dumps(frame, allow_nan=False, separators=(",", ":")).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TransportError(
+            f"a {frame['op']} message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}. "
+            "Shorten the path or text it carries."
+        )
+    return data
+
+
+def decode(data: bytes, payloads: int = 0) -> Envelope:
+    """The envelope in a datagram that came with `payloads` descriptors; raises TransportError on any deviation."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TransportError(f"a message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        frame = json.loads(data.decode(), object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise TransportError(f"a message is not valid JSON: {error}") from None
+    if not isinstance(frame, dict) or frame.get("version") != VERSION:
+        found = frame.get("version") if isinstance(frame, dict) else None
+        raise TransportError(f"a message has protocol version {found!r}; this side speaks {VERSION}")
+    if set(frame) != {"version", "epoch", "request", "op", "body"}:
+        raise TransportError(f"a message has the wrong fields: {_shown(sorted(frame))}")
+    kind = _MESSAGES.get(frame["op"]) if isinstance(frame["op"], str) else None
+    if kind is None:
+        raise TransportError(f"unknown message {_shown(frame['op'])}")
+    allowed = _PAYLOADS.get(kind, (0,))
+    if payloads not in allowed:
+        raise TransportError(f"a {kind.__name__} message came with {payloads} payloads; allowed: {allowed}")
+    return Envelope(
+        epoch=_from_json(frame["epoch"], int, "epoch"),
+        request=_from_json(frame["request"], int, "request"),
+        message=_from_json(frame["body"], kind, kind.__name__),
+    )
+
+
+def _to_json(value):
+    if is_dataclass(value):
+        types_of = _field_types(type(value))
+        return {f.name: _coerced(getattr(value, f.name), types_of[f.name]) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def _coerced(value, kind):
+    # A caller may write cfg=4: a float field goes out as a float, since the other side takes nothing else.
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return _to_json(value)
+
+
+def _from_json(value, kind, where: str):
+    """`value` as `kind`: int, float, str, bool, None, a union of those, tuple[kind, ...] or a dataclass of them."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if value is None and type(None) in options:
+            return None
+        (kind,) = (option for option in options if option is not type(None))
+        return _from_json(value, kind, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TransportError(f"{where}: expected a list, found {_shown(value)}")
+        return tuple(_from_json(item, typing.get_args(kind)[0], where) for item in value)
+    if is_dataclass(kind):
+        return _dataclass_from_json(value, kind, where)
+    if type(value) is not kind:  # exact: True is no int, 1 no float
+        raise TransportError(f"{where}: expected {kind.__name__}, found {_shown(value)}")
+    return value
+
+
+def _dataclass_from_json(value, kind, where: str):
+    types_of = _field_types(kind)
+    if not isinstance(value, dict) or set(value) != set(types_of):
+        raise TransportError(f"{where}: expected the fields {sorted(types_of)}, found {_shown(value)}")
+    arguments = {name: _from_json(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
+    try:
+        return kind(**arguments)
+    except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
+        raise TransportError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _field_types(kind) -> dict[str, object]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads: a field that appears twice would read differently on each side."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field appears twice")
+    return found
+
+
+def _refuse_constant(text: str):
+    raise ValueError(f"{text} is not a number here")
+
+
+def _shown(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,151 @@
+"""The loop of one rank: `python -m parallel_backend.rank --fd N --parent PID`, started by the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def main(make_jobs=None) -> None:
+    """Greets the parent, joins the group, serves requests until the link ends.
+
+    `make_jobs(setup)` gives the object that does the work; it is RankJobs unless a test brings its own.
+    """
+    begun = time.perf_counter()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True, help="the inherited control link")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument(
+        "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
+    )
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+
+    # Only now what takes a second: the parent may die during the import of torch as well.
+    from .transport import Link, LinkClosed
+
+    link = Link.from_descriptor(arguments.fd)
+    os.set_inheritable(arguments.fd, False)
+    try:
+        jobs = _join(link, arguments.epoch, make_jobs, begun)
+        serve(link, arguments.epoch, jobs)
+    except LinkClosed:
+        pass
+    # At once: interpreter shutdown would wait for collectives that have lost their peers.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that spawned it ends; ends it now if that has happened."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _join(link, epoch: int, make_jobs, begun: float):
+    """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
+    import torch
+
+    from .protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
+    from .rank_errors import failure
+
+    def say(message) -> None:
+        link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
+
+    say(Hello(os.getpid(), VERSION, platform.python_version(), str(torch.__version__)))
+    setup = _receive(link, epoch)[0].message
+    if not isinstance(setup, Setup):
+        raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
+    try:
+        if make_jobs is None:
+            from .rank_jobs import RankJobs as make_jobs
+        jobs = make_jobs(setup)
+    except Exception as error:
+        say(failure(error, setup.rank, setup.devices[setup.rank]))
+        raise
+    say(Ready(time.perf_counter() - begun))
+    return jobs
+
+
+def _receive(link, epoch: int):
+    """The next (envelope, descriptors) of this epoch. A frame of another one ends the rank: it cannot be answered."""
+    from .errors import TransportError
+    from .transport import close_all
+
+    envelope, descriptors = link.receive()
+    if envelope.epoch != epoch:
+        close_all(descriptors)
+        raise TransportError(f"a message of epoch {envelope.epoch} came in epoch {epoch}")
+    return envelope, descriptors
+
+
+def serve(link, epoch: int, jobs) -> None:
+    """Answers each request with exactly one terminal message; returns never, ends with LinkClosed."""
+    from .deadlines import SEND
+    from .protocol import Cancel, Envelope
+    from .transport import close_all, pack_tensors
+
+    while True:
+        envelope, descriptors = _receive(link, epoch)
+        if isinstance(envelope.message, Cancel):
+            continue  # its request ended before it came
+        answer, result = _answer(link, envelope, descriptors, jobs)
+        payload = [pack_tensors(result)] if result is not None and jobs.world.rank == 0 else []
+        try:
+            link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
+        finally:
+            close_all(payload)
+
+
+def _answer(link, envelope, descriptors, jobs):
+    """(terminal message, result tensors or None) of one request."""
+    from .errors import TransportError
+    from .protocol import Done, Load, Predict, Sample
+    from .rank_errors import failure
+    from .step_boundary import StepBoundary
+    from .transport import LinkClosed, close_all, unpack_tensors
+
+    message, world = envelope.message, jobs.world
+    try:
+        try:
+            tensors = unpack_tensors(descriptors[0]) if descriptors else {}
+        finally:
+            close_all(descriptors)
+        match message:
+            case Load():
+                return Done(load=jobs.load(message.spec)), None
+            case Sample():
+                boundary = StepBoundary(
+                    link,
+                    envelope.epoch,
+                    envelope.request,
+                    rank=world.rank,
+                    control=world.control,
+                    device=world.device,
+                    steps=len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0,
+                    previews=message.previews,
+                )
+                result, run = jobs.sample(message, tensors, boundary)
+                return Done(run=run), result
+            case Predict():
+                result, run = jobs.predict(message, tensors)
+                return Done(run=run), result
+            case _:
+                raise TransportError(f"{type(message).__name__} is not a request")
+    except LinkClosed:
+        raise
+    except Exception as error:
+        return failure(error, world.rank, str(world.device)), None
+
+
+if __name__ == "__main__":
+    main()

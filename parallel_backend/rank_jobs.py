@@ -1,0 +1,168 @@
+"""What one rank can be asked to do: hold a model, run a sampling job, make one model call."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .engine.groups import Layouts, World
+from .errors import RequestError
+from .payloads import Tensors, predict_parts, sample_request
+from .protocol import Predict, RankRun, Sample, Setup
+from .rank_errors import PeerFailed, is_out_of_memory
+from .requests import Conditioning, LoadInfo, ModelSpec, Placement
+from .step_boundary import StepBoundary
+
+_GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
+
+
+class RankJobs:
+    """The state that a rank keeps between requests: its place in the world, its model, the prompts it was sent."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Joins the process group; blocks until all ranks have."""
+        self.world = World(
+            rank=setup.rank,
+            world_size=setup.world_size,
+            device=_device(setup.devices[setup.rank]),
+            backend=setup.backend,
+            store_path=setup.rendezvous,
+        )
+        self._layouts = Layouts(self.world)
+        self._model = None
+        self._forwards: dict[Placement, object] = {}
+        self._prompts: dict[int, Conditioning] = {}
+
+    def load(self, spec: ModelSpec) -> LoadInfo:
+        """Holds `spec` on every rank or on none; on failure the model held before stays, memory permitting.
+
+        All ranks agree on the outcome before anyone gives up the old model: 0 good, 1 out of memory, 2 refused.
+        """
+        begun = time.perf_counter()
+        model, error = self._try_load(spec)
+        worst = self._agree(error)
+        if worst == _NO_MEMORY and self._model is not None:
+            model = error = None
+            self._drop_model()  # the old one was in the way
+            model, error = self._try_load(spec)
+            worst = self._agree(error)
+        if worst != _GOOD:
+            model = None
+            _collect(self.world.device)
+            raise error or PeerFailed("another rank could not load the model")
+        self._drop_model()
+        self._model = model
+        return LoadInfo(
+            seconds=time.perf_counter() - begun,
+            bytes=model.bytes,
+            cached=False,
+            dtype=model.file.dtype,
+            compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+        )
+
+    def sample(self, message: Sample, tensors: Tensors, on_step: StepBoundary) -> tuple[Tensors, RankRun]:
+        """Runs the whole job; the latent is the same on every rank."""
+        from .sampling.denoise import denoise
+
+        begun = time.perf_counter()
+        request = sample_request(message, tensors)
+        forward = self._forward(message.placement)
+        sent = forward.bytes_sent
+        latent = denoise(forward, request, on_step)
+        result = {
+            "latent": latent.float(),
+            "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
+        }
+        return result, _run(forward, message.placement, begun, sent)
+
+    @torch.inference_mode()
+    def predict(self, message: Predict, tensors: Tensors) -> tuple[Tensors, RankRun]:
+        """One model call; the velocity is the same on every rank."""
+        from .engine.forward import Rows
+
+        begun = time.perf_counter()
+        x, sigma, conditioning = predict_parts(tensors)
+        device = self.world.device
+        for key in message.forget:
+            self._prompts.pop(key, None)
+        if conditioning is not None:
+            self._prompts[message.conditioning] = _on_device(conditioning, device)
+        if message.conditioning not in self._prompts:
+            raise RequestError(f"no prompt was sent under the key {message.conditioning}.")
+        prompt = self._prompts[message.conditioning]
+        forward = self._forward(message.placement)
+        sent = forward.bytes_sent
+        (velocity,) = forward([Rows(x=x.to(device), sigma=sigma.to(device), conditioning=prompt)])
+        return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
+
+    def _forward(self, placement: Placement):
+        if self._model is None:
+            raise RequestError("the ranks hold no model; load one first.")
+        if placement not in self._forwards:
+            self._forwards[placement] = self._make_forward(placement)
+        return self._forwards[placement]
+
+    def _make_forward(self, placement: Placement):
+        from .engine import make_forward
+
+        return make_forward(self._model, self._layouts, placement)
+
+    def _try_load(self, spec: ModelSpec):
+        """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
+        try:
+            return self._read_model(spec), None
+        except Exception as error:
+            return None, error
+
+    def _read_model(self, spec: ModelSpec):
+        if spec.family != "flux":
+            raise RequestError(f"model family {spec.family!r} is unknown; this version knows flux.")
+        from .models.flux import load
+
+        return load(spec, self.world.device)
+
+    def _agree(self, error: Exception | None) -> int:
+        mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
+        flag = torch.tensor([mine], dtype=torch.int32)
+        if self.world.control is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
+        return int(flag.item())
+
+    def _drop_model(self) -> None:
+        self._model = None
+        self._forwards.clear()
+        self._prompts.clear()
+        _collect(self.world.device)
+
+
+def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankRun:
+    return RankRun(
+        engine=forward.engine,
+        strategy=placement.strategy,
+        seconds=time.perf_counter() - begun,
+        bytes_sent=forward.bytes_sent - sent_before,
+        notes=tuple(forward.notes),
+    )
+
+
+def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        # A copy on the CPU too: the payload is a mapping of memory that the parent made.
+        return None if tensor is None else tensor.to(device, copy=True)
+
+    return Conditioning(moved(prompt.context), moved(prompt.pooled), moved(prompt.guidance))
+
+
+def _device(name: str) -> torch.device:
+    """cpu:0, cpu:1, … name ranks; to torch there is one CPU."""
+    return torch.device("cpu" if name.startswith("cpu") else name)
+
+
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

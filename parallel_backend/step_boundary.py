@@ -1,0 +1,85 @@
+"""What happens between two steps on every rank: agree on a cancel, take the time, show the preview."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import Cancelled, TransportError
+from .protocol import Cancel, Envelope, Progress
+from .transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
+
+
+class StepBoundary:
+    """The `on_step(i, denoised)` of one request on one rank; raises Cancelled on all ranks at the same step.
+
+    Only rank 0 hears a cancel, so all ranks learn it together: a sum over the control group, which also keeps a fast
+    rank from leaving the request while a slow one is a step behind. `denoised`: [B, C, H/8, W/8], same on all ranks.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        epoch: int,
+        request: int,
+        *,
+        rank: int,
+        control: dist.ProcessGroup | None,
+        device: torch.device,
+        steps: int,
+        previews: bool,
+    ) -> None:
+        self._link = link
+        self._epoch = epoch
+        self._request = request
+        self._rank = rank
+        self._control = control
+        self._device = device
+        self._steps = steps
+        self._previews = previews
+        self._begun = time.perf_counter()
+        self.seconds: list[float] = []
+
+    def __call__(self, i: int, denoised: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(
+                self._device
+            )  # else the host runs ahead, and neither time nor cancel is true
+        now = time.perf_counter()
+        self.seconds.append(now - self._begun)
+        self._begun = now
+        flag = torch.tensor([int(self._rank == 0 and self._is_cancelled())], dtype=torch.int32)
+        if self._control is not None:
+            dist.all_reduce(flag, group=self._control)
+        if self._rank == 0:
+            self._show(i + 1, denoised)
+        if flag.item():
+            raise Cancelled(f"The request was cancelled after step {i + 1} of {self._steps}.")
+
+    def _is_cancelled(self) -> bool:
+        while (received := self._link.receive(0.0)) is not None:
+            envelope, descriptors = received
+            close_all(descriptors)
+            if envelope.epoch != self._epoch or not isinstance(envelope.message, Cancel):
+                raise TransportError(f"{type(envelope.message).__name__} came in the middle of a request")
+            if envelope.request == self._request:
+                return True
+        return False
+
+    def _show(self, step: int, denoised: Tensor) -> None:
+        """Sends progress, with the first image as preview. Never waits: what does not fit is dropped."""
+        preview = pack_tensors({"denoised": denoised[:1].float()}) if self._previews else None
+        descriptors = () if preview is None else (preview,)
+        message = Progress(step=step, steps=self._steps, seconds=self.seconds[-1])
+        try:
+            self._link.send(Envelope(self._epoch, self._request, message), descriptors)
+        except LinkFull:
+            pass
+        except LinkClosed:
+            os._exit(0)  # ComfyUI is gone; nobody waits for this request
+        finally:
+            close_all(descriptors)

@@ -1,0 +1,143 @@
+"""Fixtures for every test: what a test started must be gone when it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.client import Sidecar
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.strategy import ParallelStrategy
+
+LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
+
+
+@pytest.fixture
+def no_leaks():
+    """Fails the test when it leaves a process, descriptor, shared memory, listening port or rendezvous folder."""
+    if sys.platform != "linux":
+        pytest.skip("ranks need Linux")
+    from parallel_backend.supervisor import get_supervisor
+
+    get_supervisor()  # lasts as long as the process, with its own descriptor
+    before = _snapshot()
+    yield
+    deadline = time.monotonic() + LEAK_PATIENCE
+    while leaked := _added(before, _snapshot()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"the test left behind: {leaked}")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def weights(tmp_path) -> ModelSpec:
+    """A weights file for tests/scripted_rank.py: velocity = 0.5 * x * mean(context)."""
+    return scripted_weights(tmp_path / "good.safetensors", "good 0.5")
+
+
+@pytest.fixture
+def sidecar(no_leaks):
+    """A sidecar of two scripted ranks, stopped after the test."""
+    with_ranks = scripted_sidecar()
+    yield with_ranks
+    with_ranks.stop()
+
+
+def scripted_sidecar(devices=("cpu:0", "cpu:1")) -> Sidecar:
+    return Sidecar(devices, rank_module="tests.scripted_rank")
+
+
+def scripted_weights(path: Path, script: str) -> ModelSpec:
+    path.write_text(script)
+    return ModelSpec(path=str(path))
+
+
+def scripted_prompt(behaviour: int = 0) -> Conditioning:
+    """A prompt that tells the ranks how to behave (a constant of scripted_rank); mean(context) is 1."""
+    return Conditioning(context=torch.ones(1, 3, 4), pooled=torch.full((1, 2), float(behaviour)))
+
+
+def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
+    return SampleRequest(
+        noise=torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)),
+        latent=torch.zeros(1, 4, 6, 6),
+        sigmas=torch.linspace(1, 0, steps + 1),
+        positive=scripted_prompt(behaviour),
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def two_ranks() -> Placement:
+    return Placement(ParallelStrategy(ulysses_degree=2))
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Process ids of running ranks that were started for this parent, whoever their parent is now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"--parent" in words and words[words.index(b"--parent") + 1] == str(parent).encode():
+                found.append(int(entry.name))
+    return [pid for pid in found if is_running(pid)]
+
+
+def _snapshot() -> dict[str, set]:
+    own = os.getpid()
+    children = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            children |= set((task / "children").read_text().split())
+        except OSError:  # the thread has ended
+            continue
+    descriptors = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208, names are wanted
+        try:
+            descriptors[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+        except OSError:  # the listing's own
+            continue
+    return {
+        "processes": {pid for pid in children if is_running(int(pid))} | set(map(str, ranks_of(own))),
+        "descriptors": set(descriptors.items()),
+        "shared memory": {
+            entry.name for entry in Path("/dev/shm").iterdir() if entry.stat().st_uid == os.getuid()
+        },
+        "ports": _listening(set(descriptors.values())),
+        "folders": {p.name for p in Path(tempfile.gettempdir()).glob(f"parallel-backend-{own}-*")},
+    }
+
+
+def _listening(sockets: set[str]) -> set[str]:
+    """Local addresses on which one of these sockets (links like `socket:[inode]`) listens."""
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.add(words[1])
+    return found
+
+
+def _added(before: dict[str, set], after: dict[str, set]) -> dict[str, list]:
+    found = {kind: sorted(after[kind] - before[kind]) for kind in before}
+    return {kind: names for kind, names in found.items() if names}

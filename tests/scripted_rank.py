@@ -1,0 +1,87 @@
+"""A rank whose model is a script: real process, real link, real gloo group; only weights and forward are stand-ins.
+
+`python -m tests.scripted_rank` is started by sidecars of the process tests. The weights file is a text that says how
+loading goes, the velocity is x times the scale in it, and the prompt's first number says what the forward does.
+"""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from parallel_backend.errors import CheckpointError
+from parallel_backend.rank import main
+from parallel_backend.rank_jobs import RankJobs
+
+# First number of the prompt's pooled vector -> what the forward does on rank 1 (or all of them).
+QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
+
+
+@dataclass
+class ScriptedForward:
+    """Velocity = scale * x * mean(context), summed over the ranks so that each call is a collective."""
+
+    scale: float
+    world: object
+    engine: str = "scripted"
+    bytes_sent: int = 0
+    notes: list[str] = field(default_factory=list)
+    calls: int = 0
+
+    @property
+    def device(self):
+        return self.world.device
+
+    def __call__(self, rows):
+        self.calls += 1
+        behave(int(rows[0].conditioning.pooled[0, 0]), self.world.rank, self.calls)
+        share = torch.tensor([self.scale / self.world.world_size])
+        if self.world.control is not None:
+            dist.all_reduce(share, group=self.world.control)
+        self.bytes_sent += share.nbytes
+        return [row.x.float() * share * row.conditioning.context.float().mean() for row in rows]
+
+
+def behave(code, rank, calls):
+    if code == SLOW:
+        time.sleep(0.05)
+    if code == FLOOD:
+        sys.stderr.write("noise " * 200_000 + "\n")
+    if code == RAISE_ALL:
+        raise ValueError("every rank refuses")
+    if rank != 1 or calls < 2:
+        return
+    if code == CRASH:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if code == RAISE:
+        raise ValueError("the tensor is upside down")
+    if code == NO_MEMORY:
+        raise torch.OutOfMemoryError("tried to allocate a lot")
+    if code == STUCK:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class ScriptedJobs(RankJobs):
+    def _read_model(self, spec):
+        script = Path(spec.path).read_text().split()
+        if script[0] == "refused" and self.world.rank == int(script[1]):
+            raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")
+        if script[0] == "no-memory" and (script[1] == "always" or self._model is not None):
+            raise MemoryError("tried to load a lot")
+        scale = float(script[-1])
+        return SimpleNamespace(
+            scale=scale, bytes=4, compute_dtype=torch.float32, file=SimpleNamespace(dtype="float32")
+        )
+
+    def _make_forward(self, placement):
+        return ScriptedForward(scale=self._model.scale, world=self.world)
+
+
+if __name__ == "__main__":
+    main(ScriptedJobs)
