@@ -19,6 +19,7 @@ import urllib.request
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import comfyui_source
 import torchvision_on_cpu
@@ -85,15 +86,15 @@ def _prepare(comfyui: str | Path | None) -> Environment:
     return Environment(python=python, comfyui=folder)
 
 
-def run_in(environment: Environment, *command: str | Path, folder: Path | None = None) -> int:
-    """Run the environment's Python with ``command`` and COMFYUI_PATH set, in ``folder``; returns its exit code."""
+def become(environment: Environment, *command: str | Path) -> NoReturn:
+    """Replace this process by the environment's Python running ``command``, with COMFYUI_PATH set.
+
+    Replaced and not started below us, so that signals reach the one process that has something to clean up.
+    """
     variables = {**os.environ, "COMFYUI_PATH": str(environment.comfyui), "VIRTUAL_ENV": str(ENVIRONMENT)}
     variables["PATH"] = f"{environment.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    child = subprocess.Popen([environment.python, *command], env=variables, cwd=folder)
-    try:
-        return child.wait()
-    except KeyboardInterrupt:
-        return child.wait()  # the terminal has sent it the same signal; let it clean up
+    sys.stdout.flush()
+    os.execve(environment.python, [str(environment.python), *map(str, command)], variables)
 
 
 def _make_virtual_environment() -> None:
@@ -111,9 +112,15 @@ def _make_virtual_environment() -> None:
 
 
 def _works(python: Path) -> bool:
+    """Whether there is an environment with pip already; one of a Python too old is named instead of deleted."""
     if not python.exists():
         return False
-    return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    answer = subprocess.run(
+        [python, "-c", "import pip, sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True
+    )
+    if answer.stdout.strip() == "False":
+        raise SetupError(f"{ENVIRONMENT} is a Python older than 3.11. Remove that folder and run this again.")
+    return answer.returncode == 0
 
 
 def _pip(python: Path, log: Path, *arguments: str | Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from environment import ROOT, prepare, run_in
+from environment import ROOT, become, prepare
 from steps import exit_on_setup_error
 
 
@@ -32,11 +33,11 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    """Returns the exit code of the demo."""
+def main() -> NoReturn:
+    """Becomes the demo; returns only by an error."""
     options = parse_options()
     environment = prepare(options.comfyui)
-    return run_in(environment, Path(__file__).with_name("sample_demo.py"), *sys.argv[1:])
+    become(environment, Path(__file__).with_name("sample_demo.py"), *sys.argv[1:])
 
 
 if __name__ == "__main__":

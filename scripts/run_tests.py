@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
-from environment import ROOT, prepare, run_in
+from environment import ROOT, become, prepare
 from steps import exit_on_setup_error
 
 # Tests start processes of their own (ranks, ComfyUI); more workers than this only make them wait for each other.
 _MOST_WORKERS = 4
 
 
-def main() -> int:
-    """Returns pytest's exit code."""
+def main() -> NoReturn:
+    """Becomes pytest; returns only by an error."""
     environment = prepare()
     # Ranks and workers share the cores; torch's default of one thread per core each would stall all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,7 +22,8 @@ def main() -> int:
     parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
     if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         parallel = []
-    return run_in(environment, "-m", "pytest", *parallel, *arguments, folder=ROOT)
+    os.chdir(ROOT)
+    become(environment, "-m", "pytest", *parallel, *arguments)
 
 
 def _workers() -> int:
