@@ -7,6 +7,7 @@ Whoever makes or receives a descriptor closes it; `receive` hands descriptors ov
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import json
@@ -41,6 +42,7 @@ DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "BOOL": torch.bool,
 }
 
+_INT = array.array("i").itemsize
 # Too many descriptors in flight, or no kernel memory for the datagram: as transient as a full buffer.
 _NO_ROOM = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 
@@ -107,13 +109,14 @@ class Link:
         if not self._wait(timeout):
             return None
         try:
-            data, descriptors, flags, _ = socket.recv_fds(
-                self._socket, MAX_MESSAGE_BYTES + 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return None
         except OSError as error:
             raise LinkClosed(f"the link is closed: {error.strerror or error}") from None
+        descriptors = _descriptors(ancillary)
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise TransportError("a message was longer, or had more descriptors, than the link allows")
@@ -138,6 +141,15 @@ class Link:
         self._socket.close()
 
 
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    # Not socket.recv_fds: up to Python 3.12 it drops its flags, and the descriptors would leak into other children.
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _INT])
+    return found.tolist()
+
+
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
@@ -147,7 +159,7 @@ def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
     """A sealed memfd with `tensors` (any device) as a safetensors file; the caller closes it."""
     import fcntl  # not on Windows, where this module must still import
 
-    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    data = save(_separate(tensors))
     descriptor = os.memfd_create("parallel-backend", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(data)
@@ -172,6 +184,17 @@ def unpack_tensors(descriptor: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> dict[
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (SafetensorError, OSError, ValueError) as error:
         raise TransportError(f"a tensor payload is not a valid safetensors file: {error}") from None
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors on the CPU, none of which shares memory with another: safetensors refuses those."""
+    storages, separate = set(), {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if pointer in storages else tensor
+        storages.add(pointer)
+    return separate
 
 
 def _seals() -> int:
