@@ -1,0 +1,199 @@
+"""What a Flux.1 file holds, read from its header alone: layout, prefix, sizes, dtype. Refuses everything else by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from .checkpoint import Header, read_header
+from .errors import CheckpointError
+from .flux_keys import FluxDims, diffusers_shapes, original_shapes
+from .strategy import ModelShape
+
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+AXES_DIMS = (16, 56, 56)  # rotary channels for (index, y, x); they add up to Flux's head_dim
+# A key of each layout that only Flux.1 has.
+_MARKS = {
+    "original": "double_blocks.0.img_attn.norm.key_norm.scale",
+    "diffusers": "single_transformer_blocks.0.proj_mlp.weight",
+}
+# What a file is when it is not Flux.1, told by a part of a key; the first match counts.
+_OTHERS = (
+    ("double_stream_modulation_img.lin.weight", "a Flux.2 model, which is not supported yet"),
+    ("distilled_guidance_layer.", "a Chroma model, which is not supported yet"),
+    ("lora_", "a LoRA, not a model"),
+    (".lora_A.", "a LoRA, not a model"),
+    ("joint_blocks.0.", "a Stable Diffusion 3 model, which is not supported yet"),
+    ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model, which is not supported yet"),
+    ("down_blocks.0.", "a diffusers UNet or VAE, which is not supported here"),
+    ("decoder.conv_in.weight", "a VAE, not a diffusion model"),
+    ("encoder.block.0.", "a text encoder, not a diffusion model"),
+    ("text_model.", "a text encoder, not a diffusion model"),
+)
+_VARIANTS = {384: "Flux Fill", 128: "Flux Canny/Depth"}
+
+
+@dataclass(frozen=True)
+class FluxFile:
+    """A checked Flux.1 checkpoint. `layout`: original or diffusers; `dtype`: of most of its bytes; `keys`: all its own."""
+
+    path: str
+    layout: str
+    prefix: str
+    dims: FluxDims
+    dtype: str
+    tensor_bytes: int
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.dims.heads, self.dims.double_blocks + self.dims.single_blocks, self.name)
+
+    @property
+    def original_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters in the original layout whatever the file's own, for LoRA loaders that go by these keys."""
+        return original_shapes(self.dims)
+
+
+def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
+    """Reads the header of `path`; raises CheckpointError with the file's name, the reason and the remedy."""
+    header = read_header(path)
+    layout, prefix = _find_model(header)
+    shapes = {key.removeprefix(prefix): e.shape for key, e in header.tensors.items() if key.startswith(prefix)}
+    dims = (_dims_of_original if layout == "original" else _dims_of_diffusers)(header.name, shapes)
+    _check_variant(header.name, dims)
+    wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
+    _check_keys(header.name, wanted, shapes, prefix)
+    entries = [header.tensors[prefix + key] for key in wanted]
+    return FluxFile(
+        path=header.path,
+        layout=layout,
+        prefix=prefix,
+        dims=dims,
+        dtype=_main_dtype(header, prefix, wanted),
+        tensor_bytes=sum(entry.end - entry.begin for entry in entries),
+    )
+
+
+def _refused(name: str, reason: str, remedy: str = "choose a Flux.1 checkpoint") -> CheckpointError:
+    return CheckpointError(f"{name} is refused: {reason}; {remedy}.")
+
+
+def _find_model(header: Header) -> tuple[str, str]:
+    for layout, mark in _MARKS.items():
+        for prefix in PREFIXES:
+            if prefix + mark in header.tensors:
+                return layout, prefix
+    for part, what in _OTHERS:
+        if any(part in key for key in header.tensors):
+            raise _refused(header.name, f"it is {what}")
+    if any(key.endswith(("img_in.weight", "x_embedder.weight")) for key in header.tensors):
+        mark = _MARKS["original" if any(k.endswith("img_in.weight") for k in header.tensors) else "diffusers"]
+        raise _refused(header.name, f"it looks like Flux.1 but has no {mark}", "download the file again")
+    raise _refused(header.name, "it is not a Flux.1 model")
+
+
+def _dim(name: str, shapes: dict[str, tuple[int, ...]], key: str, axis: int) -> int:
+    if key not in shapes:
+        raise _refused(name, f"the tensor {key} is missing", "download the file again")
+    if axis >= len(shapes[key]):
+        raise _refused(name, f"the tensor {key} has the shape {list(shapes[key])}", "download the file again")
+    return shapes[key][axis]
+
+
+def _count_blocks(shapes: dict[str, tuple[int, ...]], prefix: str) -> int:
+    pattern = re.compile(re.escape(prefix) + r"\.(\d{1,4})\.")
+    return len({match[1] for key in shapes if (match := pattern.match(key))})
+
+
+def _dims_of_original(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
+    return _dims(
+        name,
+        hidden=_dim(name, shapes, "img_in.weight", 0),
+        head_dim=_dim(name, shapes, _MARKS["original"], 0),
+        mlp=_dim(name, shapes, "double_blocks.0.img_mlp.0.weight", 0),
+        double_blocks=_count_blocks(shapes, "double_blocks"),
+        single_blocks=_count_blocks(shapes, "single_blocks"),
+        context_dim=_dim(name, shapes, "txt_in.weight", 1),
+        pooled_dim=_dim(name, shapes, "vector_in.in_layer.weight", 1),
+        in_channels=_dim(name, shapes, "img_in.weight", 1),
+        out_channels=_dim(name, shapes, "final_layer.linear.weight", 0),
+        guidance="guidance_in.in_layer.weight" in shapes,
+    )
+
+
+def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
+    return _dims(
+        name,
+        hidden=_dim(name, shapes, "x_embedder.weight", 0),
+        head_dim=_dim(name, shapes, "transformer_blocks.0.attn.norm_q.weight", 0),
+        mlp=_dim(name, shapes, "transformer_blocks.0.ff.net.0.proj.weight", 0),
+        double_blocks=_count_blocks(shapes, "transformer_blocks"),
+        single_blocks=_count_blocks(shapes, "single_transformer_blocks"),
+        context_dim=_dim(name, shapes, "context_embedder.weight", 1),
+        pooled_dim=_dim(name, shapes, "time_text_embed.text_embedder.linear_1.weight", 1),
+        in_channels=_dim(name, shapes, "x_embedder.weight", 1),
+        out_channels=_dim(name, shapes, "proj_out.weight", 0),
+        guidance="time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    )
+
+
+def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | bool) -> FluxDims:
+    if head_dim != sum(AXES_DIMS):
+        raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
+    if not hidden or hidden % head_dim:
+        raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
+    if mlp != 4 * hidden:
+        raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
+    return FluxDims(hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, **sizes)
+
+
+def _check_variant(name: str, dims: FluxDims) -> None:
+    if dims.in_channels == dims.out_channels == 64:
+        return
+    variant = _VARIANTS.get(dims.in_channels, f"a variant with {dims.in_channels} input channels")
+    raise _refused(name, f"it is {variant}, which is not supported yet", "use ComfyUI's own UNETLoader for it")
+
+
+def _check_keys(
+    name: str, wanted: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], prefix: str
+) -> None:
+    again = "download the file again"
+    for key, shape in wanted.items():
+        if key not in shapes:
+            raise _refused(name, f"the tensor {prefix + key} is missing", again)
+        if shapes[key] != shape:
+            raise _refused(name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again)
+    # Beside an unprefixed model nothing else is expected; a full checkpoint keeps its VAE and text encoders elsewhere.
+    extra = sorted(set(shapes) - set(wanted))
+    scaled = [key for key in extra if key.endswith(("scale_weight", "scale_input", "scaled_fp8", "weight_scale"))]
+    if scaled:
+        raise _refused(
+            name,
+            f"it stores scaled fp8 ({scaled[0]}), which is not supported yet",
+            "use a plain fp8_e4m3fn or a bf16 file",
+        )
+    extra = [key for key in extra if not key.startswith(("vae.", "text_encoders.", "first_stage_model."))]
+    if extra:
+        listed = ", ".join(extra[:3]) + (", …" if len(extra) > 3 else "")
+        raise _refused(name, f"it has {len(extra)} tensors that Flux.1 does not ({listed})")
+
+
+def _main_dtype(header: Header, prefix: str, wanted: dict[str, tuple[int, ...]]) -> str:
+    sizes: Counter[str] = Counter()
+    for key in wanted:
+        entry = header.tensors[prefix + key]
+        if entry.dtype not in DTYPES:
+            raise _refused(
+                header.name,
+                f"{prefix + key} is stored as {entry.dtype}",
+                f"use a file in {', '.join(DTYPES.values())}",
+            )
+        sizes[entry.dtype] += entry.end - entry.begin
+    return DTYPES[sizes.most_common(1)[0][0]]
