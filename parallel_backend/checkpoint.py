@@ -132,7 +132,9 @@ def _entry(name: str, key: str, value: object) -> TensorEntry:
         raise _refused(name, f"tensor {key[:80]!r} has an impossible shape or position")
     begin, end = offsets
     if end - begin != math.prod(shape) * _DTYPE_BYTES[dtype]:
-        raise _refused(name, f"tensor {key[:80]!r} of shape {shape} does not fit the {end - begin} bytes it is given")
+        raise _refused(
+            name, f"tensor {key[:80]!r} of shape {shape} does not fit the {end - begin} bytes it is given"
+        )
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
@@ -144,6 +146,8 @@ def _check_layout(name: str, entries: dict[str, TensorEntry], data_bytes: int) -
             raise _refused(name, f"tensor {key[:80]!r} overlaps another or leaves a hole")
         position = entry.end
     if position > data_bytes:
-        raise _refused(name, f"it is truncated: {position} bytes of tensors are announced, {data_bytes} are there")
+        raise _refused(
+            name, f"it is truncated: {position} bytes of tensors are announced, {data_bytes} are there"
+        )
     if position < data_bytes:
         raise _refused(name, f"{data_bytes - position} bytes follow its last tensor")

@@ -65,7 +65,9 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     """Reads the header of `path`; raises CheckpointError with the file's name, the reason and the remedy."""
     header = read_header(path)
     layout, prefix = _find_model(header)
-    shapes = {key.removeprefix(prefix): e.shape for key, e in header.tensors.items() if key.startswith(prefix)}
+    shapes = {
+        key.removeprefix(prefix): e.shape for key, e in header.tensors.items() if key.startswith(prefix)
+    }
     dims = (_dims_of_original if layout == "original" else _dims_of_diffusers)(header.name, shapes)
     _check_variant(header.name, dims)
     wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
@@ -158,7 +160,9 @@ def _check_variant(name: str, dims: FluxDims) -> None:
     if dims.in_channels == dims.out_channels == 64:
         return
     variant = _VARIANTS.get(dims.in_channels, f"a variant with {dims.in_channels} input channels")
-    raise _refused(name, f"it is {variant}, which is not supported yet", "use ComfyUI's own UNETLoader for it")
+    raise _refused(
+        name, f"it is {variant}, which is not supported yet", "use ComfyUI's own UNETLoader for it"
+    )
 
 
 def _check_keys(
@@ -169,10 +173,14 @@ def _check_keys(
         if key not in shapes:
             raise _refused(name, f"the tensor {prefix + key} is missing", again)
         if shapes[key] != shape:
-            raise _refused(name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again)
+            raise _refused(
+                name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again
+            )
     # Beside an unprefixed model nothing else is expected; a full checkpoint keeps its VAE and text encoders elsewhere.
     extra = sorted(set(shapes) - set(wanted))
-    scaled = [key for key in extra if key.endswith(("scale_weight", "scale_input", "scaled_fp8", "weight_scale"))]
+    scaled = [
+        key for key in extra if key.endswith(("scale_weight", "scale_input", "scaled_fp8", "weight_scale"))
+    ]
     if scaled:
         raise _refused(
             name,

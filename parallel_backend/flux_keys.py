@@ -84,7 +84,9 @@ def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
     h = dims.hidden
     sources: dict[str, Source] = {}
 
-    def linear(target: str, key: str, start: int | None = None, stop: int | None = None, swap: bool = False) -> None:
+    def linear(
+        target: str, key: str, start: int | None = None, stop: int | None = None, swap: bool = False
+    ) -> None:
         for part in ("weight", "bias"):
             sources[f"{target}.{part}"] = Source(f"{key}.{part}", start, stop, swap)
 

@@ -12,7 +12,11 @@ PATCH = 2
 def pack(latent: Tensor) -> Tensor:
     """[B, C, h, w] -> [B, ceil(h/2) * ceil(w/2), C * 4], rows first; odd sides are padded circularly (ComfyUI's rule)."""
     batch, channels, height, width = latent.shape
-    padded = F.pad(latent, (0, width % PATCH, 0, height % PATCH), mode="circular") if (height | width) % PATCH else latent
+    padded = (
+        F.pad(latent, (0, width % PATCH, 0, height % PATCH), mode="circular")
+        if (height | width) % PATCH
+        else latent
+    )
     rows, columns = token_grid(height, width)
     patches = padded.reshape(batch, channels, rows, PATCH, columns, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * PATCH * PATCH)

@@ -1,0 +1,152 @@
+"""One model call under a strategy: rows and tokens go out to the ranks, the full velocity comes back to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..models.flux import FluxModel
+from ..models.packing import image_ids, pack, text_ids, unpack
+from ..requests import Conditioning
+from .adjust_diffusers import SharedAttention, share_attention
+from .collectives import Traffic, all_gather
+from .groups import Layout
+from .plan import TokenPlan, share, span
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Images that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or r."""
+
+    x: Tensor
+    sigma: Tensor
+    conditioning: Conditioning
+
+
+class Engine(SharedAttention, Protocol):
+    """An exact attention over the sequence axis. `plan` is set before each model call."""
+
+    name: str
+    plan: TokenPlan
+
+    def refusal(self, plan: TokenPlan) -> str | None:
+        """Why this engine cannot compute `plan` exactly, in a user's words; None when it can."""
+
+
+class ParallelForward:
+    """Callable: `forward(rows) -> velocities`, one [r, C, h, w] float32 per entry, complete on every rank.
+
+    Rows of all entries are numbered through and shared out over the row axis (data x cfg); a rank without rows joins
+    the last gather only. The tokens of a row, text and image, are shared out over the sequence axis (ring x ulysses).
+    The first of `engines` that is exact for the token counts computes attention.
+    """
+
+    def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
+        self._model = model
+        self._layout = layout
+        self._engines = engines
+        self._traffic = traffic
+        self.engine = engines[0].name
+        self.notes: list[str] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
+    def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        axis = self._layout.row
+        counts = [len(entry.x) for entry in rows]
+        shares = share(sum(counts), axis.size)
+        outputs = [self._predict(part) for part in _batched(_take(rows, span(shares, axis.index)))]
+        like = rows[0].x
+        mine = torch.cat(outputs) if outputs else like.new_empty(0, *like.shape[1:], dtype=torch.float32)
+        return list(all_gather(mine, shares, axis, self._traffic).split(counts))
+
+    def _predict(self, rows: Rows) -> Tensor:
+        """The velocity of a few rows, [r, C, h, w] float32, on every rank of the sequence axis."""
+        axis = self._layout.sequence
+        height, width = rows.x.shape[-2:]
+        tokens = pack(rows.x)
+        prompt = rows.conditioning
+        plan = TokenPlan.split(prompt.context.shape[1], tokens.shape[1], axis.size)
+        text, image = span(plan.text, axis.index), span(plan.image, axis.index)
+        self._use_engine_for(plan)
+        output = self._model.velocity(
+            img_tokens=tokens[:, image],
+            context=prompt.context[:, text],
+            pooled=prompt.pooled,
+            sigma=rows.sigma,
+            guidance=prompt.guidance,
+            img_ids=image_ids(height, width, self.device)[image],
+            txt_ids=text_ids(prompt.context.shape[1], self.device)[text],
+        )
+        if axis.size > 1:  # tokens first, so that shares gather into one contiguous tensor
+            output = all_gather(output.transpose(0, 1), plan.image, axis, self._traffic).transpose(0, 1)
+        return unpack(output, height, width)
+
+    def _use_engine_for(self, plan: TokenPlan) -> None:
+        for engine in self._engines:
+            reason = engine.refusal(plan)
+            if reason is None:
+                break
+            note = f"engine {engine.name} stood back: {reason}"
+            if note not in self.notes:
+                self.notes.append(note)
+        self.engine = engine.name
+        engine.plan = plan
+        share_attention(self._model.transformer, engine)
+
+
+def _take(rows: list[Rows], wanted: slice) -> list[Rows]:
+    """The rows numbered `wanted` over all entries, conditioning expanded to one line per row."""
+    taken, first = [], 0
+    for entry in rows:
+        count = len(entry.x)
+        begin, end = max(wanted.start - first, 0), min(wanted.stop - first, count)
+        first += count
+        if begin < end:
+            part = slice(begin, end)
+            taken.append(Rows(entry.x[part], entry.sigma[part], _lines(entry.conditioning, count, part)))
+    return taken
+
+
+def _lines(prompt: Conditioning, count: int, part: slice) -> Conditioning:
+    def lines(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.expand(count, *tensor.shape[1:])[part]
+
+    return Conditioning(lines(prompt.context), lines(prompt.pooled), lines(prompt.guidance))
+
+
+def _batched(rows: list[Rows]) -> list[Rows]:
+    """Neighbours whose prompts have the same length go through the model together."""
+    batches: list[Rows] = []
+    for entry in rows:
+        if batches and _same_form(batches[-1].conditioning, entry.conditioning):
+            batches[-1] = _joined(batches[-1], entry)
+        else:
+            batches.append(entry)
+    return batches
+
+
+def _same_form(one: Conditioning, other: Conditioning) -> bool:
+    return one.context.shape[1:] == other.context.shape[1:] and (one.guidance is None) == (
+        other.guidance is None
+    )
+
+
+def _joined(one: Rows, other: Rows) -> Rows:
+    a, b = one.conditioning, other.conditioning
+    prompt = replace(
+        a,
+        context=torch.cat([a.context, b.context]),
+        pooled=torch.cat([a.pooled, b.pooled]),
+        guidance=None if a.guidance is None else torch.cat([a.guidance, b.guidance]),
+    )
+    return Rows(torch.cat([one.x, other.x]), torch.cat([one.sigma, other.sigma]), prompt)

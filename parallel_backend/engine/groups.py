@@ -1,0 +1,125 @@
+"""Rank groups: the process group of a sidecar, and the subgroups that a strategy lays over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RequestError
+from ..strategy import DEGREES, ParallelStrategy
+
+# Axes of the rank layout, slowest first, in the order of ParallelStrategy's degrees.
+AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
+ROW_AXES = ("data", "cfg")
+SEQUENCE_AXES = ("ring", "ulysses")
+
+
+class World:
+    """This rank's place in its sidecar and the process groups that span it.
+
+    `group` carries tensors (NCCL on GPUs, gloo on the CPU); `control` is always gloo, for flags that the host reads.
+    Both are None for a single rank. Rendezvous is a FileStore on a fresh path: no port.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, device: torch.device, backend: str, store_path: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.group: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if world_size > 1:
+            store = dist.FileStore(store_path, world_size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+            self.group = dist.group.WORLD
+            self.control = self.group if backend == "gloo" else dist.new_group(backend="gloo")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One group of ranks as this rank sees it. `ranks`: global ranks in order; `group` is None for a single rank."""
+
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The groups of one strategy that this rank is in.
+
+    `row` shares out whole images (data x cfg), `sequence` the tokens of one image (ring x ulysses).
+    """
+
+    strategy: ParallelStrategy
+    world: World
+    row: Axis
+    sequence: Axis
+    ring: Axis
+    ulysses: Axis
+
+
+class Layouts:
+    """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._layouts: dict[ParallelStrategy, Layout] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def get(self, strategy: ParallelStrategy) -> Layout:
+        if strategy.world_size != self.world.world_size:
+            raise RequestError(
+                f"{strategy.describe()} needs {strategy.world_size} ranks and this group has {self.world.world_size}."
+            )
+        if strategy not in self._layouts:
+            self._layouts[strategy] = Layout(
+                strategy,
+                self.world,
+                row=self._axis(strategy, ROW_AXES),
+                sequence=self._axis(strategy, SEQUENCE_AXES),
+                ring=self._axis(strategy, ("ring",)),
+                ulysses=self._axis(strategy, ("ulysses",)),
+            )
+        return self._layouts[strategy]
+
+    def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...]) -> Axis:
+        mine = None
+        for ranks in rank_groups(strategy, axes):
+            group = self._group(ranks)
+            if self.world.rank in ranks:
+                mine = Axis(ranks, ranks.index(self.world.rank), group)
+        assert mine is not None, "every rank is in one group of each axis"
+        return mine
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """new_group is collective: every rank creates every group, in the same order, member or not."""
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world.world_size:
+            return self.world.group
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks))
+        return self._groups[ranks]
+
+
+def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Global ranks of every group that spans `axes`: ranks that agree on all other coordinates."""
+    degrees = [getattr(strategy, name) for name in DEGREES]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in enumerate(product(*(range(degree) for degree in degrees))):
+        others = tuple(c for axis, c in zip(AXES, coordinates, strict=True) if axis not in axes)
+        groups.setdefault(others, []).append(rank)
+    assert sum(len(ranks) for ranks in groups.values()) == prod(degrees)
+    return [tuple(ranks) for ranks in groups.values()]

@@ -1,0 +1,96 @@
+"""The native engine's attention: Ulysses inside, Ring outside, exact for any token counts.
+
+Ulysses: DeepSpeed-Ulysses (Jacobs et al. 2023), §3: one all-to-all trades tokens for heads, one trades them back.
+Ring: Ring Attention (Liu et al. 2023): keys and values travel, partial results merge by log-sum-exp.
+USP (Fang and Zhao 2024) is the product of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .attention import attend, attend_with_lse, merge
+from .collectives import Traffic, all_to_all, ring_shares
+from .groups import Layout
+from .plan import TokenPlan
+
+
+class NativeAttention:
+    """Attention over the tokens of all ranks of the sequence axis. `plan` must be set before each model call."""
+
+    name = "native"
+
+    def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
+        self._ulysses = layout.ulysses
+        self._ring = layout.ring
+        self._kernel = kernel
+        self._traffic = traffic
+        self.plan = TokenPlan.split(0, 0, layout.sequence.size)
+
+    def refusal(self, plan: TokenPlan) -> str | None:
+        """Why this engine cannot compute `plan` exactly, or None."""
+        return None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
+        if mask is not None:
+            raise NotImplementedError("masks are not split over ranks yet")
+        if self._ulysses.size == 1:
+            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+            return self._over_ring(query, key, value).transpose(1, 2)
+        exchanged = self._tokens_to_heads(query, key, value)
+        query, key, value = (exchanged[:, n].permute(1, 2, 0, 3) for n in range(3))
+        return self._heads_to_tokens(self._over_ring(query, key, value))
+
+    def _group_lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank of this rank's Ulysses group."""
+        first = self._ring.index * self._ulysses.size
+        return self.plan.lengths[first : first + self._ulysses.size]
+
+    def _tokens_to_heads(self, *tensors: Tensor) -> Tensor:
+        """3 x [B, s, H, D] -> [S, 3, B, H/P, D]: all tokens of the group, this rank's heads, in one exchange.
+
+        Tokens come first on the wire, so what arrives is one contiguous tensor and needs no copy.
+        """
+        ranks = self._ulysses.size
+        batch, tokens, heads, channels = tensors[0].shape
+        send = tensors[0].new_empty(ranks, tokens, len(tensors), batch, heads // ranks, channels)
+        for n, tensor in enumerate(tensors):
+            send[:, :, n] = tensor.unflatten(2, (ranks, heads // ranks)).permute(2, 1, 0, 3, 4)
+        lengths = self._group_lengths()
+        return all_to_all(send.flatten(0, 1), (tokens,) * ranks, lengths, self._ulysses, self._traffic)
+
+    def _heads_to_tokens(self, out: Tensor) -> Tensor:
+        """[B, H/P, S, D] -> [B, s, H, D]: this rank's tokens, all heads."""
+        ranks, lengths = self._ulysses.size, self._group_lengths()
+        mine = lengths[self._ulysses.index]
+        send = out.permute(2, 0, 1, 3).contiguous()
+        received = all_to_all(send, lengths, (mine,) * ranks, self._ulysses, self._traffic)
+        batch, heads, channels = received.shape[1:]
+        received = received.view(ranks, mine, batch, heads, channels)
+        return received.permute(2, 1, 0, 3, 4).reshape(batch, mine, ranks * heads, channels)
+
+    def _over_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, H, s, D] of this ring member's tokens over the keys and values of all members."""
+        if self._ring.size == 1:
+            return attend(query, key, value, None, self._kernel)
+        width = self._ulysses.size
+        sizes = tuple(sum(self.plan.lengths[r * width : (r + 1) * width]) for r in range(self._ring.size))
+        shares = ring_shares(_pair(key, value), sizes, self._ring, self._traffic)
+        return merge(self._partial_results(query, shares), query.dtype)
+
+    @staticmethod
+    def _partial_results(query: Tensor, shares: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for share in shares:
+            if not len(share):
+                continue  # a rank without tokens adds nothing, and the kernels have no answer for no keys
+            key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
+            yield attend_with_lse(query, key, value)
+
+
+def _pair(key: Tensor, value: Tensor) -> Tensor:
+    """2 x [B, H, s, D] -> [s, 2, B, H, D]: keys and values in one message."""
+    return torch.stack([key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)], dim=1)

@@ -1,0 +1,72 @@
+"""The judge: diffusers' own single-process forward and a plain Euler loop in fp32, sharing no code with the engines."""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from safetensors.torch import load_file
+
+from tiny_flux import write_tiny_flux
+
+
+def oracle_model(folder, **sizes) -> FluxTransformer2DModel:
+    """A diffusers transformer with the weights that `write_tiny_flux(**sizes)` writes, from its diffusers layout."""
+    path = write_tiny_flux(folder / "oracle.safetensors", layout="diffusers", **sizes)
+    heads, context, pooled = sizes.get("heads", 2), sizes.get("context_dim", 64), sizes.get("pooled_dim", 32)
+    model = FluxTransformer2DModel(
+        num_layers=sizes.get("double_blocks", 1),
+        num_single_layers=sizes.get("single_blocks", 1),
+        num_attention_heads=heads,
+        joint_attention_dim=context,
+        pooled_projection_dim=pooled,
+        guidance_embeds=sizes.get("guidance", True),
+    )
+    model.load_state_dict(load_file(path))
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def oracle_velocity(model, x, sigma, prompt):
+    """x [1, 16, h, w] -> velocity [1, 16, h, w]; one image, one prompt, one call."""
+    _, channels, height, width = x.shape
+    even = torch.cat([x, x[:, :, :1]], dim=2) if height % 2 else x
+    even = torch.cat([even, even[..., :1]], dim=3) if width % 2 else even
+    rows, columns = even.shape[2] // 2, even.shape[3] // 2
+    tokens = torch.stack(
+        [
+            even[0, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2].reshape(-1)
+            for r in range(rows)
+            for c in range(columns)
+        ]
+    )
+    ids = torch.tensor([[0.0, r, c] for r in range(rows) for c in range(columns)])
+    (out,) = model(
+        hidden_states=tokens[None],
+        encoder_hidden_states=prompt.context[:1],
+        pooled_projections=prompt.pooled[:1],
+        timestep=sigma.reshape(1),
+        guidance=prompt.guidance if model.config.guidance_embeds else None,
+        img_ids=ids,
+        txt_ids=torch.zeros(prompt.context.shape[1], 3),
+        return_dict=False,
+    )
+    image = torch.empty(1, channels, rows * 2, columns * 2)
+    for n in range(rows * columns):
+        r, c = divmod(n, columns)
+        image[0, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = out[0, n].reshape(channels, 2, 2)
+    return image[:, :, :height, :width]
+
+
+def oracle_sample(model, request):
+    """The Euler loop, one image and one prompt at a time."""
+    images = []
+    for b in range(request.noise.shape[0]):
+        x = request.sigmas[0] * request.noise[b : b + 1] + (1 - request.sigmas[0]) * request.latent[b : b + 1]
+        for sigma, following in zip(request.sigmas[:-1], request.sigmas[1:], strict=True):
+            velocity = oracle_velocity(model, x, sigma, request.positive)
+            if request.cfg != 1.0:
+                uncond = oracle_velocity(model, x, sigma, request.negative)
+                velocity = uncond + request.cfg * (velocity - uncond)
+            x = x + (following - sigma) * velocity
+        images.append(x)
+    return torch.cat(images)

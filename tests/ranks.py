@@ -1,0 +1,84 @@
+"""Runs a function on N real gloo ranks and brings back what they return; every distributed test uses it."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_backend.engine.groups import World
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """Results of `fn(world, *args)` in rank order (tensors, numbers, strings, lists, dicts of them).
+
+    Ranks are forked, so torch is not imported again. Raises RankError with the traceback of the first rank that
+    failed; a rank that does not answer within `timeout` seconds is ended and named.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            context.Process(
+                target=_rank, args=(fn, rank, world_size, store, pipes[rank][1], args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for rank, (_, writer) in zip(ranks, pipes, strict=True):
+            rank.start()
+            writer.close()
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process, (reader, _) in zip(ranks, pipes, strict=True):
+                process.kill()
+                process.join()
+                process.close()
+                reader.close()
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer."""
+
+
+def _collect(pipes, timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    waiting = {reader: rank for rank, (reader, _) in enumerate(pipes)}
+    results: list[Any] = [None] * len(pipes)
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
+        for reader in ready:
+            rank = waiting.pop(reader)
+            try:
+                failed, payload = reader.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died without a word") from None
+            if failed:
+                raise RankError(f"rank {rank} raised:\n{payload}")
+            results[rank] = torch.load(io.BytesIO(payload), weights_only=True)
+    return results
+
+
+def _rank(fn, rank, world_size, store, writer, args) -> None:
+    torch.set_num_threads(1)
+    try:
+        world = World(
+            rank=rank, world_size=world_size, device=torch.device("cpu"), backend="gloo", store_path=store
+        )
+        buffer = io.BytesIO()
+        torch.save(fn(world, *args), buffer)
+        writer.send((False, buffer.getvalue()))
+    except BaseException:
+        writer.send((True, traceback.format_exc()))
+    # The parent ends this process: leaving by itself could end a peer's last collective.
+    time.sleep(3600)

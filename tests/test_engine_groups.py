@@ -1,0 +1,26 @@
+"""The rank layout: which ranks share an axis, and what a strategy of another size is told."""
+
+import pytest
+import torch
+
+from parallel_backend.engine.groups import Layouts, World, rank_groups
+from parallel_backend.errors import RequestError
+from parallel_backend.strategy import ParallelStrategy
+
+
+def test_ulysses_neighbours_are_adjacent_and_cfg_is_far():
+    strategy = ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2)
+    assert rank_groups(strategy, ("ulysses",)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert rank_groups(strategy, ("ring",)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert rank_groups(strategy, ("ring", "ulysses")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert rank_groups(strategy, ("data", "cfg")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_an_axis_of_degree_one_has_only_the_rank_itself():
+    assert rank_groups(ParallelStrategy(ulysses_degree=3), ("cfg",)) == [(0,), (1,), (2,)]
+
+
+def test_a_strategy_of_another_size_is_refused_with_both_numbers():
+    world = World(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", store_path="unused")
+    with pytest.raises(RequestError, match="needs 2 ranks and this group has 1"):
+        Layouts(world).get(ParallelStrategy(ring_degree=2))
