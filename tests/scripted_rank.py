@@ -10,17 +10,25 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from parallel_backend.errors import CheckpointError
-from parallel_backend.rank import main
-from parallel_backend.rank_jobs import RankJobs
+import parallel_backend
 
-# First number of the prompt's pooled vector -> what the forward does on rank 1 (or all of them).
-QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
+# A scripted rank has no model, so it need not import a model library, which would make each start five times as long:
+# the engine's package stays unexecuted, and the module of its forward is replaced by the two names that others use.
+_engine = ModuleType("parallel_backend.engine")
+_engine.__path__ = [str(Path(parallel_backend.__file__).parent / "engine")]
+_forward = ModuleType("parallel_backend.engine.forward")
+_forward.Rows, _forward.ParallelForward = SimpleNamespace, object
+sys.modules |= {_engine.__name__: _engine, _forward.__name__: _forward}
+
+from parallel_backend.errors import CheckpointError  # noqa: E402
+from parallel_backend.rank import main  # noqa: E402
+from parallel_backend.rank_jobs import RankJobs  # noqa: E402
+from tests.scripted import CRASH, FLOOD, NO_MEMORY, RAISE, RAISE_ALL, SLOW, STUCK  # noqa: E402
 
 
 @dataclass

@@ -33,7 +33,9 @@ PLACEMENT = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2), engine="
 MESSAGES = [
     (Hello(pid=7, protocol=1, python="3.11.7", torch="2.13.0"), 0),
     (
-        Setup(rank=1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b/store", backend="nccl"),
+        Setup(
+            rank=1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b/store", backend="nccl"
+        ),
         0,
     ),
     (Ready(seconds=1.5), 0),
