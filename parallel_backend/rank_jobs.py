@@ -107,7 +107,7 @@ class RankJobs:
         return self._forwards[placement]
 
     def _make_forward(self, placement: Placement):
-        from .engine import make_forward
+        from .engine.factory import make_forward
 
         return make_forward(self._model, self._layouts, placement)
 
