@@ -1,0 +1,10 @@
+"""A process that prints without end and ignores SIGTERM: the worst that a rank can do to its supervisor."""
+
+import signal
+import sys
+import time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deadline = time.monotonic() + 30  # in case nobody ends it
+while time.monotonic() < deadline:
+    sys.stderr.write("x" * 1000 + "\n")

@@ -1,0 +1,70 @@
+"""The registry of sidecars: one per device set, and none that overlap."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from parallel_backend import pool
+from parallel_backend.client import State
+from parallel_backend.supervisor import PACK_ROOT
+from scripted import is_running, ranks_of
+
+
+@pytest.fixture(autouse=True)
+def empty_pool(no_leaks):
+    yield
+    pool.stop_all()
+
+
+def test_the_same_devices_get_the_same_sidecar_and_nothing_starts():
+    sidecar = pool.get_sidecar(("cpu:0", "cpu:1"))
+    assert pool.get_sidecar(("cpu:0", "cpu:1")) is sidecar
+    assert sidecar.state is State.DOWN
+    assert pool.all_sidecars() == (sidecar,)
+
+
+def test_a_group_gives_way_to_one_that_needs_its_devices():
+    older = pool.get_sidecar(("cpu:0",))
+    apart = pool.get_sidecar(("cpu:7",))
+    older.start()
+    apart.start()
+    pids = older.pids
+    newer = pool.get_sidecar(("cpu:0", "cpu:1"))
+    assert not any(map(is_running, pids))
+    assert older.state is State.DOWN
+    assert apart.state is State.READY
+    assert pool.all_sidecars() == (apart, newer)
+
+
+def test_stop_all_leaves_no_rank_and_no_entry():
+    sidecar = pool.get_sidecar(("cpu:0",))
+    sidecar.start()
+    pids = sidecar.pids
+    pool.stop_all()
+    assert not any(map(is_running, pids))
+    assert pool.all_sidecars() == ()
+
+
+def test_the_end_of_the_interpreter_ends_the_ranks_but_that_of_a_forked_child_does_not():
+    script = textwrap.dedent(
+        """
+        import os, sys, time
+        from parallel_backend import pool
+        sidecar = pool.get_sidecar(("cpu:0",))
+        sidecar.start()
+        child = os.fork()
+        if child == 0:
+            sys.exit()
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+        print(os.getpid(), sidecar.state.name)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PACK_ROOT, capture_output=True, text=True, timeout=60
+    )
+    pid, state = done.stdout.split()
+    assert state == "READY", done.stderr
+    assert ranks_of(int(pid)) == []
