@@ -1,0 +1,70 @@
+"""Parallel efficiency of 2 ranks x 1 thread against 1 rank x 1 thread: t(1) / (2 * t(2)), medians of interleaved runs.
+
+python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+
+from subject import SIZES, finish, random_flux, sample_request
+
+from parallel_backend.client import Sidecar
+from parallel_backend.requests import Placement
+from parallel_backend.strategy import ParallelStrategy
+
+CASES = {
+    "ulysses_2": (ParallelStrategy(ulysses_degree=2), 1.0),
+    "ring_2": (ParallelStrategy(ring_degree=2), 1.0),
+    "cfg_2": (ParallelStrategy(cfg_degree=2), 4.0),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    result: dict[str, dict[str, float]] = {}
+    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
+    try:
+        with random_flux() as spec:
+            for tokens in args.tokens:
+                times = _measure(one, two, spec, tokens, args)
+                result[str(tokens)] = {
+                    name: round(median(times[name][0]) / (2 * median(times[name][1])), 3) for name in CASES
+                }
+                for name, (single, double) in times.items():
+                    print(
+                        f"{tokens:5d} tokens  {name:10s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
+                        f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
+                    )
+    finally:
+        one.stop()
+        two.stop()
+    finish(result, args.json)
+
+
+def _measure(one, two, spec, tokens, args):
+    """Per case, the step times on one rank and on two, taken in turns so that both see the same machine."""
+    times = {name: ([], []) for name in CASES}
+    for round_number in range(args.rounds + 1):
+        for name, (strategy, cfg) in CASES.items():
+            request = sample_request(tokens, args.steps, cfg)
+            single = one.sample(spec, request, Placement(engine=args.engine))
+            double = two.sample(spec, request, Placement(strategy, args.engine))
+            if round_number:  # the first round warms up
+                times[name][0].extend(single.info.step_seconds)
+                times[name][1].extend(double.info.step_seconds)
+    return times
+
+
+if __name__ == "__main__":
+    main()

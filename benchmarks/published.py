@@ -1,0 +1,194 @@
+"""Published measurements as works, machines and candidates of the cost model; groups of strategies on the same work."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel_backend.cost_model import Machine
+from parallel_backend.cost_traffic import Candidate, Work
+from parallel_backend.errors import RequestError
+from parallel_backend.families import WEIGHT_BYTES, guess_family, split_name
+from parallel_backend.hardware import Card, find_card, find_link
+from parallel_backend.strategy import ParallelStrategy
+
+DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"
+# A card that no data sheet of ours covers: the middle of the table, so that only ratios are meaningful.
+UNKNOWN_CARD = Card("unknown", 300, 80, 2000, 32, 300, known=False)
+# Engines that replay captured or compiled graphs; every other mode launches kernel by kernel.
+COMPILED = ("compile", "sgl", "lightx2v")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. `seconds`: of the whole run, or of one step or block where `per_step`; None if only a speed-up."""
+
+    source: str
+    key: tuple[str, ...]  # what must be equal for two rows to be the same work
+    candidate: Candidate
+    work: Work
+    machine: Machine
+    seconds: float | None
+    speedup: float | None
+    mode: str
+    per_step: bool
+    with_fixed: bool
+    label: str
+
+    @property
+    def gpus(self) -> int:
+        return self.candidate.strategy.world_size
+
+    @property
+    def family_of_source(self) -> str:
+        """Rows of one project's pages often come from one machine, so they are held out together."""
+        return re.split(r"[/@(]|-docs|-issue|-pr|-ci|-readme", self.source)[0]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Measured strategies on the same work with at most `count` devices; `contested`: two or more use them all."""
+
+    source: str
+    count: int
+    rows: tuple[Row, ...]
+
+    @property
+    def contested(self) -> bool:
+        return sum(row.gpus == self.count for row in self.rows) > 1
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Rows that name one strategy, and why each other row was left out."""
+    rows, left_out = [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, record in enumerate(csv.DictReader(file), start=2):
+            row = _row(record)
+            if isinstance(row, Row):
+                rows.append(row)
+            else:
+                left_out.append(f"line {number}: {record['source']}, {record['model']}: {row}")
+    return rows, left_out
+
+
+def _row(record: dict[str, str]) -> Row | str:
+    degrees = {name: _whole(record.get(name), 1) for name in ("cfg", "ulysses", "ring", "pipefusion", "tp")}
+    if 0 in degrees.values():
+        return "the split is not stated, or is one that is not modelled"
+    strategy = ParallelStrategy(
+        cfg_degree=degrees["cfg"],
+        pipefusion_degree=degrees["pipefusion"],
+        ring_degree=degrees["ring"],
+        ulysses_degree=degrees["ulysses"],
+        tensor_degree=degrees["tp"],
+    )
+    if strategy.world_size != _whole(record["n_gpus"], 0):
+        return f"the degrees give {strategy.world_size} devices and {record['n_gpus']} are stated"
+    seconds, speedup = _number(record["latency_s"]), _number(record["speedup"])
+    if not seconds and not speedup:
+        return "neither a time nor a speed-up"
+    work = _work(record)
+    if not work.family.is_transformer and strategy.world_size > strategy.row_degree:
+        return "a UNet can only be split by rows"
+    card = _card(record)
+    keys = ("source", "model", "gpu", "interconnect", "resolution", "frames", "steps", "mode", "measure")
+    return Row(
+        source=record["source"],
+        key=(*(record[k] for k in keys), record.get("true_cfg", "")),
+        candidate=Candidate(strategy, gathered_ring=record.get("ring_impl") == "allgather"),
+        work=work,
+        machine=Machine(card, _link(record, card), strategy.world_size, _memory(record)),
+        seconds=seconds,
+        speedup=speedup,
+        mode="compiled" if any(word in record["mode"] for word in COMPILED) else "eager",
+        per_step=record["measure"] in ("step", "block"),
+        with_fixed=record["measure"] == "e2e",
+        label=f"{record['source']} {record['model']} {record['gpu']} {record['interconnect']} {record['mode']}",
+    )
+
+
+def _work(record: dict[str, str]) -> Work:
+    family = guess_family(record["model"])
+    width, height, frames = family.default_size
+    if size := re.fullmatch(r"(\d+)x(\d+)", record["resolution"]):
+        width, height, frames = int(size[1]), int(size[2]), 1
+    _, storage = split_name(record["model"])
+    if "fp8" in record["mode"]:
+        storage = "fp8"
+    return Work(
+        family,
+        width,
+        height,
+        _whole(record["frames"], frames),
+        rows=min(2, _whole(record.get("true_cfg"), 1)),
+        steps=_whole(record["steps"], family.default_steps),
+        storage=WEIGHT_BYTES[storage],
+    )
+
+
+def _card(record: dict[str, str]) -> Card:
+    try:
+        return find_card(record["gpu"])
+    except RequestError:
+        return UNKNOWN_CARD
+
+
+def _link(record: dict[str, str], card: Card):
+    for name in (record["interconnect"], "nvlink" if "nv" in record["interconnect"] else "pcie"):
+        try:
+            return find_link(name, card)
+        except RequestError:
+            continue
+    return find_link("pcie", card)
+
+
+def _memory(record: dict[str, str]) -> float:
+    """Memory that the measurement itself states ("4090 48GB"), or no limit where weights were offloaded; else 0."""
+    if record["mode"] == "offload":
+        return float("inf")
+    stated = re.search(r"\b(\d+) ?GB?\b", record.get("note") or "")
+    return float(stated[1]) * 1e9 if stated else 0.0
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if value > 0 else None
+
+
+def _whole(text: str | None, otherwise: int) -> int:
+    return int(float(text)) if text and re.fullmatch(r"\d+(\.0*)?", text) else otherwise
+
+
+def find_one_gpu(rows: list[Row]) -> dict[tuple[str, ...], float]:
+    """Seconds on one device per work, as published by the same source."""
+    return {row.key: row.seconds for row in rows if row.gpus == 1 and row.seconds}
+
+
+def find_groups(rows: list[Row]) -> list[Group]:
+    """For each work and device count: every strategy measured there, on that many devices or fewer, if two or more."""
+    works = defaultdict(list)
+    for row in rows:
+        works[row.key].append(row)
+    groups = []
+    for same in works.values():
+        timed = [row for row in same if row.seconds] or [row for row in same if row.speedup]
+        for count in sorted({row.gpus for row in timed if row.gpus > 1}):
+            members = [row for row in timed if row.gpus <= count]
+            distinct = {row.candidate: row for row in members}
+            if len(distinct) > 1:
+                groups.append(Group(same[0].source, count, tuple(distinct.values())))
+    return groups
+
+
+def time_of(row: Row) -> float:
+    """Measured seconds; where only speed-ups are published, in units of the one-device time."""
+    return row.seconds or 1 / row.speedup

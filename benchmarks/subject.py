@@ -1,0 +1,94 @@
+"""What the benchmarks run on: a random Flux file, requests of a given size, and a description of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# One thread per rank unless asked otherwise, so that 1 rank and 2 ranks differ in ranks only.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+from tiny_flux import write_tiny_flux  # noqa: E402
+
+from parallel_backend.requests import Conditioning, ModelSpec, PredictRequest, SampleRequest  # noqa: E402
+
+CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
+# Latent height and width (in latent pixels, 2x2 per token) for each number of image tokens.
+SIZES = {512: (32, 64), 2048: (64, 128), 4096: (128, 128)}
+
+
+@contextmanager
+def random_flux(heads: int = 4, double_blocks: int = 2, single_blocks: int = 4):
+    """ModelSpec of a random Flux (hidden = 128 * heads) in a temporary file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_flux(
+            Path(folder) / "random_flux.safetensors",
+            heads=heads,
+            double_blocks=double_blocks,
+            single_blocks=single_blocks,
+            context_dim=CONTEXT_DIM,
+            pooled_dim=POOLED_DIM,
+        )
+        yield ModelSpec(str(path))
+
+
+def prompt(seed: int) -> Conditioning:
+    generator = torch.Generator().manual_seed(seed)
+    return Conditioning(
+        context=torch.randn(1, TEXT_TOKENS, CONTEXT_DIM, generator=generator),
+        pooled=torch.randn(1, POOLED_DIM, generator=generator),
+        guidance=torch.tensor([3.5]),
+    )
+
+
+def sample_request(tokens: int, steps: int, cfg: float = 1.0) -> SampleRequest:
+    """A text-to-image request of `tokens` image tokens; cfg != 1 adds a negative prompt."""
+    height, width = SIZES[tokens]
+    noise = torch.randn(1, 16, height, width, generator=torch.Generator().manual_seed(0))
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, steps + 1),
+        positive=prompt(1),
+        negative=prompt(2) if cfg != 1.0 else None,
+        cfg=cfg,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def predict_request(tokens: int) -> PredictRequest:
+    height, width = SIZES[tokens]
+    x = torch.randn(1, 16, height, width, generator=torch.Generator().manual_seed(0))
+    return PredictRequest(x=x, sigma=torch.tensor([0.7]), conditioning=prompt(1))
+
+
+def machine() -> str:
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return (
+        f"{os.cpu_count()} cores ({model}), {', '.join(gpus) or 'no GPU'}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {os.environ['OMP_NUM_THREADS']} thread(s) per rank"
+    )
+
+
+def finish(result: dict, as_json: bool) -> None:
+    """The machine for people; with --json, one JSON object as the last line."""
+    print(f"machine: {machine()}")
+    if as_json:
+        print(json.dumps(result))

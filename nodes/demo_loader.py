@@ -1,0 +1,128 @@
+"""ParallelDemoLoader: the tiny demo model with a CLIP and a VAE of its own, as the ordinary objects of ComfyUI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import comfy.model_patcher
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_api.latest import io
+from torch import Tensor, nn
+
+from ..parallel_backend.demo.captions import tokenize
+from ..parallel_backend.demo.image_coder import CHANNELS, DemoImageCoder
+from ..parallel_backend.demo.text_encoder import DemoTextEncoder
+from ..parallel_backend.errors import CheckpointError
+from ..parallel_backend.selector import StrategyChoice
+from .flux_loader import load_parallel_flux
+from .links import CATEGORY, ModelLink, StrategyLink
+
+FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
+
+
+class ParallelDemoLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelDemoLoader",
+            display_name="Parallel Demo Loader",
+            category=CATEGORY,
+            description="A tiny Flux model that draws coloured shapes, for trying the pack without a download. It knows "
+            "captions such as 'a red circle left of a blue square'; images are 128 x 128.",
+            search_aliases=["demo", "example model", "try", "multi gpu demo"],
+            inputs=[
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+                ),
+            ],
+            outputs=[
+                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and other stock nodes."),
+                io.Clip.Output("clip", tooltip="For CLIPTextEncode."),
+                io.Vae.Output("vae", tooltip="For VAEDecode and VAEEncode."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, strategy: StrategyChoice | None = None) -> io.NodeOutput:
+        missing = [
+            n for n in ("transformer.safetensors", "image_coder.safetensors") if not (FOLDER / n).is_file()
+        ]
+        if missing:
+            raise CheckpointError(
+                f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
+                f"again."
+            )
+        parallel_model, model = load_parallel_flux(str(FOLDER / "transformer.safetensors"), "auto", strategy)
+        return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
+
+
+def make_clip() -> comfy.sd.CLIP:
+    """A real CLIP object around the demo's text encoder."""
+    return comfy.sd.CLIP(SimpleNamespace(clip=_TextModel, tokenizer=_Tokenizer, params={}))
+
+
+def make_vae() -> comfy.sd.VAE:
+    """A real VAE object around the demo's image coder.
+
+    ComfyUI picks a VAE's architecture by its keys; the key of its smallest one gives a VAE with the right channels,
+    whose network is then replaced.
+    """
+    placeholder = {"taesd_decoder.1.weight": torch.zeros(64, CHANNELS, 3, 3)}
+    vae = comfy.sd.VAE(sd=placeholder, dtype=torch.float32)
+    coder = DemoImageCoder().eval().requires_grad_(False)
+    coder.load_state_dict(
+        comfy.utils.load_torch_file(str(FOLDER / "image_coder.safetensors"), safe_load=True)
+    )
+    vae.first_stage_model = coder
+    vae.patcher = comfy.model_patcher.ModelPatcher(
+        coder, load_device=vae.device, offload_device=vae.patcher.offload_device
+    )
+    return vae
+
+
+class _Tokenizer:
+    """ComfyUI's tokenizer interface over the demo's word list: {"demo": [[(word index, weight), …]]}."""
+
+    def __init__(self, embedding_directory=None, tokenizer_data=None) -> None:
+        pass
+
+    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **kwargs) -> dict[str, list]:
+        words = [(index, 1.0) for index in tokenize(text)]
+        if return_word_ids:
+            words = [(*word, place) for place, word in enumerate(words)]
+        return {"demo": [words]}
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+class _TextModel(nn.Module):
+    """ComfyUI's text model interface over DemoTextEncoder; always float32, it has no trained weights."""
+
+    def __init__(self, dtype=None, device=None, model_options=None) -> None:
+        super().__init__()
+        self.encoder = DemoTextEncoder()
+        # ComfyUI moves and measures models by their parameters.
+        self.anchor = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.dtypes = {torch.float32}
+
+    def reset_clip_options(self) -> None:
+        pass
+
+    def set_clip_options(self, options: dict) -> None:
+        pass
+
+    def encode_token_weights(self, tokens: dict[str, list]) -> tuple[Tensor, Tensor]:
+        (words,) = tokens["demo"]
+        index = torch.tensor([[word[0] for word in words]], device=self.encoder.words.device)
+        context, pooled = self.encoder(index)
+        return context.cpu(), pooled.cpu()
+
+    def load_sd(self, state_dict: dict):
+        return self.load_state_dict(state_dict, strict=False)

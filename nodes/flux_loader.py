@@ -1,0 +1,74 @@
+"""ParallelFluxLoader: names Flux.1 weights for the ranks; ComfyUI's own process never loads them."""
+
+from __future__ import annotations
+
+import comfy.model_patcher
+import folder_paths
+from comfy_api.latest import io
+
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.flux_file import inspect_flux
+from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
+from ..parallel_backend.selector import StrategyChoice
+from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
+from .stepwise_model import make_stepwise_model
+
+
+def load_parallel_flux(
+    path: str, weight_dtype: str, strategy: StrategyChoice | None
+) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
+    """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
+    file = inspect_flux(path)
+    choice = strategy or StrategyChoice()
+    devices = resolve_devices(choice.devices)
+    if choice.mode == "manual":
+        choice.strategy.check(file.shape, len(devices), choice.engine)
+    spec = ModelSpec(path=path, weight_dtype=weight_dtype)
+    patcher = make_stepwise_model(spec, file, choice)
+    return ParallelModel(spec, file, patcher), patcher
+
+
+class ParallelFluxLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelFluxLoader",
+            display_name="Parallel Flux Loader",
+            category=CATEGORY,
+            description="Names a Flux.1 checkpoint for sampling on several devices. The devices read the file "
+            "themselves when sampling starts; this loads nothing into ComfyUI.",
+            search_aliases=["multi gpu flux", "load flux parallel", "xdit loader", "unet loader"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=[
+                        name
+                        for name in folder_paths.get_filename_list("diffusion_models")
+                        if name.endswith(".safetensors")
+                    ],
+                    tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="auto",
+                    tooltip="auto keeps the file's own. float8_e4m3fn halves the memory; it is computed in bfloat16.",
+                ),
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+                ),
+            ],
+            outputs=[
+                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, unet_name: str, weight_dtype: str, strategy: StrategyChoice | None = None
+    ) -> io.NodeOutput:
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        return io.NodeOutput(*load_parallel_flux(path, weight_dtype, strategy))

@@ -1,0 +1,25 @@
+"""What travels on the pack's own links: immutable specs, never live groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import comfy.model_patcher
+from comfy_api.latest import io
+
+from ..parallel_backend.flux_file import FluxFile
+from ..parallel_backend.requests import ModelSpec
+
+CATEGORY = "parallel"
+
+StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries selector.StrategyChoice
+ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """Names the weights. `patcher` is the stock MODEL of the same weights; its options carry the strategy chosen."""
+
+    spec: ModelSpec
+    file: FluxFile
+    patcher: comfy.model_patcher.ModelPatcher

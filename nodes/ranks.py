@@ -1,0 +1,78 @@
+"""Calls to the ranks as ComfyUI expects them: interrupts, its out-of-memory error, text under the running node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import comfy.model_management
+from comfy_execution.utils import get_executing_context
+
+from ..parallel_backend import pool
+from ..parallel_backend.client import Sidecar
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.errors import Cancelled, OutOfMemory
+from ..parallel_backend.requests import LoadInfo, ModelSpec, Placement, RunInfo
+from ..parallel_backend.selector import Decision, StrategyChoice, resolve
+from ..parallel_backend.strategy import ModelShape, RequestShape
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunRecord:
+    """What a sampling run did, collected call by call for the report."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    loads: list[LoadInfo] = field(default_factory=list)
+    runs: list[RunInfo] = field(default_factory=list)
+    devices: tuple[str, ...] = ()
+    stepwise_because: str | None = None
+
+
+def decide(
+    choice: StrategyChoice, model: ModelShape, request: RequestShape
+) -> tuple[Decision, tuple[str, ...]]:
+    """The strategy for a request and the devices that it uses."""
+    devices = resolve_devices(choice.devices)
+    decision = resolve(choice, model, request, devices)
+    return decision, devices[: decision.strategy.world_size]
+
+
+@contextmanager
+def ready_sidecar(
+    spec: ModelSpec, decision: Decision, devices: tuple[str, ...], record: RunRecord | None
+) -> Iterator[tuple[Sidecar, Placement]]:
+    """A started sidecar that holds `spec`; inside, the ranks' errors become the ones ComfyUI knows."""
+    try:
+        sidecar = pool.get_sidecar(devices)
+        load = sidecar.load(spec, on_phase=say, should_cancel=interrupted)
+        if record is not None:
+            record.devices = devices
+            if not record.decisions or record.decisions[-1] != decision:
+                record.decisions.append(decision)
+            if not load.cached:
+                record.loads.append(load)
+        yield sidecar, Placement(decision.strategy, decision.engine)
+    except Cancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise
+    except OutOfMemory as error:
+        raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+
+def interrupted() -> bool:
+    return comfy.model_management.processing_interrupted()
+
+
+def say(text: str) -> None:
+    """Shows what the ranks are doing under the node that runs, and in the log."""
+    log.info("parallel sampling: %s", text)
+    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+
+    context = get_executing_context()
+    server = getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id)

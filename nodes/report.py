@@ -1,0 +1,42 @@
+"""The report of a sampling run, in words: what ran, where, why, and how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+
+from .ranks import RunRecord
+
+
+def write_report(record: RunRecord) -> str:
+    """One line per fact; times in seconds, sizes in MiB."""
+    runs = record.runs
+    lines = [f"strategy: {_strategy(record)}"]
+    lines.append(
+        "way: resident (the whole loop ran on the devices)"
+        if record.stepwise_because is None
+        else f"way: stepwise ({record.stepwise_because})"
+    )
+    engines = Counter(run.engine for run in runs)
+    lines.append(f"engine: {', '.join(engines) or 'none'}")
+    lines.append(f"devices: {', '.join(record.devices) or 'none'}")
+    times = [seconds for run in runs for seconds in run.step_seconds]
+    if times:
+        unit = "step" if record.stepwise_because is None else "model call"
+        lines.append(f"{unit}: median {median(times):.4f} s, first {times[0]:.4f} s, {len(times)} in all")
+    lines.append(
+        f"load: {sum(load.seconds for load in record.loads):.2f} s"
+        if record.loads
+        else "load: 0 s (weights were warm)"
+    )
+    moved = sum(sum(run.bytes_sent) for run in runs)
+    lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
+    lines.append(f"device-seconds (GPU-seconds on GPUs): {sum(times) * len(record.devices):.3f}")
+    notes = [note for decision in record.decisions for note in decision.notes]
+    notes += [note for run in runs for note in run.notes]
+    lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+    return "\n".join(lines)
+
+
+def _strategy(record: RunRecord) -> str:
+    return "; then ".join(dict.fromkeys(d.reason for d in record.decisions)) or "nothing ran"

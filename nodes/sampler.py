@@ -1,0 +1,140 @@
+"""ParallelSampler: KSampler's inputs; the loop runs on the devices where the request is plain enough."""
+
+from __future__ import annotations
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import latent_preview
+from comfy_api.latest import io
+
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.selector import StrategyChoice
+from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
+from .ranks import RunRecord
+from .report import write_report
+from .resident_sampler import ResidentSampler
+from .stepwise_model import CHOICE, RECORD
+
+
+class ParallelSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelSampler",
+            display_name="Parallel Sampler",
+            category=CATEGORY,
+            description="Samples one latent on several devices at once and gives what KSampler gives on one.",
+            search_aliases=["multi gpu sampler", "ksampler parallel", "xdit sampler", "distributed"],
+            inputs=[
+                ModelLink.Input("parallel_model", tooltip="From Parallel Flux Loader."),
+                io.Conditioning.Input("positive", tooltip="What the image should show."),
+                io.Conditioning.Input("negative", tooltip="What it should not show; ignored at cfg 1.0."),
+                io.Latent.Input(
+                    "latent_image", tooltip="The latent to denoise; sets the size and the batch."
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="Seed of the noise.",
+                ),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps."),
+                io.Float.Input(
+                    "cfg",
+                    default=1.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Classifier-free guidance. 1.0 ignores the negative prompt, as Flux dev wants it.",
+                ),
+                io.Combo.Input(
+                    "sampler_name",
+                    options=comfy.samplers.KSampler.SAMPLERS,
+                    default="euler",
+                    tooltip="euler, euler_ancestral, heun and dpmpp_2m run wholly on the devices; others stepwise.",
+                ),
+                io.Combo.Input(
+                    "scheduler",
+                    options=comfy.samplers.KSampler.SCHEDULERS,
+                    default="simple",
+                    tooltip="How noise is taken away over the steps.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Below 1.0 keeps part of the latent (image to image).",
+                ),
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector; replaces the loader's.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output("latent", tooltip="The denoised latent."),
+                io.String.Output("report", tooltip="What ran, where, why, and how long."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        parallel_model: ParallelModel,
+        positive,
+        negative,
+        latent_image: dict,
+        seed: int,
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        denoise: float,
+        strategy: StrategyChoice | None = None,
+    ) -> io.NodeOutput:
+        record = RunRecord()
+        model = parallel_model.patcher.clone()
+        options = model.model_options["transformer_options"]
+        options[RECORD] = record
+        if strategy is not None:
+            options[CHOICE] = strategy
+        _check(options[CHOICE], parallel_model)
+
+        # Hosts that put this key into a latent also take it here; older ones know neither.
+        ratio = [latent_image[key] for key in ("downscale_ratio_spacial",) if key in latent_image]
+        latent = comfy.sample.fix_empty_latent_channels(model, latent_image["samples"], *ratio)
+        noise = comfy.sample.prepare_noise(latent, seed, latent_image.get("batch_index"))
+        # KSampler's own arithmetic of steps, scheduler and denoise.
+        sigmas = comfy.samplers.KSampler(
+            model, steps, model.load_device, sampler_name, scheduler, denoise, model.model_options
+        ).sigmas
+        samples = comfy.sample.sample_custom(
+            model,
+            noise,
+            cfg,
+            ResidentSampler(sampler_name, record),
+            sigmas,
+            positive,
+            negative,
+            latent,
+            noise_mask=latent_image.get("noise_mask"),
+            callback=latent_preview.prepare_callback(model, steps),
+            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+            seed=seed,
+        )
+        out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
+        return io.NodeOutput({**out, "samples": samples}, write_report(record))
+
+
+def _check(choice: StrategyChoice, model: ParallelModel) -> None:
+    """A strategy that cannot work is refused before anything is prepared or started."""
+    devices = resolve_devices(choice.devices)
+    if choice.mode == "manual":
+        choice.strategy.check(model.file.shape, len(devices), choice.engine)

@@ -1,0 +1,84 @@
+"""StrategySelector: which devices, and how to split one sampling job over them."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.selector import MODES, StrategyChoice, resolve
+from ..parallel_backend.strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape
+from .links import CATEGORY, StrategyLink
+
+_FLUX = ModelShape(heads=24, blocks=57, name="Flux.1")
+
+
+def _degree(name: str, tooltip: str) -> io.Int.Input:
+    return io.Int.Input(name, default=1, min=1, max=64, tooltip=tooltip + " Counts in manual mode only.")
+
+
+class StrategySelector(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="StrategySelector",
+            display_name="Strategy Selector",
+            category=CATEGORY,
+            description="Chooses the devices of a sampling job and how the job is split over them.",
+            search_aliases=["multi gpu", "ulysses", "ring attention", "usp", "cfg parallel", "xdit", "split"],
+            inputs=[
+                io.Combo.Input(
+                    "mode",
+                    options=list(MODES),
+                    default="auto",
+                    tooltip="auto picks a strategy when the request is known, and says why; manual takes the degrees below.",
+                ),
+                io.String.Input(
+                    "devices",
+                    default="all",
+                    tooltip="all, or GPU numbers such as 0,1,3. On the CPU the number of ranks, such as cpu:2.",
+                ),
+                _degree(
+                    "cfg_degree", "2 computes the positive and the negative prompt on different devices."
+                ),
+                _degree("pipefusion_degree", "Splits the model's blocks over devices (not available yet)."),
+                _degree("ring_degree", "Splits an image's tokens; keys and values travel round a ring."),
+                _degree(
+                    "ulysses_degree",
+                    "Splits an image's tokens; must divide the attention heads (24 in Flux.1).",
+                ),
+                _degree("data_degree", "Splits a batch of images."),
+                io.Combo.Input(
+                    "engine",
+                    options=list(ENGINES),
+                    default="auto",
+                    tooltip="Who computes attention across devices. auto takes the fastest that is exact for the request.",
+                ),
+            ],
+            outputs=[
+                StrategyLink.Output("strategy", tooltip="For Parallel Flux Loader or Parallel Sampler."),
+                io.String.Output("why", tooltip="The choice in words."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, mode: str, devices: str, engine: str, **degrees: int) -> io.NodeOutput:
+        choice = StrategyChoice(mode, devices, ParallelStrategy(**degrees), engine)
+        return io.NodeOutput(choice, _in_words(choice))
+
+
+def _in_words(choice: StrategyChoice) -> str:
+    """What will run. Raises StrategyError for what no model could run; the model's own rules are checked with it."""
+    devices = resolve_devices(choice.devices)
+    if choice.mode == "manual":
+        # Zero heads divide by everything: only the rules that hold for any model.
+        choice.strategy.check(ModelShape(heads=0, blocks=0), len(devices), choice.engine)
+        return f"{choice.strategy.describe()} on {', '.join(devices)}, set by hand"
+    plain, with_cfg = (
+        resolve(choice, _FLUX, RequestShape(batch=1, has_cfg=has_cfg), devices) for has_cfg in (False, True)
+    )
+    if plain.strategy == with_cfg.strategy:
+        return f"auto on {', '.join(devices)}. For Flux.1: {plain.reason}."
+    return (
+        f"auto on {', '.join(devices)}. For Flux.1 without a negative prompt: {plain.reason}. "
+        f"With one: {with_cfg.reason}."
+    )

@@ -1,0 +1,34 @@
+"""The demo's text encoder: a fixed random direction per word plus its place in the sentence; nothing is trained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .captions import TOKENS, WORDS
+
+CONTEXT_DIM = 128
+POOLED_DIM = 64
+
+
+class DemoTextEncoder(nn.Module):
+    """Word indices -> (context [B, T, CONTEXT_DIM], pooled [B, POOLED_DIM]), float32.
+
+    The transformer's own first layer learns what the directions mean, so there is no file to ship: the tables are
+    drawn from a fixed seed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(20_26)
+        words = torch.randn(len(WORDS), CONTEXT_DIM, generator=generator)
+        places = torch.randn(TOKENS, CONTEXT_DIM, generator=generator)
+        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("places", places, persistent=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: [B, T <= TOKENS] int64."""
+        words, places = self.words[tokens], self.places[: tokens.shape[1]]
+        # Word times place keeps who is what: a sentence and its swap have different sums.
+        pooled = (words * places).mean(dim=1)[:, :POOLED_DIM] * tokens.shape[1] ** 0.5
+        return words + places, pooled

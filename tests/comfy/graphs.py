@@ -1,0 +1,84 @@
+"""API prompts for the parity tests: the same sampling once with stock nodes and once with ours."""
+
+from __future__ import annotations
+
+TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
+OURS, STOCK = "ours", "stock"
+
+
+def node(class_type: str, **inputs) -> dict:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+class Graph:
+    """Builds one prompt; each method adds a node and returns its id."""
+
+    def __init__(self) -> None:
+        self.prompt: dict[str, dict] = {}
+
+    def add(self, class_type: str, **inputs) -> str:
+        name = f"{class_type}{len(self.prompt)}"
+        self.prompt[name] = node(class_type, **inputs)
+        return name
+
+    def text(self, draw: int, guidance: float = 3.5, **changes) -> list:
+        return [self.add("TestConditioning", draw=draw, guidance=guidance, **{**TEXT, **changes}), 0]
+
+    def latent(self, width=16, height=12, batch=1, draw=-1, batch_index="", noise_mask=False) -> list:
+        return [
+            self.add(
+                "TestLatent",
+                width=width,
+                height=height,
+                batch=batch,
+                draw=draw,
+                batch_index=batch_index,
+                noise_mask=noise_mask,
+            ),
+            0,
+        ]
+
+    def strategy(self, devices: str, **degrees: int) -> list:
+        inputs = {f"{axis}_degree": 1 for axis in ("cfg", "pipefusion", "ring", "ulysses", "data")}
+        inputs |= {f"{axis}_degree": value for axis, value in degrees.items()}
+        mode = "manual" if degrees else "auto"
+        return [self.add("StrategySelector", mode=mode, devices=devices, engine="auto", **inputs), 0]
+
+    def parallel_loader(self, unet: str, devices: str, **degrees: int) -> str:
+        strategy = self.strategy(devices, **degrees)
+        return self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy)
+
+    def model(self, kind: str, unet: str, devices: str = "cpu:2", **degrees: int) -> list:
+        """A MODEL: stock, or the parallel one."""
+        if kind == STOCK:
+            return [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
+        return [self.parallel_loader(unet, devices, **degrees), 1]
+
+    def ksampler(self, model: list, positive: list, negative: list, latent: list, **changes) -> list:
+        inputs = {
+            "seed": 7,
+            "steps": 3,
+            "cfg": 1.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+            **changes,
+        }
+        names = {"positive": positive, "negative": negative, "latent_image": latent}
+        return [self.add("KSampler", model=model, **names, **inputs), 0]
+
+    def parallel_sampler(self, loader: str, positive: list, negative: list, latent: list, **changes) -> list:
+        inputs = {
+            "seed": 7,
+            "steps": 3,
+            "cfg": 1.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+            **changes,
+        }
+        names = {"positive": positive, "negative": negative, "latent_image": latent}
+        return [self.add("ParallelSampler", parallel_model=[loader, 0], **names, **inputs), 0]
+
+    def save(self, latent: list, path: str) -> str:
+        return self.add("TestSaveLatent", latent=latent, path=path)

@@ -1,0 +1,63 @@
+"""Every sampler and scheduler that this ComfyUI lists: ours equals stock on the same file, seed and sigmas."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from graphs import OURS, STOCK, Graph
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="module")
+def lists(comfy):
+    """(samplers, schedulers) from KSampler's own inputs."""
+    required = comfy.client.object_info()["KSampler"]["input"]["required"]
+    return tuple(_options(required[name]) for name in ("sampler_name", "scheduler"))
+
+
+def _options(entry) -> list[str]:
+    """Combos come as [[options], …] or as ["COMBO", {"options": […]}]."""
+    return entry[1]["options"] if entry[0] == "COMBO" else entry[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, ranks, subtests):
+    samplers, schedulers = lists
+    assert len(samplers) >= 30 and len(schedulers) >= 8
+    worst = {}
+    for sampler in samplers:
+        graph = Graph()
+        ours, stock = graph.model(OURS, unet, f"cpu:{ranks}"), graph.model(STOCK, unet)
+        loader = ours[0]
+        positive, negative, latent = graph.text(1), graph.text(2), graph.latent()
+        for scheduler in schedulers:
+            settings = {"sampler_name": sampler, "scheduler": scheduler, "steps": 3}
+            ways = {
+                "stock": graph.ksampler(stock, positive, negative, latent, **settings),
+                "stepwise": graph.ksampler(ours, positive, negative, latent, **settings),
+                "parallel sampler": graph.parallel_sampler(loader, positive, negative, latent, **settings),
+            }
+            for way, result in ways.items():
+                graph.save(result, f"{ranks}-{sampler}-{scheduler}-{way}.safetensors")
+        comfy.run(graph.prompt, timeout=300)
+        for scheduler in schedulers:
+            latents = {
+                way: load_file(comfy.output(f"{ranks}-{sampler}-{scheduler}-{way}.safetensors"))["samples"]
+                for way in ("stock", "stepwise", "parallel sampler")
+            }
+            for way in ("stepwise", "parallel sampler"):
+                with subtests.test(sampler=sampler, scheduler=scheduler, way=way):
+                    stock_latent = latents["stock"]
+                    difference = ((latents[way] - stock_latent).abs().max() / stock_latent.abs().max()).item()
+                    worst[sampler, scheduler, way] = difference
+                    assert difference <= TOLERANCE
+    assert len(worst) == 2 * len(samplers) * len(schedulers)
+    for (sampler, scheduler, way), difference in sorted(worst.items(), key=lambda item: -item[1])[:10]:
+        print(f"{ranks} ranks: {sampler} {scheduler} {way}: {difference:.1e}")
