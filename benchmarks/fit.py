@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from statistics import mean, median
 
 from published import Row, find_one_gpu
 
+from parallel_backend import cost_model
 from parallel_backend.cost_model import Constants, fixed_seconds, predict
 
 FITTED = (
@@ -41,9 +43,17 @@ def one_gpu_step(row: Row, seconds: float, constants: Constants) -> float:
 
 def predict_seconds(row: Row, constants: Constants, one_gpu: float | None) -> float:
     """What the model says the row's number is; `one_gpu`: that number on one device, if it is known."""
-    step = one_gpu_step(row, one_gpu, constants) if one_gpu else None
+    step, work = None, row.work
+    if one_gpu and not row.stated:
+        # The size or the steps are unknown: as many steps of the usual size as a card of this rate can have done.
+        usual = cost_model.one_gpu_step(work, row.machine.card, constants, row.mode)
+        fixed = fixed_seconds(work, row.machine.card, constants) if row.with_fixed else 0.0
+        work = replace(work, steps=max(1, round((one_gpu - min(fixed, 0.3 * one_gpu)) / usual)))
+        row = replace(row, work=work)
+    if one_gpu:
+        step = one_gpu_step(row, one_gpu, constants)
     p = predict(
-        row.work,
+        work,
         row.candidate,
         row.machine,
         constants,
@@ -55,7 +65,7 @@ def predict_seconds(row: Row, constants: Constants, one_gpu: float | None) -> fl
     fixed = p.fixed_s if row.with_fixed else 0.0
     if one_gpu and row.with_fixed:
         fixed = min(fixed, 0.3 * one_gpu)
-    return p.step_s * row.work.steps + fixed
+    return p.step_s * work.steps + fixed
 
 
 def fit(rows: list[Row]) -> Constants:
@@ -96,8 +106,8 @@ def _rates(rows: list[Row]) -> dict[str, float]:
     """Median share of the peak rate that published one-device runs reach, per mode."""
     reached = defaultdict(list)
     for row in rows:
-        stated = "unstated" not in row.key and row.machine.card.known and row.work.family.known
-        if row.gpus == 1 and row.seconds and stated:
+        known = row.stated and row.machine.card.known and row.work.family.known
+        if row.gpus == 1 and row.seconds and known:
             step = one_gpu_step(row, row.seconds, PRIOR)
             reached[row.mode].append(row.work.flop / step / (row.machine.card.tflops * 1e12))
     return {mode: min(1.0, median(values)) for mode, values in reached.items() if len(values) > 2}

@@ -27,7 +27,7 @@ COMPILED = ("compile", "sgl", "lightx2v")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `seconds`: of the whole run, or of one step or block where `per_step`; None if only a speed-up."""
+    """One measurement. `seconds`: of the whole run, or of one step or block where `per_step`; None: only a speed-up."""
 
     source: str
     key: tuple[str, ...]  # what must be equal for two rows to be the same work
@@ -40,6 +40,7 @@ class Row:
     per_step: bool
     with_fixed: bool
     label: str
+    stated: bool = True  # False: the source does not say the size or the steps
 
     @property
     def gpus(self) -> int:
@@ -97,6 +98,7 @@ def _row(record: dict[str, str]) -> Row | str:
     if not work.family.is_transformer and strategy.world_size > strategy.row_degree:
         return "a UNet can only be split by rows"
     card = _card(record)
+    sized = bool(re.fullmatch(r"\d+x\d+", record["resolution"]))
     keys = ("source", "model", "gpu", "interconnect", "resolution", "frames", "steps", "mode", "measure")
     return Row(
         source=record["source"],
@@ -108,8 +110,9 @@ def _row(record: dict[str, str]) -> Row | str:
         speedup=speedup,
         mode="compiled" if any(word in record["mode"] for word in COMPILED) else "eager",
         per_step=record["measure"] in ("step", "block"),
-        with_fixed=record["measure"] == "e2e",
+        with_fixed=record["measure"] == "e2e" and sized,
         label=f"{record['source']} {record['model']} {record['gpu']} {record['interconnect']} {record['mode']}",
+        stated=sized and _whole(record["steps"], 0) > 0,
     )
 
 

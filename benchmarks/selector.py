@@ -14,6 +14,7 @@ import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import mean, median
 
@@ -104,8 +105,7 @@ def predict_speedups(rows: list[Row], fitted: dict[str, Constants]) -> list[Spee
 
 def quantile(values: list[float], share: float) -> float:
     """The smallest value that at least `share` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000 * len(ordered)) // 1000) - 1))]
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 def summary(outcomes: list[Outcome], speedups: list[SpeedUp]) -> dict[str, float | int | None]:
@@ -113,7 +113,7 @@ def summary(outcomes: list[Outcome], speedups: list[SpeedUp]) -> dict[str, float
     errors = [s.error for s in speedups]
     result = {
         "groups": len(outcomes),
-        "within_5pct": mean(r <= 0.05 for r in regrets) if regrets else None,
+        "within_5pct": mean(float(r <= 0.05) for r in regrets) if regrets else None,
         "mean_regret": mean(regrets) if regrets else None,
         "worst_regret": max(regrets, default=None),
         "rule_mean_regret": mean(o.rule_regret for o in outcomes) if outcomes else None,

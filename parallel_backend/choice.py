@@ -134,7 +134,11 @@ def choose(
         rule = max(pool, key=lambda e: rule_key(e.candidate))
         fastest = min(pool, key=lambda e: e.seconds)
         margin = MEASURED_GAIN if fastest.measured and rule.measured else PREDICTED_GAIN
-        chosen = fastest if rule.seconds / fastest.seconds > 1 + margin else rule
+        gain = rule.seconds / fastest.seconds
+        if not (fastest.measured and rule.measured):
+            # What the CPU needs to launch is in no data sheet: a prediction may not outrank the rule by that alone.
+            gain = min(gain, rule.prediction.gpu_s / fastest.prediction.gpu_s)
+        chosen = fastest if gain > 1 + margin else rule
     band = BAND_WITH_ONE_GPU if one_gpu_s or measured else BAND_WITHOUT
     rest = sorted((e for e in entries if e is not chosen), key=lambda e: (not e.fits, e.seconds))
     return Choice((chosen, *rest), _reason(chosen, rule, rest, work, machine, band, forced), band)

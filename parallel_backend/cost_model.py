@@ -71,13 +71,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is predicted to take. Seconds per step and per request, bytes per rank; `limits`: in words."""
+    """What a candidate is predicted to take. Seconds per step and per request, bytes per rank; `limits`: in words.
+
+    `gpu_s`: the step if launching on the CPU cost nothing.
+    """
 
     candidate: Candidate
     step_s: float
     total_s: float
     compute_s: float
     communication_s: float
+    gpu_s: float
     host_s: float
     fixed_s: float
     memory_bytes: float
@@ -154,7 +158,7 @@ def predict(
                 # The last piece of attention has nothing left to hide.
                 covered = attention * (s.ring_degree - 1) / s.ring_degree
                 seconds -= constants.ring_overlap * min(seconds, covered)
-            launches += e.calls  # send and receive, and the merge
+            launches += 2 * e.calls  # send and receive, another attention call, the merge
         elif e.kind in ("pipefusion", "weights"):
             seconds = max(0.0, seconds - compute)  # sent ahead of its use, while something else computes
         communication += seconds + e.calls * latency
@@ -165,17 +169,17 @@ def predict(
         host += launches * constants.host_call_s
     step = max(compute + communication, host)
     fixed = fixed_seconds(work, machine.card, constants) if with_fixed else 0.0
-    denoising = work.steps * step
-    if s.pipefusion_degree > 1:
-        # Warm-up steps go through the stages one after the other.
-        warm = min(candidate.warmup_steps, work.steps)
-        denoising += warm * (s.pipefusion_degree - 1) * compute
+    # Warm-up steps of PipeFusion go through the stages one after the other.
+    warm_up = min(candidate.warmup_steps, work.steps) * (s.pipefusion_degree - 1) * compute
+    denoising = work.steps * step + warm_up
+    denoising_gpu = work.steps * (compute + communication) + warm_up
     return Prediction(
         candidate=candidate,
         step_s=denoising / work.steps,
         total_s=denoising + fixed,
         compute_s=compute,
         communication_s=communication,
+        gpu_s=denoising_gpu / work.steps,
         host_s=host,
         fixed_s=fixed,
         memory_bytes=memory_per_rank(work, candidate),

@@ -14,7 +14,7 @@ from .errors import RequestError
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU model. `tflops`: dense bf16; `memory`: GB; `bandwidth`: its memory, GB/s; `nvlink`, `pcie`: GB/s a way."""
+    """One GPU model. `tflops`: dense bf16; `memory`: GB; `bandwidth` of it, `nvlink`, `pcie`: GB/s one way."""
 
     name: str
     tflops: float
@@ -93,20 +93,24 @@ def find_card(name: str) -> Card:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Bytes on the busiest card's port, on the busiest way out per domain size (egress, bytes), and altogether."""
-
-    port: float
-    ways: tuple[tuple[float, float], ...]
-    everything: float
-
-
-@dataclass(frozen=True)
 class Domain:
-    """`size` neighbouring ranks that share one way out: `egress` GB/s, one direction, for all of them together."""
+    """`size` neighbouring ranks that share one way out: `egress` GB/s, one direction, for all of them together.
+
+    `crossing`: the way out leads to another socket or node, where less of the nominal rate is reached.
+    """
 
     size: int
     egress: float
+    crossing: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes on the busiest card's port, on the busiest way out of each kind of domain, and altogether."""
+
+    port: float
+    ways: tuple[tuple[Domain, float], ...]
+    everything: float
 
 
 @dataclass(frozen=True)
@@ -137,16 +141,16 @@ class Link:
         busiest = {}
         for (size, _), sent in leaving.items():
             busiest[size] = max(busiest.get(size, 0.0), sent)
-        ways = tuple((d.egress, busiest[d.size]) for d in self.domains if d.size in busiest)
+        ways = tuple((d, busiest[d.size]) for d in self.domains if d.size in busiest)
         return Load(max(out.values(), default=0.0), ways, sum(out.values()))
 
     def seconds(self, load: Load, reached: float, reached_outside: float) -> float:
         """How long `load` takes: the busiest of a card's own port, the ways out of the domains, the host's memory.
 
-        `reached`: share of the nominal rates that is reached; `reached_outside`: on the ways out of a domain.
+        `reached`: share of the nominal rates that is reached; `reached_outside`: on a way to another socket or node.
         """
         times = [load.port / (self.rate * reached)]
-        times += [sent / (egress * reached_outside) for egress, sent in load.ways]
+        times += [sent / (d.egress * (reached_outside if d.crossing else reached)) for d, sent in load.ways]
         if self.host_total:
             times.append(load.everything / (self.host_total * reached))
         return max(times) / 1e9
@@ -155,7 +159,7 @@ class Link:
 # Two cards share a switch or host bridge with one x16 slot's rate upwards, four share a socket; the sockets are joined
 # by two or three UPI/xGMI links (about 20 GB/s each way each), over which peer traffic is known to be slow.
 def _pcie(name: str, rate: float) -> Link:
-    return Link(name, "pcie", rate, (Domain(2, rate), Domain(4, rate)))
+    return Link(name, "pcie", rate, (Domain(2, rate), Domain(4, rate, crossing=True)))
 
 
 def _no_peer(name: str, rate: float) -> Link:
@@ -170,15 +174,22 @@ LINKS = {
         Link("nvlink4", "nvlink", 450),
         Link("nvlink5", "nvlink", 900),
         Link("xgmi", "nvlink", 448),
-        Link("nvlink-pairs", "nvlink", 56, (Domain(2, 32),)),
+        Link("nvlink-pairs", "nvlink", 56, (Domain(2, 32, crossing=True),)),
         _pcie("pcie3", 16),
         _pcie("pcie4", 32),
         _pcie("pcie5", 64),
         _no_peer("pcie3-nop2p", 16),
         _no_peer("pcie4-nop2p", 32),
         _no_peer("pcie5-nop2p", 64),
-        Link("nvlink4+ib", "nvlink", 450, (Domain(8, 400),)),  # eight NDR adapters of 50 GB/s a node
-        Link("pcie4+eth", "pcie", 32, (Domain(2, 32), Domain(4, 32), Domain(8, 12.5))),  # 100 Gb/s Ethernet
+        Link(
+            "nvlink4+ib", "nvlink", 450, (Domain(8, 400, crossing=True),)
+        ),  # eight NDR adapters of 50 GB/s a node
+        Link(
+            "pcie4+eth",
+            "pcie",
+            32,
+            (Domain(2, 32), Domain(4, 32, crossing=True), Domain(8, 12.5, crossing=True)),
+        ),  # 100 Gb/s Ethernet
     )
 }
 
