@@ -30,7 +30,7 @@ class ParallelDemoLoader(io.ComfyNode):
             node_id="ParallelDemoLoader",
             display_name="Parallel Demo Loader",
             category=CATEGORY,
-            description="A tiny Flux model that draws coloured shapes, for trying the pack without a download. It knows "
+            description="A tiny Flux model that draws coloured shapes, to try the pack without a download. It knows "
             "captions such as 'a red circle left of a blue square'; images are 128 x 128.",
             search_aliases=["demo", "example model", "try", "multi gpu demo"],
             inputs=[

@@ -1,4 +1,4 @@
-"""A ComfyUI sampler whose whole loop runs on the ranks, when the request is plain enough; else the stock one, saying so."""
+"""A ComfyUI sampler whose whole loop runs on the ranks when the request is plain; else the stock one, saying so."""
 
 from __future__ import annotations
 

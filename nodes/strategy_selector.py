@@ -30,7 +30,7 @@ class StrategySelector(io.ComfyNode):
                     "mode",
                     options=list(MODES),
                     default="auto",
-                    tooltip="auto picks a strategy when the request is known, and says why; manual takes the degrees below.",
+                    tooltip="auto picks a strategy for each request and says why; manual takes the degrees below.",
                 ),
                 io.String.Input(
                     "devices",
@@ -51,7 +51,7 @@ class StrategySelector(io.ComfyNode):
                     "engine",
                     options=list(ENGINES),
                     default="auto",
-                    tooltip="Who computes attention across devices. auto takes the fastest that is exact for the request.",
+                    tooltip="Who computes attention across devices. auto takes the fastest exact one.",
                 ),
             ],
             outputs=[

@@ -63,9 +63,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The checked header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
     name = Path(path).name
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(Path(path).stat().st_mode):
             raise _refused(name, "it is not a regular file")
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
             header_bytes = int.from_bytes(start, "little")

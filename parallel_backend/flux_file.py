@@ -1,4 +1,4 @@
-"""What a Flux.1 file holds, read from its header alone: layout, prefix, sizes, dtype. Refuses everything else by name."""
+"""What a Flux.1 file holds, read from its header: layout, prefix, sizes, dtype. Refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from .checkpoint import Header, read_header
 from .errors import CheckpointError
@@ -38,7 +39,7 @@ _VARIANTS = {384: "Flux Fill", 128: "Flux Canny/Depth"}
 
 @dataclass(frozen=True)
 class FluxFile:
-    """A checked Flux.1 checkpoint. `layout`: original or diffusers; `dtype`: of most of its bytes; `keys`: all its own."""
+    """A checked Flux.1 checkpoint. `layout`: original or diffusers; `dtype`: that of most of its bytes."""
 
     path: str
     layout: str
@@ -49,7 +50,7 @@ class FluxFile:
 
     @property
     def name(self) -> str:
-        return os.path.basename(self.path)
+        return Path(self.path).name
 
     @property
     def shape(self) -> ModelShape:

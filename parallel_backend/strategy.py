@@ -134,6 +134,6 @@ class ParallelStrategy:
 
 
 def split_sequence(count: int, heads: int) -> tuple[int, int]:
-    """(ulysses_degree, ring_degree) that occupy `count` devices; ulysses is the largest divisor that divides the heads."""
+    """(ulysses_degree, ring_degree) that occupy `count` devices: Ulysses as far as the heads divide."""
     ulysses = max(d for d in range(1, count + 1) if count % d == 0 and heads % d == 0)
     return ulysses, count // ulysses

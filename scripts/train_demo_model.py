@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -58,25 +59,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=40, help="time for the transformer; the coder takes 2 more"
+        "--minutes", type=float, default=40, help="processor minutes per thread"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "demo_model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--captions", type=int, default=200, help="held-out captions to judge")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet of held-out captions here (JPEG)")
+    parser.add_argument("--resume", action="store_true", help="go on from the files in --output")
     parser.add_argument("--evaluate-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     args.output.mkdir(parents=True, exist_ok=True)
-    if args.evaluate_only:
+    if args.evaluate_only or args.resume:
         coder = DemoImageCoder().eval()
         coder.load_state_dict(load_file(args.output / "image_coder.safetensors"))
     else:
         coder = train_coder(random.Random(1), steps=1200)
         save_file(coder.state_dict(), args.output / "image_coder.safetensors")
-        train_transformer(coder, random.Random(2), args)
+    if not args.evaluate_only:
+        train_transformer(coder, random.Random(2 + args.resume), args)
     evaluate(coder, args)
 
 
@@ -107,12 +110,16 @@ def train_coder(rng: random.Random, steps: int) -> DemoImageCoder:
 
 def train_transformer(coder: DemoImageCoder, rng: random.Random, args: argparse.Namespace) -> None:
     """Rectified flow: x = (1 - sigma) x0 + sigma noise, target noise - x0; a checkpoint of the average every minute."""
+    path = args.output / "transformer.safetensors"
     model, average, text = new_transformer(), new_transformer(), DemoTextEncoder()
+    if args.resume:
+        model.load_state_dict(load_transformer(path).state_dict())
     average.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.01)
     generator = torch.Generator().manual_seed(3)
-    begun, saved, step, running = time.monotonic(), 0.0, 0, None
-    while (elapsed := (time.monotonic() - begun) / 60) < args.minutes:
+    # Processor time, so that a busy machine trains as much as an idle one.
+    begun, saved, step, running = time.process_time(), 0.0, 0, None
+    while (elapsed := (time.process_time() - begun) / 60 / args.threads) < args.minutes:
         progress = elapsed / args.minutes
         for group in optimizer.param_groups:
             group["lr"] = (
@@ -142,11 +149,11 @@ def train_transformer(coder: DemoImageCoder, rng: random.Random, args: argparse.
         step += 1
         if elapsed - saved >= 1:
             saved = elapsed
-            save_transformer(average, args.output / "transformer.safetensors")
+            save_transformer(average, path)
             print(
                 f"{elapsed:5.1f} min, step {step}, {step * args.batch} images, loss {running:.4f}", flush=True
             )
-    save_transformer(average, args.output / "transformer.safetensors")
+    save_transformer(average, path)
 
 
 def new_transformer() -> FluxTransformer2DModel:
@@ -209,7 +216,7 @@ def sample(model, coder, captions: list[str], seed: int) -> Tensor:
     text = DemoTextEncoder()
     x = torch.randn(len(captions), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
     sigmas = torch.linspace(1, 0, EVALUATION_STEPS + 1)
-    for sigma, following in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for sigma, following in pairwise(sigmas):
         line = sigma.expand(len(captions))
         cond = predict(model, text, x, line, captions)
         uncond = predict(model, text, x, line, [""] * len(captions))

@@ -142,9 +142,7 @@ def _parameters(
         raise CheckpointError(f"{file.name} is refused: {error}. Download the file again.") from None
     with opened:
         if file.layout == "diffusers":
-            names = [key.removeprefix(file.prefix) for key in opened.keys() if key.startswith(file.prefix)]
-            wanted = set(diffusers_sources(file.dims))
-            mapped = {name: opened.get_tensor(file.prefix + name) for name in names if name in wanted}
+            mapped = {name: opened.get_tensor(file.prefix + name) for name in diffusers_sources(file.dims)}
         else:
             originals = {key: opened.get_tensor(file.prefix + key) for key in file.original_shapes}
             mapped = {

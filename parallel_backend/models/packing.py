@@ -10,7 +10,7 @@ PATCH = 2
 
 
 def pack(latent: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, ceil(h/2) * ceil(w/2), C * 4], rows first; odd sides are padded circularly (ComfyUI's rule)."""
+    """[B, C, h, w] -> [B, ceil(h/2) * ceil(w/2), C * 4], rows first; odd sides are padded circularly (ComfyUI)."""
     batch, channels, height, width = latent.shape
     padded = (
         F.pad(latent, (0, width % PATCH, 0, height % PATCH), mode="circular")

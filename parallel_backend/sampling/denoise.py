@@ -24,7 +24,7 @@ def denoise(forward: ParallelForward, request: SampleRequest, on_step: OnStep) -
     """
     if request.sampler not in STEPS:
         raise RequestError(
-            f"sampler {request.sampler!r} does not run on the ranks; use one of {', '.join(STEPS)}, or the stepwise way."
+            f"sampler {request.sampler!r} does not run on the ranks; use {', '.join(STEPS)}, or the stepwise way."
         )
     device = forward.device
     noise, latent, sigmas = (
