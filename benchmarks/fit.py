@@ -22,6 +22,7 @@ FITTED = (
     "reached_host",
     "reached_outside",
     "ring_overlap",
+    "pipeline",
     "decoder",
 )
 PRIOR = Constants()

@@ -103,6 +103,15 @@ def predict_speedups(rows: list[Row], fitted: dict[str, Constants]) -> list[Spee
     ]
 
 
+def one_gpu_errors(rows: list[Row], fitted: dict[str, Constants]) -> list[float]:
+    """Relative errors of one-device times predicted from the card's peak rate, where size and steps are stated."""
+    return [
+        abs(predict_seconds(row, fitted[row.family_of_source], None) / row.seconds - 1)
+        for row in rows
+        if row.gpus == 1 and row.seconds and row.stated and row.machine.card.known and row.work.family.known
+    ]
+
+
 def quantile(values: list[float], share: float) -> float:
     """The smallest value that at least `share` of all do not exceed."""
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
@@ -143,6 +152,11 @@ def main() -> None:
     outcomes = [decide(group, fitted[group.rows[0].family_of_source]) for group in find_groups(rows)]
     speedups = predict_speedups(rows, fitted)
     report(outcomes, speedups, left_out, args.details)
+    if alone := one_gpu_errors(rows, fitted):
+        print(
+            f"one-device time from the peak rate: {len(alone)} rows, median error {median(alone):.1%}, "
+            f"p90 {quantile(alone, 0.9):.1%}"
+        )
     if args.json:
         print(json.dumps(summary(outcomes, speedups)))
 

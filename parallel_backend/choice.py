@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
@@ -16,8 +16,9 @@ APPROXIMATION = ("never", "if_needed", "allowed")
 # A prediction must promise this much before it outranks the rule "CFG, then Ulysses"; measurements need less.
 PREDICTED_GAIN = 0.10
 MEASURED_GAIN = 0.02
-# Half-width of the bands on predicted times, from docs/selector.md: once one GPU's time is known, and without it.
-BAND_WITH_ONE_GPU = 0.25
+# Half-width of the bands on predicted times: the 90th percentile of the errors in docs/selector.md, rounded up; once
+# one GPU's time is known, and without it.
+BAND_WITH_ONE_GPU = 0.30
 BAND_WITHOUT = 0.60
 
 
@@ -29,6 +30,7 @@ class Ranked:
     seconds: float
     measured: bool
     fits: bool
+    permitted: bool
     reason: str
 
     @property
@@ -38,7 +40,10 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Choice:
-    """All candidates, the chosen one first, then by time, those that do not fit last; and why, in one paragraph."""
+    """All candidates, and why the first is chosen, in one paragraph.
+
+    Order: the chosen one, then by time the permitted ones, those not permitted, those that do not fit.
+    """
 
     ranked: tuple[Ranked, ...]
     reason: str
@@ -140,7 +145,8 @@ def choose(
             gain = min(gain, rule.prediction.gpu_s / fastest.prediction.gpu_s)
         chosen = fastest if gain > 1 + margin else rule
     band = BAND_WITH_ONE_GPU if one_gpu_s or measured else BAND_WITHOUT
-    rest = sorted((e for e in entries if e is not chosen), key=lambda e: (not e.fits, e.seconds))
+    entries = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
+    rest = sorted(entries, key=lambda e: (not e.fits, not e.permitted, e.seconds))
     return Choice((chosen, *rest), _reason(chosen, rule, rest, work, machine, band, forced), band)
 
 
@@ -157,7 +163,9 @@ def _predictions(candidates, work, machine, constants, mode, one_gpu_s, measured
     for p in predictions:
         seen = measured.get(p.candidate)
         fits = seen is not None or p.memory_bytes <= machine.usable
-        entries.append(Ranked(p, seen or p.total_s * scale, seen is not None, fits, _why(p, fits, machine)))
+        entries.append(
+            Ranked(p, seen or p.total_s * scale, seen is not None, fits, True, _why(p, fits, machine))
+        )
     return entries
 
 
@@ -183,13 +191,19 @@ def _reason(chosen, rule, rest, work, machine, band, forced) -> str:
     elif s.world_size > 1:
         parts.append("as the rule says (CFG, then Ulysses); nothing else promises more than 10 % over it")
     parts.append(f"what limits it is {chosen.prediction.limits}")
-    shown = [chosen, *[e for e in rest if e.fits][:2]]
+    shown = [chosen, *[e for e in rest if e.fits and e.permitted][:2]]
     one = next((e for e in rest if e.candidate.strategy.world_size == 1 and e.fits), None)
     if one is not None and one not in shown:
         shown.append(one)
     parts.append("a step takes " + ", ".join(_step(e, work, band) for e in shown))
-    if not any(e.measured for e in shown):
-        parts.append("nothing was measured yet")
+    seen = [e for e in (chosen, *rest) if e.measured]
+    parts.append(f"{len(seen)} of these were measured before" if seen else "nothing was measured yet")
+    faster = min((e for e in rest if e.fits and not e.permitted), key=lambda e: e.seconds, default=None)
+    if faster is not None and chosen.seconds / faster.seconds > 1 + PREDICTED_GAIN:
+        parts.append(f"{_step(faster, work, band)} would be faster but is approximate and was not asked for")
+    unfit = [e for e in rest if not e.fits]
+    if unfit and not forced:
+        parts.append(f"{len(unfit)} of {len(rest) + 1} candidates do not fit in {_gb(machine.usable)} a GPU")
     return "; ".join(parts) + "."
 
 

@@ -27,12 +27,14 @@ USABLE_MEMORY = 0.94
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says, the same for every card, link and model; each with its prior's centre.
+    """What no data sheet says, the same for every card, link and model; the defaults are the priors of the fit.
 
     call_s: GPU time that a collective takes before its first byte; hop_s: the same for a ring hop, with the smaller
     attention call and the merge that it needs; host_block_s, host_call_s: CPU time to launch a block, a collective in
-    eager mode; reached_*: share of a link's nominal rate; ring_overlap: share of a ring's transfer that hides behind
-    attention; decoder: share of the peak rate that text encoder and decoder reach; eager, compiled: the denoiser.
+    eager mode; reached_*: share of a link's nominal rate (nvlink, pcie, through the host, to another socket or node);
+    ring_overlap: share of a ring's transfer that hides behind attention; pipeline: share of the time that a stage of
+    PipeFusion is busy; decoder: share of the peak rate that text encoder and decoder reach; eager, compiled: the
+    denoiser in these modes.
     """
 
     call_s: float = 45e-6
@@ -44,6 +46,7 @@ class Constants:
     reached_host: float = 0.4
     reached_outside: float = 0.5
     ring_overlap: float = 0.3
+    pipeline: float = 0.8
     decoder: float = 0.15
     eager: float = 0.45
     compiled: float = 0.6
@@ -52,7 +55,22 @@ class Constants:
         return Constants(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)})
 
 
-DEFAULT = Constants()
+# Fitted to all of benchmarks/data by `python benchmarks/selector.py --constants`.
+DEFAULT = Constants(
+    call_s=41e-6,
+    hop_s=109e-6,
+    host_block_s=1.1e-3,
+    host_call_s=147e-6,
+    reached_nvlink=0.70,
+    reached_pcie=0.82,
+    reached_host=0.36,
+    reached_outside=0.50,
+    ring_overlap=0.30,
+    pipeline=0.88,
+    decoder=0.183,
+    eager=0.563,
+    compiled=0.619,
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,9 @@ def predict(
     reading = min(work.weight_bytes / (machine.card.bandwidth * 1e9), alone / 2)
     share = compute_share(work, candidate)
     compute = (alone - reading) * share
-    compute += reading * candidate.patch_count / (s.pipefusion_degree * s.pipefusion_degree * s.tensor_degree)
+    compute += reading * candidate.patch_count / (s.pipefusion_degree**2 * s.tensor_degree)
+    if s.pipefusion_degree > 1:
+        compute /= constants.pipeline
     host = min(f.block_count * constants.host_block_s, alone) if mode == "eager" else 0.0
     host *= candidate.patch_count / s.pipefusion_degree
 

@@ -1,0 +1,30 @@
+"""`python -m parallel_backend <command>`: tools that need neither ComfyUI nor a running group of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import plan
+from .errors import ParallelError
+
+# Each command is a module with add_arguments(parser) and run(args) -> exit status.
+COMMANDS = {"plan": plan}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m parallel_backend", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        text = (module.__doc__ or "").partition(": ")[2]
+        module.add_arguments(commands.add_parser(name, help=text, description=text))
+    args = parser.parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args)
+    except ParallelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Asks for this machine's GPUs and their paths: NVML (nvidia-ml-py) first, else torch; creates no CUDA context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from .topology import Device, Pair, Topology
+
+# nvml.h: nvmlGpuTopologyLevel_t, nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t, nvmlIntNvLinkDeviceType_t.
+_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+_P2P_READ, _P2P_OK = 0, 0
+_SWITCH = 2
+_MAX_LINKS = 18
+# GB/s one way of one PCIe lane per generation, and of one NVLink per version, nominal.
+_PCIE_LANE = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}
+_NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+
+
+def read_topology(nvml=None, *, sys_root: Path = Path("/sys")) -> Topology:
+    """This machine's devices: through NVML, else torch (ROCm), else none. Creates no CUDA context.
+
+    `nvml`: a module with nvidia-ml-py's functions, for tests. Never raises for a missing driver or library.
+    """
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return _from_torch("nvidia-ml-py is not installed; install it for link and NUMA details.")
+    try:
+        nvml.nvmlInit()
+    except Exception as error:  # NVMLError: no driver, no permission, no library
+        return _from_torch(f"NVML does not answer ({error}).")
+    try:
+        return _ask_nvml(nvml, sys_root)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask_nvml(nvml, sys_root: Path) -> Topology:
+    """The machine's topology from an initialised `nvml`."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    boards = [_device(nvml, i, handle, sys_root) for i, handle in enumerate(handles)]
+    links = [_nvlinks(nvml, handle) for handle in handles]
+    boards = [_with_links(board, link) for board, link in zip(boards, links, strict=True)]
+
+    slices = [_slices(nvml, handle, board) for handle, board in zip(handles, boards, strict=True)]
+    members = [
+        (i, d) for i, board in enumerate(boards) for d in (slices[i] if slices[i] is not None else [board])
+    ]
+    devices = tuple(d for _, d in members)
+    pairs = []
+    for at, (i, a) in enumerate(members):
+        for j, b in members[at + 1 :]:
+            if a.is_mig or b.is_mig:
+                # Slices have no peer access, not even to another slice of the same GPU.
+                pair = Pair("MIG", False, min(a.pcie, b.pcie))
+            else:
+                pair = _pair(nvml, handles[i], handles[j], a, b, links[i], links[j])
+            pairs.append((a.uuid, b.uuid, pair))
+    notes = []
+    for board, found in zip(boards, slices, strict=True):
+        if found == []:
+            notes.append(
+                f"GPU {board.index} ({board.name}) is in MIG mode and has no slice, so nothing can run on it."
+            )
+        elif found:
+            notes.append(
+                f"GPU {board.index} is cut into {len(found)} MIG slices; NCCL does not join slices of one GPU."
+            )
+    return Topology(
+        devices,
+        tuple(pairs),
+        "nvml",
+        _text(_ask(nvml, "nvmlSystemGetDriverVersion", default="")),
+        tuple(notes),
+    )
+
+
+def _device(nvml, index: int, handle, sys_root: Path) -> Device:
+    bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
+    width = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
+    return Device(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0))),
+        bus=bus,
+        numa=_numa(nvml, handle, bus, sys_root),
+        pcie=_PCIE_LANE.get(generation, 0.0) * width,
+    )
+
+
+def _numa(nvml, handle, bus: str, sys_root: Path) -> int | None:
+    """The kernel's NUMA node of the slot; -1 there means that it does not know."""
+    file = sys_root / "bus/pci/devices" / bus / "numa_node"
+    try:
+        node = int(file.read_text())
+    except (OSError, ValueError):
+        node = _ask(nvml, "nvmlDeviceGetNumaNodeId", handle, default=-1)
+    return node if node >= 0 else None
+
+
+def _nvlinks(nvml, handle) -> tuple[int, list[str], bool]:
+    """(version, bus id of the other end per active link, whether links end in a switch)."""
+    version, ends, switch = 0, [], False
+    for link in range(_MAX_LINKS):
+        if not _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link, default=0):
+            continue
+        version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, link, default=0) or version
+        if _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link, default=None) == _SWITCH:
+            switch = True
+        info = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link, default=None)
+        ends.append(_bus(info.busId) if info is not None else "")
+    return version, ends, switch
+
+
+def _with_links(board: Device, links: tuple[int, list[str], bool]) -> Device:
+    return replace(board, nvlinks=len(links[1]))
+
+
+def _slices(nvml, handle, board: Device) -> list[Device] | None:
+    """The MIG slices of a GPU in MIG mode, None of any other."""
+    current, _ = _ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))
+    if not current:
+        return None
+    found = []
+    for i in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
+        part = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i, default=None)
+        if part is None:  # this place is not occupied
+            continue
+        found.append(
+            Device(
+                index=board.index,
+                uuid=_text(nvml.nvmlDeviceGetUUID(part)),
+                name=_text(nvml.nvmlDeviceGetName(part)),
+                memory=int(nvml.nvmlDeviceGetMemoryInfo(part).total),
+                capability=board.capability,
+                bus=board.bus,
+                numa=board.numa,
+                pcie=board.pcie,
+                parent=board.uuid,
+            )
+        )
+    return found
+
+
+def _pair(nvml, one, other, a: Device, b: Device, a_links, b_links) -> Pair:
+    status = _ask(nvml, "nvmlDeviceGetP2PStatus", one, other, _P2P_READ, default=None)
+    peer = None if status is None else status == _P2P_OK
+    (version, ends, switch), (_, b_ends, b_switch) = a_links, b_links
+    per_link = _NVLINK.get(version, 25.0)
+    if switch and b_switch:
+        return Pair("NVSWITCH", peer, per_link * min(len(ends), len(b_ends)))
+    if direct := ends.count(b.bus):
+        return Pair("NVLINK", peer, per_link * direct)
+    level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other, default=None)
+    return Pair(_LEVELS.get(level, "unknown"), peer, min(a.pcie, b.pcie))
+
+
+def _ask(nvml, function: str, *args, default):
+    """NVML's answer, or `default` where this driver, library or card does not know the question."""
+    try:
+        return getattr(nvml, function)(*args)
+    except (AttributeError, nvml.NVMLError):
+        return default
+
+
+def _text(value) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _bus(value) -> str:
+    """NVML writes 00000000:3B:00.0, the kernel 0000:3b:00.0."""
+    text = _text(value).lower()
+    domain, _, rest = text.partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def _from_torch(why: str) -> Topology:
+    """Devices as torch counts them. On ROCm torch also says which have peer access; no context is made on CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Topology((), source="none", notes=("No GPU: gloo on CPU.",))
+    if torch.version.hip is None:
+        # Asking torch for properties would create a context in this process.
+        count = torch.cuda.device_count()
+        unknown = tuple(Device(i, f"cuda:{i}", "unknown CUDA device", 0) for i in range(count))
+        return Topology(unknown, _all_pairs(unknown, None), "torch", notes=(why,))
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        uuid = str(getattr(p, "uuid", "") or f"cuda:{i}")
+        devices.append(Device(i, uuid, p.name, p.total_memory, (p.major, p.minor)))
+    found = tuple(devices)
+    return Topology(found, _all_pairs(found, torch.cuda.can_device_access_peer), "torch", notes=(why,))
+
+
+def _all_pairs(devices, can_access) -> tuple[tuple[str, str, Pair], ...]:
+    return tuple(
+        (
+            a.uuid,
+            b.uuid,
+            Pair("unknown", None if can_access is None else bool(can_access(a.index, b.index)), 0.0),
+        )
+        for i, a in enumerate(devices)
+        for b in devices[i + 1 :]
+    )
