@@ -1,0 +1,269 @@
+"""The nodes in the real ComfyUI: their public interface, refusals in words, cancel, previews, lifetimes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from graphs import OURS, Graph
+from safetensors.torch import save_file
+from test_stock_baseline import relative_difference
+
+from comfy_harness import Comfy, start_comfyui
+from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted
+
+OUR_NODES = {
+    "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy"],
+    "StrategySelector": [
+        "mode",
+        "devices",
+        "cfg_degree",
+        "pipefusion_degree",
+        "ring_degree",
+        "ulysses_degree",
+        "data_degree",
+        "engine",
+    ],
+    "ParallelSampler": [
+        "parallel_model",
+        "positive",
+        "negative",
+        "latent_image",
+        "seed",
+        "steps",
+        "cfg",
+        "sampler_name",
+        "scheduler",
+        "denoise",
+        "strategy",
+    ],
+    "ParallelDemoLoader": ["strategy"],
+}
+OUTPUTS = {
+    "ParallelFluxLoader": ["PARALLEL_MODEL", "MODEL"],
+    "StrategySelector": ["PARALLEL_STRATEGY", "STRING"],
+    "ParallelSampler": ["LATENT", "STRING"],
+    "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
+}
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.mark.parametrize("name", OUR_NODES)
+def test_ids_inputs_and_outputs_are_as_published(comfy, name):
+    info = comfy.client.object_info()[name]
+    inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    assert list(inputs) == OUR_NODES[name]
+    assert info["output"] == OUTPUTS[name]
+    assert info["category"] == "parallel"
+    assert info["description"] and info["search_aliases"]
+    assert info["python_module"] == "custom_nodes.My Pack v1.0"
+    for entry in inputs.values():
+        assert len(entry) > 1 and entry[1].get("tooltip"), entry
+    assert all(info["output_tooltips"])
+
+
+def test_sampler_and_scheduler_lists_are_comfyuis_own(comfy):
+    info = comfy.client.object_info()
+    for name in ("sampler_name", "scheduler"):
+        ours = info["ParallelSampler"]["input"]["required"][name][1]["options"]
+        stock = info["KSampler"]["input"]["required"][name]
+        assert ours == (stock[1]["options"] if stock[0] == "COMBO" else stock[0])
+
+
+def _fails(comfy, graph: Graph, latent: list) -> PromptFailed:
+    with pytest.raises(PromptFailed) as raised:
+        comfy.sample(graph.prompt, latent)
+    return raised.value
+
+
+def _parallel(graph: Graph, loader: str, **settings) -> list:
+    return graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees", "words"),
+    [
+        ("cpu:2", {"ulysses": 4}, ["needs 4 devices and 2 are selected"]),
+        (
+            "cpu:3",
+            {"ulysses": 3},
+            ["3 does not divide the 2 attention heads", "ulysses_degree 1 with ring_degree 3"],
+        ),
+        ("cpu:2", {"pipefusion": 2}, ["pipefusion_degree 2", "not available"]),
+        ("cpu:4", {"cfg": 4, "ring": 2}, ["needs 8 devices", "cfg_degree 2"]),
+        ("7", {}, ["devices '7'"]),
+        ("cpu:99", {}, ["1 to 16"]),
+    ],
+)
+def test_a_strategy_that_cannot_work_is_refused_before_ranks_start(comfy, unet, devices, degrees, words):
+    before = comfy.server.children()
+    graph = Graph()
+    failure = _fails(comfy, graph, _parallel(graph, graph.parallel_loader(unet, devices, **degrees)))
+    for part in words:
+        assert part in failure.exception_message
+    assert set(comfy.server.children()) <= set(before)
+
+
+def test_a_strategy_given_to_the_sampler_replaces_the_loaders(comfy, unet):
+    graph = Graph()
+    loader = graph.parallel_loader(unet, "cpu:1")
+    strategy = graph.strategy("cpu:2", ring=2)
+    result = _parallel(graph, loader, strategy=strategy)
+    _, report = comfy.sample_with_text(graph.prompt, result, [result[0], 1])
+    assert "Ring 2" in report and "cpu:0, cpu:1" in report
+
+
+def _bad_files(folder):
+    (folder / "pickle.safetensors").write_bytes(b"\x80\x02}q\x00.")
+    (folder / "short.safetensors").write_bytes(b"\x01")
+    save_file({"input_blocks.0.0.weight": torch.zeros(2)}, folder / "sdxl.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("pickle", "pickle"), ("short", "truncated"), ("sdxl", "Stable Diffusion")],
+)
+def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name, words):
+    _bad_files(comfy.server.base_directory / "models" / "diffusion_models")
+    good = Graph()
+    good_latent = _parallel(good, good.parallel_loader(unet, "cpu:2"))
+    comfy.sample(good.prompt, good_latent)
+    ranks = comfy.server.children()
+    assert len(ranks) == 2
+    bad = Graph()
+    failure = _fails(comfy, bad, _parallel(bad, bad.parallel_loader(f"{name}.safetensors", "cpu:2")))
+    assert f"{name}.safetensors is refused" in failure.exception_message
+    assert words in failure.exception_message
+    comfy.sample(good.prompt, good_latent)
+    assert comfy.server.children() == ranks
+
+
+def test_a_lora_is_refused_by_name(comfy, unet):
+    folder = comfy.server.base_directory / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    key = "lora_unet_double_blocks_0_img_attn_proj"
+    lora = {f"{key}.lora_down.weight": torch.randn(4, 256), f"{key}.lora_up.weight": torch.randn(256, 4)}
+    save_file(lora, folder / "tiny_lora.safetensors")
+    graph = Graph()
+    model = graph.model(OURS, unet)
+    patched = graph.add(
+        "LoraLoaderModelOnly", model=model, lora_name="tiny_lora.safetensors", strength_model=1.0
+    )
+    failure = _fails(comfy, graph, graph.ksampler([patched, 0], graph.text(1), graph.text(2), graph.latent()))
+    assert "LoRA" in failure.exception_message and "UNETLoader" in failure.exception_message
+
+
+def test_reference_latents_are_refused_by_name(comfy, unet):
+    graph = Graph()
+    positive = [graph.add("ReferenceLatent", conditioning=graph.text(1), latent=graph.latent(draw=3)), 0]
+    failure = _fails(
+        comfy, graph, graph.ksampler(graph.model(OURS, unet), positive, graph.text(2), graph.latent())
+    )
+    assert "reference latents" in failure.exception_message
+
+
+def test_a_replaced_block_is_refused_by_name(comfy, unet):
+    graph = Graph()
+    layers = {"layers": "0", "double_layers": "0", "single_layers": "0"}
+    skip = graph.add(
+        "SkipLayerGuidanceDiT",
+        model=graph.model(OURS, unet),
+        scale=3.0,
+        start_percent=0.0,
+        end_percent=1.0,
+        rescaling_scale=0.0,
+        double_layers=layers["double_layers"],
+        single_layers=layers["single_layers"],
+    )
+    latent = graph.ksampler([skip, 0], graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
+    assert "replaced attention block" in _fails(comfy, graph, latent).exception_message
+
+
+def test_progress_and_previews_come_every_step(comfy, unet):
+    graph = Graph()
+    result = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), steps=8, seed=21)
+    with comfy.client.listen() as events:
+        comfy.sample(graph.prompt, result)
+        time.sleep(0.3)
+    values = [value for node, value, _ in events.progress if node == result[0]]
+    assert values[-1] == 8 and sorted(set(values)) == list(range(min(values), 9))
+    assert len(set(values)) >= 7  # a first 0 may be reported too
+    assert events.previews >= 8
+
+
+@pytest.mark.parametrize("way", ["resident", "stepwise"])
+def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
+    def graph(steps):
+        made = Graph()
+        loader = made.parallel_loader(unet, "cpu:2")
+        if way == "resident":
+            return made, _parallel(made, loader, steps=steps)
+        return made, made.ksampler([loader, 1], made.text(1), made.text(2), made.latent(), steps=steps)
+
+    short, short_latent = graph(3)
+    before = comfy.sample(short.prompt, short_latent)
+    ranks = comfy.server.children()
+    made, latent = graph(5000)
+    stopper = threading.Timer(1.5, comfy.client.interrupt)
+    stopper.start()
+    begun = time.monotonic()
+    with pytest.raises(PromptInterrupted):
+        comfy.sample(made.prompt, latent)
+    assert time.monotonic() - begun < 10
+    stopper.join()
+    assert comfy.server.children() == ranks
+    made, latent = graph(4)
+    comfy.sample(made.prompt, latent)
+    # The same job as before, asked again with another seed in between, is bit-equal.
+    comfy.client.free()
+    again, again_latent = graph(3)
+    assert torch.equal(comfy.sample(again.prompt, again_latent), before)
+
+
+def test_a_killed_rank_is_named_and_the_next_prompt_works(comfy, unet):
+    graph = Graph()
+    latent = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), steps=5000, seed=5)
+    comfy_ranks = []
+
+    def kill():
+        comfy_ranks.extend(comfy.server.children())
+        comfy_ranks[0].kill()
+
+    killer = threading.Timer(2.0, kill)
+    killer.start()
+    failure = _fails(comfy, graph, latent)
+    killer.join()
+    assert "rank" in failure.exception_message and "SIGKILL" in failure.exception_message
+    graph = Graph()
+    comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=6))
+    assert not set(comfy_ranks) & set(comfy.server.children())
+
+
+def test_bf16_storage_computes_like_comfyui_on_the_cpu(comfy):
+    """ComfyUI computes half-precision weights in fp32 on the CPU, and so does weight_dtype auto."""
+    unet = comfy.write_flux("tiny_bf16.safetensors", dtype=torch.bfloat16)
+    graph = Graph()
+    latent = graph.ksampler(graph.model("stock", unet), graph.text(1), graph.text(2), graph.latent())
+    expected = comfy.sample(graph.prompt, latent)
+    graph = Graph()
+    ours = comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2")))
+    assert relative_difference(ours, expected) <= 1e-4
+
+
+def test_ranks_end_with_comfyui_however_it_ends(tmp_path):
+    """A ComfyUI of its own, killed with SIGKILL while its ranks are warm; a second one is not disturbed by the first."""
+    server = start_comfyui(tmp_path, pack_folder="parallel.pack v2")
+    with server:
+        own = Comfy(server=server, client=ComfyUIClient(server.url))
+        unet = own.write_flux("tiny_dev.safetensors")
+        graph = Graph()
+        own.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2")))
+        assert len(server.children()) == 2
+        server.kill()
+    assert server.survivors == []
