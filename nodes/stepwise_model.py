@@ -12,22 +12,16 @@ import comfy.supported_models
 import torch
 from torch import Tensor, nn
 
-from ..parallel_backend.errors import RequestError
 from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import Conditioning, ModelSpec, PredictRequest
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.strategy import RequestShape
 from .ranks import RunRecord, decide, interrupted, ready_sidecar
+from .refusals import refuse_effects
+from .stepwise_patcher import StepwisePatcher
 
 # Keys under which the MODEL's transformer_options carry what belongs to this pack.
 CHOICE, RECORD = "parallel_strategy", "parallel_record"
-# Effects that reach the network through transformer_options, in a user's words.
-_OPTION_EFFECTS = {
-    "patches": "a model patch (such as PAG, IP-Adapter or a style model)",
-    "patches_replace": "a replaced attention block",
-    "rope_options": "changed position scaling (ScaleROPE)",
-}
-_ALTERNATIVE = "use stock UNETLoader and KSampler for this graph, or take the effect out"
 
 
 def make_stepwise_model(
@@ -60,6 +54,13 @@ def make_stepwise_model(
     return patcher
 
 
+class _Part(nn.Module):
+    """A node on the way to a parameter; numbered ones answer to an index, as lists of blocks do."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._modules[str(index)]
+
+
 class StepwiseFlux(nn.Module):
     """Stands where ComfyUI expects Flux: the same call, answered by the ranks.
 
@@ -78,7 +79,7 @@ class StepwiseFlux(nn.Module):
             module: nn.Module = self
             for part in path:
                 if part not in module._modules:
-                    module.add_module(part, nn.Module())
+                    module.add_module(part, _Part())
                 module = module._modules[part]
             module.register_parameter(
                 name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
@@ -116,7 +117,7 @@ class StepwiseFlux(nn.Module):
         options=None,
         **others,
     ) -> Tensor:
-        _refuse_effects(ref_latents, control, options, others)
+        refuse_effects(ref_latents, control, options, others)
         if y is None:
             y = x.new_zeros(len(x), self.file.dims.pooled_dim)
         conditioning = Conditioning(
@@ -132,67 +133,3 @@ class StepwiseFlux(nn.Module):
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)
-
-
-def _refuse_effects(ref_latents, control, options: dict, others: dict) -> None:
-    effects = [words for key, words in _OPTION_EFFECTS.items() if options.get(key)]
-    if ref_latents:
-        effects.append("reference latents (Flux Kontext)")
-    if control is not None:
-        effects.append("a ControlNet")
-    if others.get("attention_mask") is not None:
-        effects.append("an attention mask (regional or style conditioning)")
-    known = {"attention_mask", "ref_latents_method"}
-    effects += [
-        f"the conditioning {key!r}" for key, value in others.items() if key not in known and value is not None
-    ]
-    if effects:
-        raise RequestError(
-            f"The parallel model cannot honour {' and '.join(effects)} yet, and does not ignore it silently; "
-            f"{_ALTERNATIVE}."
-        )
-
-
-class StepwisePatcher(comfy.model_patcher.ModelPatcher):
-    """Keeps ComfyUI's memory manager from moving weights that are not in this process."""
-
-    def is_dynamic(self) -> bool:
-        return False
-
-    def model_size(self) -> int:
-        return 0
-
-    def loaded_size(self) -> int:
-        return 0
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
-
-    def current_loaded_device(self) -> torch.device:
-        return self.load_device
-
-    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
-        self.unpatch_model(self.offload_device, unpatch_weights=False)
-        self.patch_model(load_weights=False)  # object patches such as ModelSamplingFlux
-        return 0
-
-    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
-        return 0
-
-    def detach(self, unpatch_all=True):
-        self.unpatch_model(self.offload_device, unpatch_weights=False)
-        return self.model
-
-    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        if patches:
-            raise RequestError(
-                f"The parallel model cannot apply a LoRA or other weight patch yet; {_ALTERNATIVE}, or merge the "
-                f"LoRA into a checkpoint first."
-            )
-        return []
-
-    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        raise RequestError(f"The parallel model cannot schedule a LoRA through hooks yet; {_ALTERNATIVE}.")
-
-    def add_weight_wrapper(self, name, function):
-        raise RequestError(f"The parallel model cannot wrap its weights yet; {_ALTERNATIVE}.")

@@ -1,0 +1,38 @@
+"""What a call to the ranks cannot honour yet, refused by the name of its effect and never dropped."""
+
+from __future__ import annotations
+
+from ..parallel_backend.errors import RequestError
+
+# Effects that reach the network through transformer_options, in a user's words.
+_OPTION_EFFECTS = {
+    "patches": "a model patch (such as IP-Adapter, a style model or Flux KV Cache)",
+    "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
+    "rope_options": "changed position scaling (ScaleROPE)",
+    "optimized_attention_override": "another attention function (such as a Sage Attention patch)",
+}
+
+
+def refusal(effect: str, remedy: str = "take it out") -> RequestError:
+    """The error for one effect; every one names the way that works."""
+    return RequestError(
+        f"The parallel model cannot honour {effect} yet, and does not ignore it silently; {remedy}, or use stock "
+        f"UNETLoader and KSampler for this graph."
+    )
+
+
+def refuse_effects(ref_latents, control, options: dict, others: dict) -> None:
+    """Raises RequestError when a model call carries more than x, sigma, text, pooled text and guidance."""
+    effects = [words for key, words in _OPTION_EFFECTS.items() if options.get(key)]
+    if ref_latents:
+        effects.append("reference latents (Flux Kontext)")
+    if control is not None:
+        effects.append("a ControlNet")
+    if others.get("attention_mask") is not None:
+        effects.append("an attention mask (regional or style conditioning)")
+    known = {"attention_mask", "ref_latents_method"}  # the method means nothing without reference latents
+    effects += [
+        f"the conditioning {key!r}" for key, value in others.items() if key not in known and value is not None
+    ]
+    if effects:
+        raise refusal(" and ".join(effects))

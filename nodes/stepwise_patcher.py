@@ -1,0 +1,78 @@
+"""The ModelPatcher of a network whose weights are in other processes: moves nothing, and patches no weight silently."""
+
+from __future__ import annotations
+
+import comfy.model_patcher
+import torch
+
+from .refusals import refusal
+
+
+class StepwisePatcher(comfy.model_patcher.ModelPatcher):
+    """To ComfyUI's memory manager a model of no size; to its nodes a MODEL that says what it cannot do yet."""
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def model_size(self) -> int:
+        return 0
+
+    def loaded_size(self) -> int:
+        return 0
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+        self.unpatch_model(self.offload_device, unpatch_weights=False)
+        self.patch_model(load_weights=False)  # object patches such as ModelSamplingFlux
+        return 0
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+        return 0
+
+    def detach(self, unpatch_all=True):
+        # Clones share their object patches: one that is only collected must not take them from one that samples.
+        if unpatch_all:
+            self.unpatch_model(self.offload_device, unpatch_weights=False)
+        return self.model
+
+    # What would change or read weights.
+
+    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        if patches:
+            raise refusal("a LoRA or other weight patch", "merge it into a checkpoint first")
+        return []
+
+    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
+        raise refusal("a LoRA scheduled by a hook")
+
+    def set_injections(self, key, injections):
+        if injections:
+            raise refusal("a LoRA in bypass mode or another injection", "merge it into a checkpoint first")
+        super().set_injections(key, injections)
+
+    def add_weight_wrapper(self, name, function):
+        raise refusal("a wrapped weight")
+
+    def add_object_patch(self, name, obj):
+        if name.split(".")[0] == "diffusion_model":
+            raise refusal(f"a replaced part of the network ({name})")
+        super().add_object_patch(name, obj)
+
+    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        if key == "torch.compile":
+            raise refusal("torch.compile through a node")
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    def get_key_patches(self, filter_prefix=None):
+        raise refusal("merging its weights into another model", "merge the files with stock loaders")
+
+    def model_state_dict_for_saving(self, *args, **kwargs):
+        raise refusal("saving the model", "copy its file instead")
+
+    def state_dict_for_saving(self, *args, **kwargs):
+        raise refusal("saving the model", "copy its file instead")
