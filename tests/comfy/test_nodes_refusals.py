@@ -1,0 +1,150 @@
+"""What the ranks cannot honour yet: each stock node that would have an effect is refused in a user's words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import OURS, STOCK, Graph
+from safetensors.torch import save_file
+
+from comfyui_client import PromptFailed
+from tiny_flux import tiny_flux_tensors
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="module")
+def lora(comfy):
+    """A LoRA in the original key names, on the fused qkv of the first block."""
+    folder = comfy.server.base_directory / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    name = "diffusion_model.double_blocks.0.img_attn.qkv"
+    tensors = {f"{name}.lora_A.weight": torch.ones(4, 256), f"{name}.lora_B.weight": torch.ones(768, 4)}
+    save_file(tensors, folder / "tiny_qkv_lora.safetensors")
+    return "tiny_qkv_lora.safetensors"
+
+
+@pytest.fixture(scope="module")
+def controlnet(comfy):
+    """A Flux ControlNet of one block in XLabs' layout; its weights do not matter here."""
+    folder = comfy.server.base_directory / "models" / "controlnet"
+    folder.mkdir(exist_ok=True)
+    flux = tiny_flux_tensors()
+    kept = {key: value for key, value in flux.items() if not key.startswith(("single_blocks", "final_layer"))}
+    hint = [(3, 16, 0), *((16, 16, index) for index in range(2, 16, 2))]
+    added = {f"input_hint_block.{i}.weight": torch.zeros(out, wide, 3, 3) for wide, out, i in hint}
+    added |= {f"input_hint_block.{i}.bias": torch.zeros(out) for _, out, i in hint}
+    added |= {"pos_embed_input.weight": torch.zeros(256, 64), "pos_embed_input.bias": torch.zeros(256)}
+    added |= {"controlnet_blocks.0.weight": torch.eye(256), "controlnet_blocks.0.bias": torch.zeros(256)}
+    save_file({**kept, **added}, folder / "tiny_controlnet.safetensors")
+    return "tiny_controlnet.safetensors"
+
+
+def sample(graph: Graph, model: list, positive: list | None = None, **changes) -> list:
+    return graph.ksampler(model, positive or graph.text(1), graph.text(2), graph.latent(), **changes)
+
+
+def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[torch.Tensor]:
+    """Samples with a node between model and sampler."""
+    graph = Graph()
+    patched = graph.add(class_type, model=graph.model(kind, unet), **inputs)
+    return comfy.sample(graph.prompt, sample(graph, [patched, 0], cfg=2.0))
+
+
+NO_SHIFT = {"shift_x": 0.0, "shift_y": 0.0, "shift_t": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("class_type", "inputs", "words"),
+    [
+        ("ScaleROPE", {"scale_x": 2.0, "scale_y": 1.0, "scale_t": 1.0, **NO_SHIFT}, "position scaling"),
+        ("PerturbedAttentionGuidance", {"scale": 3.0}, "Perturbed-Attention Guidance"),
+        ("FluxKVCache", {}, "a replaced part of the network"),
+        ("TorchCompileModel", {"backend": "inductor"}, "torch.compile"),
+    ],
+)
+def test_a_model_node_without_an_effect_here_is_refused(comfy, unet, class_type, inputs, words):
+    with pytest.raises(PromptFailed) as failure:
+        with_patch(comfy, unet, OURS, class_type, **inputs)
+    assert failure.value.exception_type.endswith("RequestError")
+    assert words in failure.value.exception_message
+    assert "UNETLoader" in failure.value.exception_message
+
+
+@pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "LoraLoaderBypassModelOnly"])
+def test_a_lora_in_original_keys_is_refused_however_it_is_loaded(comfy, unet, lora, loader):
+    with pytest.raises(PromptFailed, match="a LoRA") as failure:
+        with_patch(comfy, unet, OURS, loader, lora_name=lora, strength_model=1.0)
+    assert failure.value.node_type == loader
+    # The same file does change the stock model: there was something to refuse.
+    plain = Graph()
+    without = comfy.sample(plain.prompt, sample(plain, plain.model(STOCK, unet), cfg=2.0))
+    changed = with_patch(comfy, unet, STOCK, loader, lora_name=lora, strength_model=1.0)
+    assert (changed - without).abs().max() > 0.01 * without.abs().max()
+
+
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_a_lora_scheduled_by_a_hook_is_refused(comfy, unet, lora, node):
+    graph = Graph()
+    hook = graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=1.0)
+    hooked = graph.add(
+        "ConditioningSetProperties",
+        cond_NEW=graph.text(1),
+        strength=1.0,
+        set_cond_area="default",
+        hooks=[hook, 0],
+    )
+    assert "a LoRA scheduled by a hook" in refused(comfy, graph, unet, node, [hooked, 0])
+
+
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_reference_latents_are_refused(comfy, unet, node):
+    graph = Graph()
+    reference = graph.add("ReferenceLatent", conditioning=graph.text(1), latent=graph.latent(draw=3))
+    assert "reference latents (Flux Kontext)" in refused(comfy, graph, unet, node, [reference, 0])
+
+
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_a_controlnet_is_refused(comfy, unet, controlnet, node):
+    graph = Graph()
+    applied = graph.add(
+        "ControlNetApply",
+        conditioning=graph.text(1),
+        control_net=[graph.add("ControlNetLoader", control_net_name=controlnet), 0],
+        image=[graph.add("EmptyImage", width=128, height=96, batch_size=1, color=255), 0],
+        strength=1.0,
+    )
+    assert "a ControlNet" in refused(comfy, graph, unet, node, [applied, 0])
+
+
+def refused(comfy, graph: Graph, unet: str, node: str, positive: list) -> str:
+    """The message with which sampling on our model fails."""
+    ours = graph.model(OURS, unet)
+    if node == "KSampler":
+        latent = sample(graph, ours, positive)
+    else:
+        latent = graph.parallel_sampler(ours[0], positive, graph.text(2), graph.latent())
+    with pytest.raises(PromptFailed) as failure:
+        comfy.sample(graph.prompt, latent)
+    assert failure.value.node_type == node
+    assert failure.value.exception_type.endswith("RequestError")
+    return failure.value.exception_message
+
+
+def test_merging_our_weights_into_another_model_is_refused(comfy, unet):
+    graph = Graph()
+    merged = graph.add(
+        "ModelMergeSimple", model1=graph.model(STOCK, unet), model2=graph.model(OURS, unet), ratio=0.5
+    )
+    with pytest.raises(PromptFailed, match="merging"):
+        comfy.sample(graph.prompt, sample(graph, [merged, 0]))
+
+
+def test_saving_our_model_is_refused(comfy, unet):
+    graph = Graph()
+    graph.add("ModelSave", model=graph.model(OURS, unet), filename_prefix="ours")
+    with pytest.raises(PromptFailed, match="saving the model"):
+        comfy.run(graph.prompt)

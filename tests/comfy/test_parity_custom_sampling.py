@@ -1,0 +1,149 @@
+"""Our MODEL under ComfyUI's other sampling nodes: the same latent as the stock MODEL under them."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import OURS, STOCK, Graph
+from safetensors.torch import load_file
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+def advanced(
+    graph: Graph, model: list, guider: str, sampler: str = "euler", draw: int = -1, **latent
+) -> list:
+    """SamplerCustomAdvanced as Flux workflows wire it."""
+    positive, negative = graph.text(1), graph.text(2, tokens=9)
+    if guider == "BasicGuider":
+        node = graph.add("BasicGuider", model=model, conditioning=positive)
+    else:
+        node = graph.add("CFGGuider", model=model, positive=positive, negative=negative, cfg=3.0)
+    parts = {
+        "noise": [graph.add("RandomNoise", noise_seed=3), 0],
+        "sampler": [graph.add("KSamplerSelect", sampler_name=sampler), 0],
+        "sigmas": [graph.add("BasicScheduler", model=model, scheduler="beta", steps=4, denoise=1.0), 0],
+        "latent_image": graph.latent(draw=draw, **latent),
+    }
+    return [graph.add("SamplerCustomAdvanced", guider=[node, 0], **parts), 1]
+
+
+def model_sampling_flux(graph: Graph, model: list) -> list:
+    patched = graph.add(
+        "ModelSamplingFlux", model=model, max_shift=1.15, base_shift=0.5, width=1216, height=832
+    )
+    return [patched, 0]
+
+
+def ksampler_advanced(graph: Graph, model: list, latent: list, **changes) -> list:
+    inputs = {
+        "add_noise": "enable",
+        "noise_seed": 5,
+        "steps": 5,
+        "cfg": 2.0,
+        "sampler_name": "dpmpp_2m",
+        "scheduler": "sgm_uniform",
+        "start_at_step": 0,
+        "end_at_step": 10000,
+        "return_with_leftover_noise": "disable",
+        **changes,
+    }
+    conditioning = {"positive": graph.text(1), "negative": graph.text(2), "latent_image": latent}
+    return [graph.add("KSamplerAdvanced", model=model, **conditioning, **inputs), 0]
+
+
+def basic_guider(graph, model):
+    return advanced(graph, model, "BasicGuider")
+
+
+def basic_guider_after_model_sampling_flux(graph, model):
+    return advanced(graph, model_sampling_flux(graph, model), "BasicGuider", width=19, height=13)
+
+
+def cfg_guider(graph, model):
+    return advanced(graph, model, "CFGGuider", sampler="dpmpp_2m", batch=3)
+
+
+def cfg_guider_after_model_sampling_flux(graph, model):
+    return advanced(graph, model_sampling_flux(graph, model), "CFGGuider", sampler="euler_ancestral", draw=4)
+
+
+def first_steps_then_the_rest(graph, model):
+    """Two KSamplerAdvanced: the first hands over its leftover noise."""
+    begun = ksampler_advanced(
+        graph, model, graph.latent(draw=6), end_at_step=2, return_with_leftover_noise="enable"
+    )
+    return ksampler_advanced(graph, model, begun, add_noise="disable", start_at_step=2)
+
+
+def two_prompts_in_areas(graph, model):
+    """What the resident loop does not know is ComfyUI's own work here."""
+    left = graph.add(
+        "ConditioningSetArea", conditioning=graph.text(1), width=64, height=96, x=0, y=0, strength=1.0
+    )
+    both = graph.add("ConditioningCombine", conditioning_1=[left, 0], conditioning_2=graph.text(3))
+    return graph.ksampler(model, [both, 0], graph.text(2), graph.latent(), cfg=3.0)
+
+
+def a_prompt_for_half_of_the_steps(graph, model):
+    early = graph.add("ConditioningSetTimestepRange", conditioning=graph.text(1), start=0.0, end=0.5)
+    late = graph.add("ConditioningSetTimestepRange", conditioning=graph.text(3), start=0.5, end=1.0)
+    both = graph.add("ConditioningCombine", conditioning_1=[early, 0], conditioning_2=[late, 0])
+    return graph.ksampler(model, [both, 0], graph.text(2), graph.latent(), steps=6)
+
+
+def rescaled_cfg(graph, model):
+    """A node that replaces the CFG function, which ComfyUI runs."""
+    rescaled = graph.add("RescaleCFG", model=model, multiplier=0.7)
+    return graph.ksampler([rescaled, 0], graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
+
+
+@pytest.mark.parametrize(  # varies fastest, so that the group stays warm
+    "workflow",
+    [
+        basic_guider,
+        basic_guider_after_model_sampling_flux,
+        cfg_guider,
+        cfg_guider_after_model_sampling_flux,
+        first_steps_then_the_rest,
+        two_prompts_in_areas,
+        a_prompt_for_half_of_the_steps,
+        rescaled_cfg,
+    ],
+    ids=lambda workflow: workflow.__name__,
+)
+@pytest.mark.parametrize("devices", ["cpu:2", "cpu:1"])
+def test_a_stock_workflow_gives_the_stock_latent(comfy, unet, workflow, devices):
+    graph = Graph()
+    for kind in (STOCK, OURS):
+        graph.save(workflow(graph, graph.model(kind, unet, devices)), f"custom-{kind}.safetensors")
+    comfy.run(graph.prompt, timeout=300)
+    stock, ours = (load_file(comfy.output(f"custom-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
+    assert ours.shape == stock.shape
+    assert stock.abs().max() > 0.1
+    assert ((ours - stock).abs().max() / stock.abs().max()).item() <= TOLERANCE
+
+
+def test_model_sampling_flux_changes_our_model_too(comfy, unet):
+    graph = Graph()
+    model = graph.model(OURS, unet, "cpu:2")
+    plain = comfy.sample(graph.prompt, advanced(graph, model, "BasicGuider"))
+    patched = comfy.sample(graph.prompt, advanced(graph, model_sampling_flux(graph, model), "BasicGuider"))
+    assert (plain - patched).abs().max() > 0.01 * plain.abs().max()
+
+
+def test_parallel_sampler_leaves_areas_to_comfyui_and_says_so(comfy, unet):
+    graph = Graph()
+    ours, stock = graph.model(OURS, unet, "cpu:2"), graph.model(STOCK, unet)
+    both = graph.add("ConditioningCombine", conditioning_1=graph.text(1), conditioning_2=graph.text(3))
+    inputs = ([both, 0], graph.text(2), graph.latent())
+    parallel = graph.parallel_sampler(ours[0], *inputs)
+    graph.save(graph.ksampler(stock, *inputs), "areas-stock.safetensors")
+    latent, report = comfy.sample_with_text(graph.prompt, parallel, [parallel[0], 1])
+    assert "way: stepwise (the positive conditioning combines 2 prompts)" in report
+    expected = load_file(comfy.output("areas-stock.safetensors"))["samples"]
+    assert ((latent - expected).abs().max() / expected.abs().max()).item() <= TOLERANCE
