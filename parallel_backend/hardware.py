@@ -6,6 +6,7 @@ rates are nominal, one direction, per card. How much of a nominal rate is reache
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -61,34 +62,25 @@ CARDS = _cards(
     Card("rtx3090", 71, 24, 936, 32, 56, peer=False),
     Card("mi300x", 1307, 192, 5300, 64, 448),
 )
-_SPELLINGS = {
-    "geforce": "",
-    "nvidia": "",
-    "generation": "",
-    "tesla": "",
-    "quadro": "",
-    "instinct": "",
-    "amd": "",
-}
+# Words that the driver or a person puts before or after the card's own name.
+_MAKERS = {"nvidia", "amd", "geforce", "quadro", "tesla", "instinct"}
+# A card that is sold in two kinds under one name: (its name, a word that tells the other kind) -> that kind.
+_KINDS = {("h100", "pcie"): "h100-pcie", ("a100", "40gb"): "a100-40gb"}
+_OTHER_CARDS = {"laptop", "mobile", "maxq"}
 
 
 def find_card(name: str) -> Card:
     """The card called `name`, as a person or the driver writes it. Raises RequestError naming the known ones."""
-    text = name.lower()
-    for word, put in _SPELLINGS.items():
-        text = text.replace(word, put)
-    flat = "".join(c for c in text if c.isalnum())
-    spelt = {"".join(c for c in key if c.isalnum()): key for key in CARDS}
-    spelt |= {key.removeprefix("rtx"): spelt[key] for key in list(spelt) if key.startswith("rtx")}
-    if flat in spelt:
-        return CARDS[spelt[flat]]
+    words = [w for w in re.split(r"[^a-z0-9.]+", name.lower()) if w and w not in _MAKERS]
+    spelt = {re.sub(r"[^a-z0-9]", "", key): key for key in CARDS}
+    spelt |= {key.removeprefix("rtx"): spelt[key] for key in list(spelt)}
     # The driver adds form factor and memory: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 PCIe".
-    fitting = [key for key in spelt if flat.startswith(key)]
-    if fitting:
-        card = CARDS[spelt[max(fitting, key=len)]]
-        variants = {"h100": ("pcie", "h100-pcie"), "a100": ("40gb", "a100-40gb")}
-        mark, variant = variants.get(card.name, ("", ""))
-        return CARDS[variant] if mark and mark in flat else card
+    for count in range(len(words), 0, -1):
+        joined = "".join(words[:count])
+        found = spelt.get(joined) or spelt.get(joined.removeprefix("rtx"))
+        if found and not _OTHER_CARDS & set(words):
+            other = next((_KINDS[found, w] for w in words[count:] if (found, w) in _KINDS), found)
+            return CARDS[other]
     raise RequestError(f"card {name!r} is unknown to the cost model; known are {', '.join(sorted(CARDS))}.")
 
 

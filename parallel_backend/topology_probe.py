@@ -12,9 +12,10 @@ _LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SY
 _P2P_READ, _P2P_OK = 0, 0
 _SWITCH = 2
 _MAX_LINKS = 18
-# GB/s one way of one PCIe lane per generation, and of one NVLink per version, nominal.
+# GB/s one way of one PCIe lane per generation, and of one NVLink per nvmlNvlinkVersion_t: 1.0, 2.0, 2.2, 3.0 (A100),
+# 3.1 (GeForce and RTX of the 30 series), 4.0 (H100), 5.0 (B200); nominal.
 _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}
-_NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+_NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 14.0, 6: 25.0, 7: 50.0}
 
 
 def read_topology(nvml=None, *, sys_root: Path = Path("/sys")) -> Topology:

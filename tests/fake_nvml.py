@@ -1,0 +1,181 @@
+"""A stand-in for nvidia-ml-py with its function names and answers as `nvidia-smi topo -m` shows them on real boxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+SAME, PIX, PXB, PHB, NODE, SYS = 0, 10, 20, 30, 40, 50
+GPU, SWITCH = 0, 2
+GIB = 1024**3
+
+
+class NVMLError(Exception):
+    pass
+
+
+@dataclass
+class Board:
+    """One GPU as NVML describes it. `links`: bus ids at the other ends of its NVLinks; `path`: level to every other."""
+
+    name: str
+    memory_gib: float
+    capability: tuple[int, int]
+    bus: str
+    numa: int = 0
+    pcie: tuple[int, int] = (4, 16)
+    links: list[tuple[int, str]] = field(default_factory=list)  # (device type, bus)
+    link_version: int = 0
+    slices: list[tuple[str, float]] | None = None  # MIG: (profile name, GiB)
+    uuid: str = ""
+
+
+class FakeNvml:
+    """`paths`, `peers`: functions of two board indices; `bytes_text`: answer bytes as old versions of the library."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, boards, paths, peers, bytes_text=False):
+        self.boards, self.paths, self.peers, self.bytes_text = boards, paths, peers, bytes_text
+        self.open = 0
+        for i, board in enumerate(boards):
+            board.uuid = board.uuid or f"GPU-{i:08x}-aaaa-bbbb-cccc-{i:012x}"
+
+    def _text(self, text):
+        return text.encode() if self.bytes_text else text
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self):
+        return self._text("550.54.15")
+
+    def nvmlDeviceGetCount(self):
+        return len(self.boards)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return (index, None)
+
+    def nvmlDeviceGetUUID(self, handle):
+        board = self.boards[handle[0]]
+        return self._text(
+            board.uuid if handle[1] is None else f"MIG-{handle[0]:04x}{handle[1]:04x}-1111-2222"
+        )
+
+    def nvmlDeviceGetName(self, handle):
+        board = self.boards[handle[0]]
+        return self._text(
+            board.name if handle[1] is None else f"{board.name} MIG {board.slices[handle[1]][0]}"
+        )
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        board = self.boards[handle[0]]
+        size = board.memory_gib if handle[1] is None else board.slices[handle[1]][1]
+        return SimpleNamespace(total=int(size * GIB), free=int(size * GIB), used=0)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return self.boards[handle[0]].capability
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        return SimpleNamespace(busId=self._text(self.boards[handle[0]].bus))
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle):
+        return self.boards[handle[0]].pcie[0]
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle):
+        return self.boards[handle[0]].pcie[1]
+
+    def nvmlDeviceGetNumaNodeId(self, handle):
+        return self.boards[handle[0]].numa
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        links = self.boards[handle[0]].links
+        if not links:
+            raise NVMLError("Not Supported")
+        return int(link < len(links))
+
+    def nvmlDeviceGetNvLinkVersion(self, handle, link):
+        return self.boards[handle[0]].link_version
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
+        return self.boards[handle[0]].links[link][0]
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):
+        return SimpleNamespace(busId=self._text(self.boards[handle[0]].links[link][1]))
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
+        return self.paths(one[0], other[0])
+
+    def nvmlDeviceGetP2PStatus(self, one, other, index):
+        return 0 if self.peers(one[0], other[0]) else 1  # 1: CHIPSET_NOT_SUPPORTED
+
+    def nvmlDeviceGetMigMode(self, handle):
+        board = self.boards[handle[0]]
+        if board.capability < (8, 0) or "RTX" in board.name:
+            raise NVMLError("Not Supported")
+        return (int(board.slices is not None),) * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
+        if index >= len(self.boards[handle[0]].slices):
+            raise NVMLError("Not Found")
+        return (handle[0], index)
+
+
+def _bus(i):
+    return f"00000000:{0x1B + 8 * i:02X}:00.0"
+
+
+def h100_nvswitch(count=8):
+    switches = [(SWITCH, f"00000000:{s:02X}:00.0") for s in (3, 4, 5, 6) for _ in range(5)][:18]
+    boards = [
+        Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(i), i // 4, (5, 16), switches, 6)
+        for i in range(count)
+    ]
+    return FakeNvml(boards, lambda a, b: NODE if a // 4 == b // 4 else SYS, lambda a, b: True)
+
+
+def two_4090():
+    boards = [Board("NVIDIA GeForce RTX 4090", 23.99, (8, 9), _bus(i)) for i in range(2)]
+    return FakeNvml(boards, lambda a, b: PHB, lambda a, b: False, bytes_text=True)
+
+
+def a6000_pairs():
+    boards = []
+    for i in range(4):
+        partner = _bus(i ^ 1)
+        boards.append(
+            Board("NVIDIA RTX A6000", 47.99, (8, 6), _bus(i), i // 2, (4, 16), [(GPU, partner)] * 4, 5)
+        )
+    return FakeNvml(boards, lambda a, b: NODE if a // 2 == b // 2 else SYS, lambda a, b: True)
+
+
+def l40_two_sockets():
+    boards = [Board("NVIDIA L40", 44.99, (8, 9), _bus(i), i // 4) for i in range(8)]
+
+    def path(a, b):
+        return PIX if a // 2 == b // 2 else NODE if a // 4 == b // 4 else SYS
+
+    return FakeNvml(boards, path, lambda a, b: True)
+
+
+def mixed_4080_4090():
+    boards = [
+        Board("NVIDIA GeForce RTX 4080", 15.99, (8, 9), _bus(0)),
+        Board("NVIDIA GeForce RTX 4090", 23.99, (8, 9), _bus(1)),
+    ]
+    return FakeNvml(boards, lambda a, b: PHB, lambda a, b: False)
+
+
+def mig():
+    cut = [("3g.40gb", 39.5), ("3g.40gb", 39.5)]
+    boards = [
+        Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(0), 0, (5, 16), slices=cut),
+        Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(1), 0, (5, 16), slices=[]),
+    ]
+    return FakeNvml(boards, lambda a, b: NODE, lambda a, b: True)
