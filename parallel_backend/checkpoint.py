@@ -104,7 +104,9 @@ def _parse(name: str, text: bytes) -> dict[str, TensorEntry]:
         raise _refused(name, f"its header is not valid JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
         raise _refused(name, "its header is not a JSON object")
-    content.pop("__metadata__", None)
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _refused(name, "its metadata is not a table of text")
     if not content:
         raise _refused(name, "it holds no tensors")
     return {key: _entry(name, key, value) for key, value in content.items()}

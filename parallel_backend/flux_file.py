@@ -16,30 +16,45 @@ from .strategy import ModelShape
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 AXES_DIMS = (16, 56, 56)  # rotary channels for (index, y, x); they add up to Flux's head_dim
-# A key of each layout that only Flux.1 has.
-_MARKS = {
-    "original": "double_blocks.0.img_attn.norm.key_norm.scale",
-    "diffusers": "single_transformer_blocks.0.proj_mlp.weight",
-}
-# What a file is when it is not Flux.1, told by a part of a key; the first match counts.
-_OTHERS = (
-    ("double_stream_modulation_img.lin.weight", "a Flux.2 model, which is not supported yet"),
+# A key of each way to spell Flux.1 that every such file has: layout, how the original layout ends the keys of the norms
+# over heads ("weight" in files that ComfyUI saved), key.
+_MARKS = (
+    ("original", "scale", "double_blocks.0.img_attn.norm.key_norm.scale"),
+    ("original", "weight", "double_blocks.0.img_attn.norm.key_norm.weight"),
+    ("diffusers", "weight", "single_transformer_blocks.0.proj_mlp.weight"),
+)
+# What a file is when it is not Flux.1, told by a part of a key; the first match counts. Some share Flux.1's own keys.
+_OTHER_MODELS = (
+    ("double_stream_modulation_img.", "a Flux.2 model, which is not supported yet"),
     ("distilled_guidance_layer.", "a Chroma model, which is not supported yet"),
+    ("controlnet_", "a ControlNet, not a model"),
     ("lora_", "a LoRA, not a model"),
-    (".lora_A.", "a LoRA, not a model"),
+    ("txt_in.individual_token_refiner.", "a HunyuanVideo model, which is not supported yet"),
+    ("transformer_blocks.0.img_mod.1.", "a Qwen-Image model, which is not supported yet"),
     ("joint_blocks.0.", "a Stable Diffusion 3 model, which is not supported yet"),
+    ("pos_embed.proj.weight", "a Stable Diffusion 3 model, which is not supported yet"),
     ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model, which is not supported yet"),
     ("down_blocks.0.", "a diffusers UNet or VAE, which is not supported here"),
+)
+# Also found beside a model in a full checkpoint, so these count only where no model is.
+_COMPANIONS = (
     ("decoder.conv_in.weight", "a VAE, not a diffusion model"),
     ("encoder.block.0.", "a text encoder, not a diffusion model"),
     ("text_model.", "a text encoder, not a diffusion model"),
 )
+# What a full checkpoint keeps beside a model without prefix.
+_BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
+_SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
 _VARIANTS = {384: "Flux Fill", 128: "Flux Canny/Depth"}
 
 
 @dataclass(frozen=True)
 class FluxFile:
-    """A checked Flux.1 checkpoint. `layout`: original or diffusers; `dtype`: that of most of its bytes."""
+    """A checked Flux.1 checkpoint.
+
+    `layout`: original or diffusers; `dtype`: that of most of its bytes; `norm_ending`: how an original layout ends the
+    keys of its head norms, scale or weight.
+    """
 
     path: str
     layout: str
@@ -47,6 +62,7 @@ class FluxFile:
     dims: FluxDims
     dtype: str
     tensor_bytes: int
+    norm_ending: str = "scale"
 
     @property
     def name(self) -> str:
@@ -61,26 +77,36 @@ class FluxFile:
         """Parameters in the original layout whatever the file's own, for LoRA loaders that go by these keys."""
         return original_shapes(self.dims)
 
+    def stored_key(self, key: str) -> str:
+        """The name in the file of a parameter that its layout calls `key`."""
+        return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
+
 
 def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     """Reads the header of `path`; raises CheckpointError with the file's name, the reason and the remedy."""
     header = read_header(path)
-    layout, prefix = _find_model(header)
-    shapes = {
-        key.removeprefix(prefix): e.shape for key, e in header.tensors.items() if key.startswith(prefix)
-    }
+    layout, norm_ending, prefix = _find_model(header)
+    own = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
+    _check_dtypes(header.name, {key: e.dtype for key, e in own.items() if not key.startswith(_BESIDE)})
+    entries = {key.removeprefix(prefix): entry for key, entry in own.items()}
+    if layout == "original" and norm_ending != "scale":
+        entries = {_canonical(key, norm_ending): entry for key, entry in entries.items()}
+    shapes = {key: entry.shape for key, entry in entries.items()}
     dims = (_dims_of_original if layout == "original" else _dims_of_diffusers)(header.name, shapes)
     _check_variant(header.name, dims)
     wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
     _check_keys(header.name, wanted, shapes, prefix)
-    entries = [header.tensors[prefix + key] for key in wanted]
+    sizes: Counter[str] = Counter()
+    for key in wanted:
+        sizes[entries[key].dtype] += entries[key].end - entries[key].begin
     return FluxFile(
         path=header.path,
         layout=layout,
         prefix=prefix,
         dims=dims,
-        dtype=_main_dtype(header, prefix, wanted),
-        tensor_bytes=sum(entry.end - entry.begin for entry in entries),
+        dtype=DTYPES[sizes.most_common(1)[0][0]],
+        tensor_bytes=sizes.total(),
+        norm_ending=norm_ending,
     )
 
 
@@ -88,18 +114,56 @@ def _refused(name: str, reason: str, remedy: str = "choose a Flux.1 checkpoint")
     return CheckpointError(f"{name} is refused: {reason}; {remedy}.")
 
 
-def _find_model(header: Header) -> tuple[str, str]:
-    for layout, mark in _MARKS.items():
+def _canonical(key: str, norm_ending: str) -> str:
+    """`…_norm.weight` -> `…_norm.scale`, the original spelling."""
+    ending = f"_norm.{norm_ending}"
+    return key.removesuffix(ending) + "_norm.scale" if key.endswith(ending) else key
+
+
+def _restored(key: str, norm_ending: str) -> str:
+    return key.removesuffix("_norm.scale") + f"_norm.{norm_ending}" if key.endswith("_norm.scale") else key
+
+
+def _find_model(header: Header) -> tuple[str, str, str]:
+    """(layout, norm ending, prefix)."""
+    _refuse_others(header, _OTHER_MODELS)
+    for layout, norm_ending, mark in _MARKS:
         for prefix in PREFIXES:
             if prefix + mark in header.tensors:
-                return layout, prefix
-    for part, what in _OTHERS:
+                return layout, norm_ending, prefix
+    for entrance, layout in (("img_in.weight", "original"), ("x_embedder.weight", "diffusers")):
+        if any(key.endswith(entrance) for key in header.tensors):
+            mark = next(mark for of, _, mark in _MARKS if of == layout)
+            raise _refused(header.name, f"it looks like Flux.1 but has no {mark}", "download the file again")
+    _refuse_others(header, _COMPANIONS)
+    raise _refused(header.name, "it is not a Flux.1 model")
+
+
+def _refuse_others(header: Header, others: tuple[tuple[str, str], ...]) -> None:
+    for part, what in others:
         if any(part in key for key in header.tensors):
             raise _refused(header.name, f"it is {what}")
-    if any(key.endswith(("img_in.weight", "x_embedder.weight")) for key in header.tensors):
-        mark = _MARKS["original" if any(k.endswith("img_in.weight") for k in header.tensors) else "diffusers"]
-        raise _refused(header.name, f"it looks like Flux.1 but has no {mark}", "download the file again")
-    raise _refused(header.name, "it is not a Flux.1 model")
+
+
+def _check_dtypes(name: str, dtypes: dict[str, str]) -> None:
+    """Plain floats only. Quantised files are told first, since their shapes are not the parameters' own."""
+    for key in dtypes:
+        if key.endswith(_SCALED_FP8):
+            raise _refused(
+                name,
+                f"it stores scaled weights ({_shown(key)}), which is not supported yet",
+                "use a plain fp8_e4m3fn or a bf16 file",
+            )
+    for key, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise _refused(
+                name, f"{_shown(key)} is stored as {dtype}", f"use a file in {', '.join(DTYPES.values())}"
+            )
+
+
+def _shown(key: str) -> str:
+    """A key from the file, short and printable."""
+    return key if len(key) <= 100 and key.isprintable() else repr(key[:80])
 
 
 def _dim(name: str, shapes: dict[str, tuple[int, ...]], key: str, axis: int) -> int:
@@ -107,6 +171,8 @@ def _dim(name: str, shapes: dict[str, tuple[int, ...]], key: str, axis: int) -> 
         raise _refused(name, f"the tensor {key} is missing", "download the file again")
     if axis >= len(shapes[key]):
         raise _refused(name, f"the tensor {key} has the shape {list(shapes[key])}", "download the file again")
+    if not shapes[key][axis]:
+        raise _refused(name, f"the tensor {key} is empty", "download the file again")
     return shapes[key][axis]
 
 
@@ -119,7 +185,7 @@ def _dims_of_original(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims
     return _dims(
         name,
         hidden=_dim(name, shapes, "img_in.weight", 0),
-        head_dim=_dim(name, shapes, _MARKS["original"], 0),
+        head_dim=_dim(name, shapes, "single_blocks.0.norm.key_norm.scale", 0),
         mlp=_dim(name, shapes, "double_blocks.0.img_mlp.0.weight", 0),
         double_blocks=_count_blocks(shapes, "double_blocks"),
         single_blocks=_count_blocks(shapes, "single_blocks"),
@@ -135,7 +201,7 @@ def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDim
     return _dims(
         name,
         hidden=_dim(name, shapes, "x_embedder.weight", 0),
-        head_dim=_dim(name, shapes, "transformer_blocks.0.attn.norm_q.weight", 0),
+        head_dim=_dim(name, shapes, "single_transformer_blocks.0.attn.norm_q.weight", 0),
         mlp=_dim(name, shapes, "transformer_blocks.0.ff.net.0.proj.weight", 0),
         double_blocks=_count_blocks(shapes, "transformer_blocks"),
         single_blocks=_count_blocks(shapes, "single_transformer_blocks"),
@@ -150,7 +216,7 @@ def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDim
 def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | bool) -> FluxDims:
     if head_dim != sum(AXES_DIMS):
         raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
-    if not hidden or hidden % head_dim:
+    if hidden % head_dim:
         raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
     if mlp != 4 * hidden:
         raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
@@ -177,32 +243,7 @@ def _check_keys(
             raise _refused(
                 name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again
             )
-    # Beside an unprefixed model nothing else is expected; a full checkpoint keeps its VAE and text encoders elsewhere.
-    extra = sorted(set(shapes) - set(wanted))
-    scaled = [
-        key for key in extra if key.endswith(("scale_weight", "scale_input", "scaled_fp8", "weight_scale"))
-    ]
-    if scaled:
-        raise _refused(
-            name,
-            f"it stores scaled fp8 ({scaled[0]}), which is not supported yet",
-            "use a plain fp8_e4m3fn or a bf16 file",
-        )
-    extra = [key for key in extra if not key.startswith(("vae.", "text_encoders.", "first_stage_model."))]
+    extra = sorted(key for key in set(shapes) - set(wanted) if not key.startswith(_BESIDE))
     if extra:
-        listed = ", ".join(extra[:3]) + (", …" if len(extra) > 3 else "")
+        listed = ", ".join(map(_shown, extra[:3])) + (", …" if len(extra) > 3 else "")
         raise _refused(name, f"it has {len(extra)} tensors that Flux.1 does not ({listed})")
-
-
-def _main_dtype(header: Header, prefix: str, wanted: dict[str, tuple[int, ...]]) -> str:
-    sizes: Counter[str] = Counter()
-    for key in wanted:
-        entry = header.tensors[prefix + key]
-        if entry.dtype not in DTYPES:
-            raise _refused(
-                header.name,
-                f"{prefix + key} is stored as {entry.dtype}",
-                f"use a file in {', '.join(DTYPES.values())}",
-            )
-        sizes[entry.dtype] += entry.end - entry.begin
-    return DTYPES[sizes.most_common(1)[0][0]]

@@ -86,7 +86,7 @@ HOSTILE = {
     "a true side": (file_bytes({"w": entry(shape=(True,))}, bytes(4)), "impossible shape"),
     "a side of infinity": (
         file_bytes(b'{"w": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'),
-        "sh",
+        "impossible shape",
     ),
     "a huge side": (file_bytes({"w": entry(shape=(2**63,))}, bytes(4)), "impossible shape"),
     "sides that overflow": (file_bytes({"w": entry(shape=(2**62, 4))}, bytes(4)), "does not fit"),

@@ -1,108 +1,234 @@
-"""What a Flux file tells of itself, in each layout; what is refused, by which words."""
+"""What a Flux.1 file holds is read from its header alone; everything else is refused by name, reason and remedy."""
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.flux_file import inspect_flux
-from parallel_backend.flux_keys import diffusers_shapes, original_shapes
-from tiny_flux import write_tiny_flux
+from parallel_backend.flux_file import PREFIXES, inspect_flux
+from parallel_backend.flux_keys import FluxDims, diffusers_shapes, original_shapes
+from parallel_backend.strategy import ModelShape
+from sparse_checkpoint import write_sparse
+from tiny_flux import tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
+
+SIZES = {"heads": 1, "double_blocks": 2, "single_blocks": 3, "context_dim": 24, "pooled_dim": 40}
+PREFIX = "model.diffusion_model."
+_TENSORS = tiny_flux_tensors(**SIZES)
+ORIGINAL = {key: tuple(tensor.shape) for key, tensor in _TENSORS.items()}
+DIFFUSERS = {key: tuple(tensor.shape) for key, tensor in to_diffusers_layout(_TENSORS).items()}
+SHAPES = {"original": ORIGINAL, "diffusers": DIFFUSERS}
+BYTES = sum(map(prod, ORIGINAL.values()))  # in fp8
+del _TENSORS
+
+
+def dims(*, guidance: bool = True) -> FluxDims:
+    return FluxDims(
+        hidden=128,
+        heads=1,
+        head_dim=128,
+        mlp=512,
+        double_blocks=2,
+        single_blocks=3,
+        context_dim=24,
+        pooled_dim=40,
+        in_channels=64,
+        out_channels=64,
+        guidance=guidance,
+    )
+
+
+def refusal(path) -> str:
+    """The message with which `path` is refused."""
+    with pytest.raises(CheckpointError) as refused:
+        inspect_flux(path)
+    message = str(refused.value)
+    assert message.startswith(f"{path.name} is refused: ")
+    assert message.endswith(".")
+    assert str(path.parent) not in message
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_sizes_come_from_the_tensors_in_either_layout_under_any_prefix(tmp_path, layout, prefix):
+    file = inspect_flux(
+        write_sparse(tmp_path / "x.safetensors", {prefix + key: s for key, s in SHAPES[layout].items()})
+    )
+    assert (file.layout, file.prefix, file.dims) == (layout, prefix, dims())
+    assert (file.name, file.dtype, file.tensor_bytes) == ("x.safetensors", "bfloat16", 2 * BYTES)
+    assert file.shape == ModelShape(1, 5, "x.safetensors")
 
 
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-@pytest.mark.parametrize("guidance", [True, False])
-def test_sizes_are_read_from_the_tensors(tmp_path, layout, prefix, guidance):
-    path = write_tiny_flux(
-        tmp_path / "tiny.safetensors",
-        heads=3,
-        double_blocks=2,
-        single_blocks=1,
-        context_dim=48,
-        pooled_dim=24,
-        guidance=guidance,
-        layout=layout,
-        prefix=prefix,
-        dtype=torch.bfloat16,
-    )
-    file = inspect_flux(path)
-    dims = file.dims
-    assert (dims.hidden, dims.heads, dims.double_blocks, dims.single_blocks) == (384, 3, 2, 1)
-    assert (dims.context_dim, dims.pooled_dim, dims.guidance) == (48, 24, guidance)
-    assert file.layout == {"bfl": "original", "diffusers": "diffusers"}[layout]
-    assert (file.prefix, file.dtype, file.name) == (prefix, "bfloat16", "tiny.safetensors")
-    assert file.tensor_bytes == sum(t.numel() * 2 for t in load_file(path).values())
-    assert (file.shape.heads, file.shape.blocks) == (3, 3)
+def test_a_file_without_guidance_embedding_is_a_schnell(tmp_path, layout):
+    path = write_tiny_flux(tmp_path / "x.safetensors", layout=layout, guidance=False, **SIZES)
+    assert inspect_flux(path).dims == dims(guidance=False)
 
 
-def test_the_key_map_covers_both_layouts_exactly(tmp_path):
-    original = write_tiny_flux(tmp_path / "a.safetensors", double_blocks=2, single_blocks=2)
-    converted = write_tiny_flux(tmp_path / "b.safetensors", double_blocks=2, single_blocks=2, layout="diffusers")
-    dims = inspect_flux(original).dims
-    assert original_shapes(dims) == {k: tuple(t.shape) for k, t in load_file(original).items()}
-    assert diffusers_shapes(dims) == {k: tuple(t.shape) for k, t in load_file(converted).items()}
+def test_the_real_flux_dev_is_told_from_its_header(tmp_path):
+    real = FluxDims(3072, 24, 128, 12288, 19, 38, 4096, 768, 64, 64, guidance=True)
+    for layout, shapes in (("original", original_shapes(real)), ("diffusers", diffusers_shapes(real))):
+        file = inspect_flux(write_sparse(tmp_path / f"{layout}.safetensors", shapes))
+        assert (file.layout, file.dims) == (layout, real)
+        assert file.tensor_bytes == 2 * 11_901_408_320  # parameters of FLUX.1-dev by its model card
 
 
-def test_a_full_checkpoint_keeps_its_other_models_to_itself(tmp_path):
-    path = write_tiny_flux(tmp_path / "full.safetensors", prefix="model.diffusion_model.")
-    save_file({**load_file(path), "vae.decoder.x": torch.zeros(2), "text_encoders.y": torch.zeros(2)}, path)
-    assert inspect_flux(path).prefix == "model.diffusion_model."
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_the_key_table_is_the_files(layout):
+    table = original_shapes(dims()) if layout == "original" else diffusers_shapes(dims())
+    assert table == SHAPES[layout]
 
 
-def _changed(path, change):
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def _set(key, tensor):
-    return lambda tensors: tensors.__setitem__(key, tensor)
-
-
-REFUSED = {
-    "a missing key": (lambda t: t.pop("single_blocks.0.linear2.bias"), "single_blocks.0.linear2.bias is missing"),
-    "a missing first key": (lambda t: t.pop("double_blocks.0.img_attn.norm.key_norm.scale"), "looks like Flux.1"),
-    "a wrong shape": (_set("txt_in.bias", torch.zeros(3)), r"txt_in.bias has the shape \[3\]"),
-    "a scalar for a matrix": (_set("img_in.weight", torch.tensor(1.0)), "img_in.weight has the shape"),
-    "an extra tensor": (_set("surprise.weight", torch.zeros(3)), "surprise.weight"),
-    "a gap in the blocks": (
-        lambda t: [t.__setitem__(k.replace("s.0.", "s.5."), t.pop(k)) for k in list(t) if k.startswith("single_blocks.0.")],
-        "single_blocks.0",
-    ),
-    "scaled fp8": (_set("img_in.scale_weight", torch.ones(1)), "scaled fp8"),
-    "integers": (lambda t: t.__setitem__("img_in.weight", t["img_in.weight"].to(torch.int8)), "stored as I8"),
-    "Fill": (_set("img_in.weight", torch.zeros(256, 384)), "Flux Fill.*UNETLoader"),
-    "Canny or Depth": (_set("img_in.weight", torch.zeros(256, 128)), "Flux Canny/Depth"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_damaged_or_foreign_flux_is_refused_by_reason(tmp_path, name):
-    path = write_tiny_flux(tmp_path / "bad.safetensors")
-    change, reason = REFUSED[name]
-    _changed(path, change)
-    with pytest.raises(CheckpointError, match=reason) as raised:
-        inspect_flux(path)
-    assert str(raised.value).startswith("bad.safetensors is refused")
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_lora_loaders_get_original_keys_whatever_the_layout(tmp_path, layout):
+    file = inspect_flux(write_sparse(tmp_path / "x.safetensors", SHAPES[layout]))
+    assert file.original_shapes == ORIGINAL
 
 
 @pytest.mark.parametrize(
-    ("key", "what"),
-    [
-        ("input_blocks.0.0.weight", "Stable Diffusion 1, 2 or XL"),
-        ("joint_blocks.0.x_block.attn.qkv.weight", "Stable Diffusion 3"),
-        ("double_stream_modulation_img.lin.weight", "Flux.2"),
-        ("distilled_guidance_layer.in_proj.weight", "Chroma"),
-        ("lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "LoRA"),
-        ("decoder.conv_in.weight", "VAE"),
-        ("text_model.encoder.layers.0.mlp.fc1.weight", "text encoder"),
-        ("anything.weight", "not a Flux.1 model"),
-    ],
+    ("dtype", "name"),
+    [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("F8_E4M3", "float8_e4m3fn")],
 )
-def test_another_family_is_named(tmp_path, key, what):
-    save_file({key: torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match=what):
-        inspect_flux(tmp_path / "other.safetensors")
+def test_the_dtype_is_that_of_most_bytes(tmp_path, dtype, name):
+    norms = {key: "F32" for key in ORIGINAL if key.endswith((".bias", ".scale"))}
+    assert inspect_flux(write_sparse(tmp_path / "x.safetensors", ORIGINAL, dtype, norms)).dtype == name
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_a_full_checkpoint_is_read_past_its_vae_and_text_encoders(tmp_path, prefix):
+    beside = {
+        "vae.decoder.conv_in.weight": (8, 8),
+        "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight": (8, 8),
+        "text_encoders.clip_l.transformer.text_model.embeddings.position_ids": (7,),
+        "text_encoders.t5xxl.scaled_fp8": (0,),
+    }
+    position = "text_encoders.clip_l.transformer.text_model.embeddings.position_ids"
+    shapes = {prefix + key: shape for key, shape in ORIGINAL.items()} | beside
+    file = inspect_flux(write_sparse(tmp_path / "full.safetensors", shapes, "F8_E4M3", {position: "U8"}))
+    assert (file.prefix, file.dims, file.tensor_bytes) == (prefix, dims(), BYTES)
+
+
+def test_head_norms_may_end_as_comfyui_saves_them(tmp_path):
+    respelled = {PREFIX + key.replace("_norm.scale", "_norm.weight"): s for key, s in ORIGINAL.items()}
+    path = write_sparse(tmp_path / "saved.safetensors", respelled)
+    file = inspect_flux(path)
+    assert (file.layout, file.dims) == ("original", dims())
+    with safe_open(path, framework="pt") as opened:
+        assert {file.stored_key(key) for key in file.original_shapes} == set(opened.keys())
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"), [(layout, key) for layout, shapes in SHAPES.items() for key in shapes]
+)
+def test_a_missing_key_is_named(tmp_path, layout, key):
+    left = {PREFIX + name: shape for name, shape in SHAPES[layout].items() if name != key}
+    message = refusal(write_sparse(tmp_path / "x.safetensors", left))
+    assert key in message or "guidance" in key
+    assert "missing" in message or "has no" in message or "guidance" in message
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("damage", ["transposed", "one row more", "flat", "empty"])
+def test_a_wrong_shape_is_refused(tmp_path, layout, damage):
+    for key, shape in SHAPES[layout].items():
+        if len(shape) == 2 and shape[0] != shape[1]:
+            rows, columns = shape
+            wrong = {"transposed": (columns, rows), "one row more": (rows + 1, columns)}.get(
+                damage, (rows * columns,) if damage == "flat" else (rows, 0)
+            )
+            path = write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], key: wrong}, "F8_E4M3")
+            refusal(path)  # which tensor gets the blame depends on which sizes it is the source of
+
+
+def test_a_block_left_out_of_the_middle_is_refused(tmp_path):
+    left = {key: shape for key, shape in ORIGINAL.items() if not key.startswith("single_blocks.1.")}
+    assert "single_blocks.1." in refusal(write_sparse(tmp_path / "x.safetensors", left))
+
+
+def test_a_model_without_single_blocks_is_refused(tmp_path):
+    left = {key: shape for key, shape in ORIGINAL.items() if not key.startswith("single_blocks.")}
+    assert "single_blocks.0" in refusal(write_sparse(tmp_path / "x.safetensors", left))
+
+
+def test_keys_that_flux_lacks_are_refused_by_name(tmp_path):
+    message = refusal(
+        write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, "double_blocks.0.img_attn.extra": (1,)})
+    )
+    assert "double_blocks.0.img_attn.extra" in message
+
+
+def test_hostile_keys_do_not_reach_the_message_raw(tmp_path):
+    hostile = {"\x1b[2J" + "x" * 100_000: (1,), "\ud800": (1,), "y" * 100_000: (1,)}
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, **hostile}))
+    assert message.isprintable()
+
+
+OTHERS = {
+    "Flux.2": {**ORIGINAL, "double_stream_modulation_img.lin.weight": (6, 1)},
+    "Flux.2 ": {"double_stream_modulation_img.linear.weight": (6, 1), "x_embedder.weight": (1, 1)},
+    "Chroma": {**ORIGINAL, "distilled_guidance_layer.in_proj.weight": (1, 1)},
+    "ControlNet": {**DIFFUSERS, "controlnet_x_embedder.weight": (1, 1)},
+    "LoRA": {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": (1, 1)},
+    "LoRA ": {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": (1, 1)},
+    "HunyuanVideo": {"txt_in.individual_token_refiner.blocks.0.norm1.weight": (1,)},
+    "Qwen-Image": {"transformer_blocks.0.img_mod.1.weight": (1, 1), "img_in.weight": (1, 1)},
+    "Stable Diffusion 3": {PREFIX + "joint_blocks.0.context_block.attn.qkv.weight": (1, 1)},
+    "Stable Diffusion 1, 2 or XL": {PREFIX + "input_blocks.0.0.weight": (320, 4, 3, 3)},
+    "diffusers UNet": {"down_blocks.0.resnets.0.conv1.weight": (1, 1)},
+    "VAE": {"decoder.conv_in.weight": (1, 1)},
+    "text encoder": {"encoder.block.0.layer.0.SelfAttention.q.weight": (1, 1)},
+    "text encoder ": {"text_model.embeddings.token_embedding.weight": (1, 1)},
+    "not a Flux.1 model": {"weight": (1, 1)},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_kind_of_file_is_called_by_its_name(tmp_path, what):
+    message = refusal(write_sparse(tmp_path / "x.safetensors", OTHERS[what]))
+    assert what.strip() in message
+    assert "choose a Flux.1 checkpoint" in message
+
+
+@pytest.mark.parametrize(
+    ("channels", "variant"), [(384, "Fill"), (128, "Canny/Depth"), (96, "96 input channels")]
+)
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_flux_variants_with_more_input_are_sent_to_the_stock_loader(tmp_path, layout, channels, variant):
+    entrance = "img_in.weight" if layout == "original" else "x_embedder.weight"
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], entrance: (128, channels)}))
+    assert variant in message
+    assert "not supported yet" in message
+    assert "UNETLoader" in message
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E5M2"])
+def test_a_quantised_file_is_refused_by_its_dtype(tmp_path, dtype):
+    message = refusal(
+        write_sparse(tmp_path / "x.safetensors", ORIGINAL, "BF16", {"single_blocks.0.linear1.weight": dtype})
+    )
+    assert f"single_blocks.0.linear1.weight is stored as {dtype}" in message
+    assert "bfloat16" in message
+
+
+@pytest.mark.parametrize("key", ["scaled_fp8", "single_blocks.0.linear1.scale_weight", "img_in.weight_scale"])
+def test_scaled_fp8_is_refused_by_name(tmp_path, key):
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, key: (1,)}, "F8_E4M3"))
+    assert key in message
+    assert "plain fp8_e4m3fn" in message
+
+
+def test_heads_of_another_width_are_refused(tmp_path):
+    shapes = {key: (64,) if key.endswith(".scale") else shape for key, shape in ORIGINAL.items()}
+    assert "heads have 64 channels" in refusal(write_sparse(tmp_path / "x.safetensors", shapes))
+
+
+def test_a_written_file_is_read_back(tmp_path):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        file = inspect_flux(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES))
+        assert getattr(torch, file.dtype) == dtype
+        assert file.tensor_bytes == BYTES * dtype.itemsize

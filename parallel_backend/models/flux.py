@@ -142,9 +142,9 @@ def _parameters(
         raise CheckpointError(f"{file.name} is refused: {error}. Download the file again.") from None
     with opened:
         if file.layout == "diffusers":
-            mapped = {name: opened.get_tensor(file.prefix + name) for name in diffusers_sources(file.dims)}
+            mapped = {name: opened.get_tensor(file.stored_key(name)) for name in diffusers_sources(file.dims)}
         else:
-            originals = {key: opened.get_tensor(file.prefix + key) for key in file.original_shapes}
+            originals = {key: opened.get_tensor(file.stored_key(key)) for key in file.original_shapes}
             mapped = {
                 name: originals[source.key][source.start : source.stop]
                 for name, source in diffusers_sources(file.dims).items()
@@ -156,10 +156,10 @@ def _placed(
     name: str, tensor: Tensor, device: torch.device, storage: torch.dtype | None, compute: torch.dtype
 ) -> Tensor:
     """The tensor on its device: norms in the compute dtype, linear layers in the storage dtype."""
-    if ".norm_" in name or ".norm_added_" in name:
-        return tensor.to(device, compute)
+    if ".norm_" in name:
+        return tensor.to(device).to(compute)
     if storage == _FP8 and "transformer_blocks." not in name:
         storage = compute  # embedders and the last layer are small and sensitive
     if storage == _FP8 and name.endswith(".bias"):
         storage = compute
-    return tensor.to(device, storage or tensor.dtype)
+    return tensor.to(device).to(storage or tensor.dtype)
