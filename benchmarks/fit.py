@@ -29,7 +29,7 @@ PRIOR = Constants()
 # A prior's width, in natural logarithm: a factor of 1.6 either way is unsurprising.
 WIDTH = 0.5
 # How much one standard deviation from every prior weighs against the mean error of the data.
-PRIOR_WEIGHT = 0.004
+PRIOR_WEIGHT = 0.01
 # Shares cannot exceed one.
 LIMITS = {name: 1.0 for name in FITTED if not name.endswith("_s")}
 

@@ -58,16 +58,8 @@ class SpeedUp:
 
 def constants_without(rows: list[Row]) -> dict[str, Constants]:
     """Per source family, constants fitted to all rows of the others."""
-    families = sorted({row.family_of_source for row in rows})
-    fitted, seen = {}, {}
-    for family in families:
-        training = [row for row in rows if row.family_of_source != family]
-        # A source without several devices teaches the links nothing; leaving it out changes the rates only.
-        key = tuple(sorted({row.family_of_source for row in training if row.gpus > 1} | {family}))
-        if key not in seen:
-            seen[key] = fit(training)
-        fitted[family] = seen[key]
-    return fitted
+    families = {row.family_of_source for row in rows}
+    return {name: fit([row for row in rows if row.family_of_source != name]) for name in families}
 
 
 def decide(group: Group, constants: Constants) -> Outcome:

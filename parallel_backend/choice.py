@@ -15,6 +15,8 @@ from .strategy import ParallelStrategy
 APPROXIMATION = ("never", "if_needed", "allowed")
 # A prediction must promise this much before it outranks the rule "CFG, then Ulysses"; measurements need less.
 PREDICTED_GAIN = 0.10
+# PipeFusion for speed only where the exact choice spends this share of its arithmetic's time on moving bytes.
+SLOW_LINKS = 0.2
 MEASURED_GAIN = 0.02
 # Half-width of the bands on predicted times: the 90th percentile of the errors in docs/selector.md, rounded up; once
 # one GPU's time is known, and without it.
@@ -106,7 +108,7 @@ def choose(
 
     `one_gpu_s`: measured seconds of a step on one device; `measured`: seconds of whole requests seen before, which
     outrank predictions. `approximation`: PipeFusion never, only when nothing exact fits, or also for speed where the
-    links were measured. When nothing fits, the smallest comes first and the reason says that it does not fit.
+    links were measured and are slow. When nothing fits, the smallest comes first and the reason says so.
     """
     if approximation not in APPROXIMATION:
         raise StrategyError(
@@ -118,10 +120,10 @@ def choose(
     fitting = [e for e in entries if e.fits]
     exact = [e for e in fitting if e.candidate.exact]
     pool, forced = exact, ""
-    if approximation == "allowed" and (links_measured or not exact):
-        pool = fitting
-    elif not exact and approximation == "if_needed":
+    if not exact and approximation != "never":
         pool, forced = fitting, "nothing exact fits in memory, so the approximate PipeFusion is used"
+    elif approximation == "allowed" and links_measured and _links_are_slow(exact):
+        pool = fitting
     if not pool:
         pool = [e for e in entries if e.candidate.exact or approximation != "never"]
         if not pool:
@@ -137,17 +139,25 @@ def choose(
         chosen = rule = smallest
     else:
         rule = max(pool, key=lambda e: rule_key(e.candidate))
-        fastest = min(pool, key=lambda e: e.seconds)
-        margin = MEASURED_GAIN if fastest.measured and rule.measured else PREDICTED_GAIN
-        gain = rule.seconds / fastest.seconds
-        if not (fastest.measured and rule.measured):
-            # What the CPU needs to launch is in no data sheet: a prediction may not outrank the rule by that alone.
-            gain = min(gain, rule.prediction.gpu_s / fastest.prediction.gpu_s)
-        chosen = fastest if gain > 1 + margin else rule
+        by_time = sorted(pool, key=lambda e: e.seconds)
+        chosen = next((e for e in by_time if _outranks(e, rule)), rule)
     band = BAND_WITH_ONE_GPU if one_gpu_s or measured else BAND_WITHOUT
     entries = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
     rest = sorted(entries, key=lambda e: (not e.fits, not e.permitted, e.seconds))
     return Choice((chosen, *rest), _reason(chosen, rule, rest, work, machine, band, forced), band)
+
+
+def _outranks(entry: Ranked, rule: Ranked) -> bool:
+    gain = rule.seconds / entry.seconds
+    if entry.measured and rule.measured:
+        return gain > 1 + MEASURED_GAIN
+    # What the CPU needs to launch is in no data sheet: a prediction may not outrank the rule by that alone.
+    return min(gain, rule.prediction.gpu_s / entry.prediction.gpu_s) > 1 + PREDICTED_GAIN
+
+
+def _links_are_slow(exact: list[Ranked]) -> bool:
+    rule = max(exact, key=lambda e: rule_key(e.candidate)).prediction
+    return rule.transfer_s > SLOW_LINKS * rule.compute_s
 
 
 def _predictions(candidates, work, machine, constants, mode, one_gpu_s, measured) -> list[Ranked]:

@@ -58,12 +58,12 @@ class Constants:
 # Fitted to all of benchmarks/data by `python benchmarks/selector.py --constants`.
 DEFAULT = Constants(
     call_s=41e-6,
-    hop_s=109e-6,
+    hop_s=120e-6,
     host_block_s=1.1e-3,
-    host_call_s=147e-6,
+    host_call_s=133e-6,
     reached_nvlink=0.70,
-    reached_pcie=0.82,
-    reached_host=0.36,
+    reached_pcie=0.83,
+    reached_host=0.40,
     reached_outside=0.50,
     ring_overlap=0.30,
     pipeline=0.88,
@@ -91,7 +91,8 @@ class Machine:
 class Prediction:
     """What a candidate is predicted to take. Seconds per step and per request, bytes per rank; `limits`: in words.
 
-    `gpu_s`: the step if launching on the CPU cost nothing.
+    `communication_s`: latency and `transfer_s`, the bytes' own exposed time; `gpu_s`: the step if launching on the CPU
+    cost nothing.
     """
 
     candidate: Candidate
@@ -99,6 +100,7 @@ class Prediction:
     total_s: float
     compute_s: float
     communication_s: float
+    transfer_s: float
     gpu_s: float
     host_s: float
     fixed_s: float
@@ -165,7 +167,7 @@ def predict(
     host *= candidate.patch_count / s.pipefusion_degree
 
     attention = alone * share * work.flop_parts[1] / work.flop
-    communication, launches, calls, sent = 0.0, 0, 0, 0.0
+    transfer, latencies, launches, calls, sent = 0.0, 0.0, 0, 0, 0.0
     for e in exchanges(work, candidate):
         load = unit_load(machine.link, s, e.kind)
         seconds = e.sent * machine.link.seconds(
@@ -181,10 +183,12 @@ def predict(
             launches += 2 * e.calls  # send and receive, another attention call, the merge
         elif e.kind in ("pipefusion", "weights"):
             seconds = max(0.0, seconds - compute)  # sent ahead of its use, while something else computes
-        communication += seconds + e.calls * latency
+        transfer += seconds
+        latencies += e.calls * latency
         launches += e.calls
         calls += e.calls
         sent += e.sent
+    communication = transfer + latencies
     if mode == "eager":
         host += launches * constants.host_call_s
     step = max(compute + communication, host)
@@ -199,6 +203,7 @@ def predict(
         total_s=denoising + fixed,
         compute_s=compute,
         communication_s=communication,
+        transfer_s=transfer,
         gpu_s=denoising_gpu / work.steps,
         host_s=host,
         fixed_s=fixed,
