@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from ..models.flux import FluxModel
 from ..requests import Placement
 from .attention import kernel_for
 from .collectives import Traffic
 from .forward import ParallelForward
-from .groups import Layouts
+from .groups import Layout, Layouts
 from .native import NativeAttention
 
 
 def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> ParallelForward:
-    """The forward of `model` under `placement`. Collective: all ranks call it together."""
+    """The forward of `model` under `placement`. Collective: all ranks call it together.
+
+    `auto` is native: it is exact for every request and needs no import. Where xfuser is asked for, native stands behind
+    it for what xfuser cannot compute exactly, and the notes say so.
+    """
     layout = layouts.get(placement.strategy)
     traffic = Traffic()
     kernel = kernel_for(model.device, model.compute_dtype)
-    return ParallelForward(model, layout, [NativeAttention(layout, kernel, traffic)], traffic)
+    native = NativeAttention(layout, kernel, traffic)
+    if placement.engine != "xfuser":
+        return ParallelForward(model, layout, [native], traffic)
+    reason = _why_not_xfuser(layout)
+    if reason is None:
+        from .xfuser import XfuserAttention  # takes seconds to import, so only where it is asked for
+
+        return ParallelForward(model, layout, [XfuserAttention(layout, kernel, traffic), native], traffic)
+    forward = ParallelForward(model, layout, [native], traffic)
+    forward.notes.append(f"engine xfuser stood back: {reason}; native took its place")
+    return forward
+
+
+def _why_not_xfuser(layout: Layout) -> str | None:
+    if layout.sequence.size == 1:
+        return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
+    if not is_installed("xfuser"):
+        return "the package xfuser is not installed"
+    return None
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None

@@ -96,7 +96,7 @@ class ParallelForward:
             reason = engine.refusal(plan)
             if reason is None:
                 break
-            note = f"engine {engine.name} stood back: {reason}"
+            note = f"engine {engine.name} stood back: {reason}; native took its place"
             if note not in self.notes:
                 self.notes.append(note)
         self.engine = engine.name
