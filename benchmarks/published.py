@@ -21,6 +21,7 @@ from parallel_backend.strategy import ParallelStrategy
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"
 # A card that no data sheet of ours covers: the middle of the table, so that only ratios are meaningful.
 UNKNOWN_CARD = Card("unknown", 300, 80, 2000, 32, 300, known=False)
+OUT_OF_MEMORY = re.compile(r"\boom\b|out of memory|does not fit", re.IGNORECASE)
 # Engines that replay captured or compiled graphs; every other mode launches kernel by kernel.
 COMPILED = ("compile", "sgl", "lightx2v")
 
@@ -40,6 +41,7 @@ class Row:
     per_step: bool
     with_fixed: bool
     label: str
+    failed: bool = False  # it was tried and ran out of memory
     stated: bool = True  # False: the source does not say the size or the steps
 
     @property
@@ -92,7 +94,8 @@ def _row(record: dict[str, str]) -> Row | str:
     if strategy.world_size != _whole(record["n_gpus"], 0):
         return f"the degrees give {strategy.world_size} devices and {record['n_gpus']} are stated"
     seconds, speedup = _number(record["latency_s"]), _number(record["speedup"])
-    if not seconds and not speedup:
+    failed = bool(OUT_OF_MEMORY.search(f"{record['mode']} {record.get('note') or ''}"))
+    if not seconds and not speedup and not failed:
         return "neither a time nor a speed-up"
     work = _work(record)
     if not work.family.is_transformer and strategy.world_size > strategy.row_degree:
@@ -112,6 +115,7 @@ def _row(record: dict[str, str]) -> Row | str:
         per_step=record["measure"] in ("step", "block"),
         with_fixed=record["measure"] == "e2e" and sized,
         label=f"{record['source']} {record['model']} {record['gpu']} {record['interconnect']} {record['mode']}",
+        failed=failed and not seconds and not speedup,
         stated=sized and _whole(record["steps"], 0) > 0,
     )
 
@@ -184,8 +188,9 @@ def find_groups(rows: list[Row]) -> list[Group]:
     groups = []
     for same in works.values():
         timed = [row for row in same if row.seconds] or [row for row in same if row.speedup]
+        failed = [row for row in same if row.failed]
         for count in sorted({row.gpus for row in timed if row.gpus > 1}):
-            members = [row for row in timed if row.gpus <= count]
+            members = [row for row in failed + timed if row.gpus <= count]
             distinct = {row.candidate: row for row in members}
             if len(distinct) > 1:
                 groups.append(Group(same[0].source, count, tuple(distinct.values())))
@@ -193,5 +198,5 @@ def find_groups(rows: list[Row]) -> list[Group]:
 
 
 def time_of(row: Row) -> float:
-    """Measured seconds; where only speed-ups are published, in units of the one-device time."""
-    return row.seconds or 1 / row.speedup
+    """Measured seconds, in units of the one-device time where only speed-ups are published; infinite if it failed."""
+    return float("inf") if row.failed else row.seconds or 1 / row.speedup

@@ -24,6 +24,9 @@ from published import DATA, Group, Row, find_groups, find_one_gpu, read_rows, ti
 from parallel_backend.choice import choose, rule_key
 from parallel_backend.cost_model import Constants
 
+# Regret of choosing what ran out of memory: the run has to be done again, at the least.
+FAILED = 1.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -36,11 +39,14 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        return time_of(self.chosen) / time_of(self.best) - 1
+        return self._regret(self.chosen)
 
     @property
     def rule_regret(self) -> float:
-        return time_of(self.rule) / time_of(self.best) - 1
+        return self._regret(self.rule)
+
+    def _regret(self, row: Row) -> float:
+        return FAILED if row.failed else time_of(row) / time_of(self.best) - 1
 
 
 @dataclass(frozen=True)

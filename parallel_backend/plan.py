@@ -7,7 +7,7 @@ import json
 import re
 import sys
 
-from .choice import APPROXIMATION, Choice, Ranked, choose, enumerate_candidates
+from .choice import APPROXIMATION, BAND_WITH_ONE_GPU, Choice, Ranked, choose, enumerate_candidates
 from .cost_model import MODES, Machine
 from .cost_traffic import Work
 from .errors import RequestError
@@ -141,6 +141,11 @@ def _as_table(choice: Choice, shown, one: Ranked, work: Work, machine: Machine, 
             f"{one.prediction.total_s / p.total_s:7.2f}x {p.memory_bytes / 1e9:7.1f}  {remark}"
         )
     lines += ["", choice.reason, f"Band: ± {choice.band:.0%}, 9 of 10 errors are smaller. From {_SOURCES}."]
+    if choice.band > BAND_WITH_ONE_GPU:
+        lines.append(
+            f"Speed-ups are surer than times (± {BAND_WITH_ONE_GPU:.0%}); measure a step on one such card and pass it "
+            "as --step-seconds."
+        )
     return "\n".join(lines)
 
 
