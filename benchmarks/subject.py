@@ -16,9 +16,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from tiny_flux import write_tiny_flux  # noqa: E402
 
 from parallel_backend.requests import Conditioning, ModelSpec, PredictRequest, SampleRequest  # noqa: E402
+from tiny_flux import write_tiny_flux  # noqa: E402
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
 # Latent height and width (in latent pixels, 2x2 per token) for each number of image tokens.

@@ -32,12 +32,14 @@ COMFY_HALF = {
     "exchange",
     "families",
     "hardware",
+    "local_machine",
     "plan",
     "pool",
     "prompts",
     "selector",
     "supervisor",
     "topology",
+    "topology_probe",
 }
 # Rank's half, lowest first: a layer may import itself and those before it.
 RANK_HALF = ["models", "engine", "sampling", "rank_errors", "step_boundary", "rank_jobs", "rank"]

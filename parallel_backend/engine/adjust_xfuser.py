@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-import torch._dynamo  # must see that triton is missing before anything stands in for it  # noqa: F401
+import torch._dynamo  # must see that triton is missing before anything stands in for it
 
 from ..errors import PlatformError
 

@@ -24,7 +24,7 @@ _current: Layout | None = None  # xfuser keeps its groups in module globals: one
 
 
 class XfuserAttention:
-    """Attention over the tokens of all ranks of the sequence axis, by USP. `plan` must be set before each model call."""
+    """Attention over the tokens of all ranks of the sequence axis, by USP. `plan` is set before each model call."""
 
     name = "xfuser"
 
@@ -40,7 +40,7 @@ class XfuserAttention:
 
     def refusal(self, plan: TokenPlan) -> str | None:
         if min(plan.lengths) == 0:
-            return f"it needs at least one token per rank, and {sum(plan.lengths)} tokens are shared by {self._axis.size}"
+            return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
