@@ -372,6 +372,15 @@ _ALIASES = {
 GENERIC = Family("a transformer of unknown size", 3072, 24, (_single(48, 3072),), 8e9, 256, known=False)
 
 
+def flux_family(hidden: int, heads: int, double_blocks: int, single_blocks: int) -> Family:
+    """A Flux.1 of these sizes, as read from a file: 36 h² parameters in a double block, 15 h² in a single one."""
+    parameters = (36.0 * double_blocks + 15.0 * single_blocks) * hidden * hidden
+    blocks = (_joint(double_blocks, hidden), _single(single_blocks, hidden))
+    return replace(
+        FAMILIES["flux1-dev"], name="Flux.1", hidden=hidden, heads=heads, blocks=blocks, parameters=parameters
+    )
+
+
 def split_name(name: str) -> tuple[str, str]:
     """("flux1", "fp8") from "flux1-fp8": a model's name and the storage of its weights ("bf16" when unsaid)."""
     match = re.fullmatch(rf"(.+?)[-_]({'|'.join(WEIGHT_BYTES)})", name.strip().lower())

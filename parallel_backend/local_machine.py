@@ -1,12 +1,17 @@
-"""The cost model's machine for a topology: which card decides, and which link with its shared ways out."""
+"""What this machine is to the cost model (which card and which link decide), and what `auto` chooses on it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from .choice import Choice, choose, enumerate_candidates
 from .cost_model import USABLE_MEMORY, Machine
+from .cost_traffic import Candidate, Work
 from .errors import RequestError
+from .families import Family, flux_family
 from .hardware import Card, Domain, Link, find_card
+from .strategy import ModelShape
 from .topology import PATHS, Topology
 
 # A socket's links to the other, nominal GB/s one way: about two or three UPI or xGMI links of 20 GB/s.
@@ -101,3 +106,60 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
                 left.remove(u)
         order += block
     return tuple(order)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """`choice` is None where nothing can be predicted (the CPU, an unknown card): the rule decides. `notes`: in words."""
+
+    choice: Choice | None
+    notes: tuple[str, ...] = ()
+
+
+def flux_work(
+    dims, tensor_bytes: int, *, width: int, height: int, text: int, batch: int, has_cfg: bool, steps: int
+) -> Work:
+    """The job of sampling with a Flux file. `dims`: its flux_keys.FluxDims; `tensor_bytes`: its own; sides in pixels."""
+    family: Family = flux_family(dims.hidden, dims.heads, dims.double_blocks, dims.single_blocks)
+    return Work(
+        family,
+        width,
+        height,
+        batch=batch,
+        rows=2 if has_cfg else 1,
+        steps=max(1, steps),
+        storage=tensor_bytes / family.parameters,
+        text=text,
+    )
+
+
+def choose_here(
+    work: Work,
+    model: ModelShape,
+    topology: Topology,
+    *,
+    engine: str = "auto",
+    one_gpu_s: float | None = None,
+    measured: Mapping[Candidate, float] | None = None,
+    mode: str = "eager",
+) -> Automatic:
+    """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order."""
+    try:
+        machine, notes = machine_of(topology)
+    except RequestError as error:
+        return Automatic(None, (str(error),))
+    candidates = [
+        c
+        for c in enumerate_candidates(work, machine.count, sharded=False)
+        if not c.strategy.violations(model, machine.count, engine)
+    ]
+    choice = choose(
+        candidates,
+        work,
+        machine,
+        one_gpu_s=one_gpu_s,
+        measured=measured,
+        mode=mode,
+        approximation="if_needed",
+    )
+    return Automatic(choice, (*topology.notes, *notes))
