@@ -110,7 +110,7 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Automatic:
-    """`choice` is None where nothing can be predicted (the CPU, an unknown card): the rule decides. `notes`: in words."""
+    """`choice` is None where nothing can be predicted (CPU, unknown card): the rule decides. `notes`: in words."""
 
     choice: Choice | None
     notes: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Automatic:
 def flux_work(
     dims, tensor_bytes: int, *, width: int, height: int, text: int, batch: int, has_cfg: bool, steps: int
 ) -> Work:
-    """The job of sampling with a Flux file. `dims`: its flux_keys.FluxDims; `tensor_bytes`: its own; sides in pixels."""
+    """The job of sampling with a Flux file. `dims`: its flux_keys.FluxDims; `tensor_bytes`: its own; in pixels."""
     family: Family = flux_family(dims.hidden, dims.heads, dims.double_blocks, dims.single_blocks)
     return Work(
         family,
