@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.flux_file import inspect_flux
 from parallel_backend.flux_keys import diffusers_sources
 from parallel_backend.models.casting import CastingLinear
 from parallel_backend.models.flux import FluxModel, load
@@ -267,6 +268,21 @@ def test_a_refused_file_leaves_the_process_able_to_load(tmp_path):
         with pytest.raises(CheckpointError, match=r"bad\.safetensors is refused: it is truncated"):
             loaded(bad)
         assert velocity(loaded(good)).isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["truncated", "deleted"])
+def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch, change):
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+
+    def inspected_too_early(given):
+        file = inspect_flux(given)
+        path.write_bytes(path.read_bytes()[:-100]) if change == "truncated" else path.unlink()
+        return file
+
+    monkeypatch.setattr("parallel_backend.models.flux.inspect_flux", inspected_too_early)
+    with pytest.raises(CheckpointError, match=r"^x\.safetensors is refused: it changed while") as refused:
+        loaded(path)
+    assert str(tmp_path) not in str(refused.value)
 
 
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:

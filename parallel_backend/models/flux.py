@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, RequestError
@@ -138,8 +138,10 @@ def _parameters(
     """diffusers' state dict; on the CPU views of the mapping wherever the dtype allows."""
     try:
         opened = safe_open(file.path, framework="pt", device="cpu")
-    except Exception as error:  # the library's own check of the header; its error type is private
-        raise CheckpointError(f"{file.name} is refused: {error}. Download the file again.") from None
+    except (SafetensorError, OSError):  # its header was sound a moment ago
+        raise CheckpointError(
+            f"{file.name} is refused: it changed while it was opened. Wait until it is written, and try again."
+        ) from None
     with opened:
         if file.layout == "diffusers":
             mapped = {name: opened.get_tensor(file.stored_key(name)) for name in diffusers_sources(file.dims)}
