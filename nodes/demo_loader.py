@@ -9,6 +9,7 @@ import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import torch
+from comfy.taesd.taesd import TAESD
 from comfy_api.latest import io
 from torch import Tensor, nn
 
@@ -70,11 +71,10 @@ def make_clip() -> comfy.sd.CLIP:
 def make_vae() -> comfy.sd.VAE:
     """A real VAE object around the demo's image coder.
 
-    ComfyUI picks a VAE's architecture by its keys; the key of its smallest one gives a VAE with the right channels,
-    whose network is then replaced.
+    ComfyUI picks a VAE's architecture by its keys; its own tiny one gives a VAE of the right channels and sizes, whose
+    network is then replaced.
     """
-    placeholder = {"taesd_decoder.1.weight": torch.zeros(64, CHANNELS, 3, 3)}
-    vae = comfy.sd.VAE(sd=placeholder, dtype=torch.float32)
+    vae = comfy.sd.VAE(sd=TAESD(latent_channels=CHANNELS).state_dict(), dtype=torch.float32)
     coder = DemoImageCoder().eval().requires_grad_(False)
     coder.load_state_dict(
         comfy.utils.load_torch_file(str(FOLDER / "image_coder.safetensors"), safe_load=True)
@@ -83,11 +83,21 @@ def make_vae() -> comfy.sd.VAE:
     vae.patcher = comfy.model_patcher.ModelPatcher(
         coder, load_device=vae.device, offload_device=vae.patcher.offload_device
     )
+    # A megabyte of weights: never split between devices, and measured anew.
+    vae.disable_offload = True
+    vae.size = None
+    # Widest activations of DemoImageCoder: floats per latent position, and per pixel.
+    vae.memory_used_decode = lambda shape, dtype: 800 * shape[2] * shape[3] * dtype.itemsize
+    vae.memory_used_encode = lambda shape, dtype: 10 * shape[2] * shape[3] * dtype.itemsize
     return vae
 
 
 class _Tokenizer:
-    """ComfyUI's tokenizer interface over the demo's word list: {"demo": [[(word index, weight), …]]}."""
+    """ComfyUI's tokenizer interface over the demo's word list: [[(word index, weight), …]] by Flux's encoder names.
+
+    Flux has two text encoders, and CLIPTextEncodeFlux takes a text for each; here clip_l gives the pooled vector and
+    t5xxl the context.
+    """
 
     def __init__(self, embedding_directory=None, tokenizer_data=None) -> None:
         pass
@@ -96,7 +106,7 @@ class _Tokenizer:
         words = [(index, 1.0) for index in tokenize(text)]
         if return_word_ids:
             words = [(*word, place) for place, word in enumerate(words)]
-        return {"demo": [words]}
+        return {"clip_l": [words], "t5xxl": [list(words)]}
 
     def state_dict(self) -> dict:
         return {}
@@ -111,6 +121,7 @@ class _TextModel(nn.Module):
         # ComfyUI moves and measures models by their parameters.
         self.anchor = nn.Parameter(torch.zeros(1), requires_grad=False)
         self.dtypes = {torch.float32}
+        self.disable_offload = True
 
     def reset_clip_options(self) -> None:
         pass
@@ -119,10 +130,14 @@ class _TextModel(nn.Module):
         pass
 
     def encode_token_weights(self, tokens: dict[str, list]) -> tuple[Tensor, Tensor]:
-        (words,) = tokens["demo"]
-        index = torch.tensor([[word[0] for word in words]], device=self.encoder.words.device)
-        context, pooled = self.encoder(index)
+        context, _ = self.encoder(self._indices(tokens["t5xxl"]))
+        _, pooled = self.encoder(self._indices(tokens["clip_l"]))
         return context.cpu(), pooled.cpu()
+
+    def _indices(self, batches: list[list[tuple]]) -> Tensor:
+        """[1, TOKENS] int64"""
+        (words,) = batches
+        return torch.tensor([[word[0] for word in words]], device=self.encoder.words.device)
 
     def load_sd(self, state_dict: dict):
         return self.load_state_dict(state_dict, strict=False)

@@ -58,9 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--minutes", type=float, default=40, help="processor minutes per thread"
-    )
+    parser.add_argument("--minutes", type=float, default=40, help="processor minutes per thread")
     parser.add_argument("--output", type=Path, default=ROOT / "demo_model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

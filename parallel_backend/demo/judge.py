@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .captions import BACKGROUND, COLOURS, SHAPES, Scene, Thing
 from .drawing import SIZE, signed_distance
 
 _LEAST_PIXELS = 250  # a thing of the smallest drawn size has over 500
+# Intersection over union with the ideal outline; drawings reach at least 0.94, the next best shape at most 0.85.
+_LEAST_OVERLAP = 0.75
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def find_things(image: Tensor) -> dict[str, tuple[str, float, float]]:
     axis = torch.arange(SIZE) + 0.5
     found = {}
     for index, colour in enumerate(COLOURS, start=1):
-        mask = (nearest == index).float()
+        mask = _without_thin_lines((nearest == index).float())
         pixels = mask.sum()
         if pixels >= _LEAST_PIXELS:
             x, y = (mask.sum(0) * axis).sum() / pixels, (mask.sum(1) * axis).sum() / pixels
@@ -67,8 +70,14 @@ def find_things(image: Tensor) -> dict[str, tuple[str, float, float]]:
     return found
 
 
+def _without_thin_lines(mask: Tensor) -> Tensor:
+    """Opens `mask` by 3 x 3: the blended edge of black on the background is a thin line of purple, not a thing."""
+    eroded = -F.max_pool2d(-mask[None, None], 3, stride=1, padding=1)
+    return F.max_pool2d(eroded, 3, stride=1, padding=1)[0, 0]
+
+
 def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
-    """The shape whose outline of the same area and centre overlaps best (intersection over union, at least 0.6)."""
+    """The shape whose outline of the same area and centre overlaps best (at least _LEAST_OVERLAP)."""
     scores = {}
     for shape in SHAPES:
         # Area grows with the square of the radius; a template's own centre of mass is moved onto (x, y).
@@ -81,7 +90,7 @@ def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
         either = (template | (mask > 0)).sum().item()
         scores[shape] = both / either
     best = max(scores, key=scores.__getitem__)
-    return best if scores[best] >= 0.6 else "?"
+    return best if scores[best] >= _LEAST_OVERLAP else "?"
 
 
 def describe(image: Tensor) -> list[Thing]:
