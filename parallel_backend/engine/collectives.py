@@ -46,7 +46,7 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
         padded = torch.cat([mine, mine.new_zeros(largest - len(mine), *mine.shape[1:])])
     gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
     traffic.add(padded.numel() * (axis.size - 1), padded)
-    dist.all_gather_into_tensor(gathered, padded, group=axis.group)
+    dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
     if min(sizes) == largest:
         return gathered
     return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
