@@ -49,6 +49,8 @@ def ready_sidecar(
     try:
         sidecar = pool.get_sidecar(devices)
         load = sidecar.load(spec, on_phase=say, should_cancel=interrupted)
+        if not load.cached:
+            say(f"loaded in {load.seconds:.1f} s")
         if record is not None:
             record.devices = devices
             if not record.decisions or record.decisions[-1] != decision:

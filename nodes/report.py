@@ -38,5 +38,12 @@ def write_report(record: RunRecord) -> str:
     return "\n".join(lines)
 
 
+def summarise(record: RunRecord) -> str:
+    """One short line for under the node, of a record with at least one run."""
+    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    unit = "step" if record.stepwise_because is None else "model call"
+    return f"{record.decisions[-1].strategy.describe()}: {median(times):.3f} s a {unit}"
+
+
 def _strategy(record: RunRecord) -> str:
     return "; then ".join(dict.fromkeys(d.reason for d in record.decisions)) or "nothing ran"

@@ -80,6 +80,8 @@ class ResidentSampler(comfy.samplers.Sampler):
         decision, devices = decide(choice, network.file.shape, RequestShape(batch=batch, has_cfg=has_cfg))
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
+            if step == 1:
+                say("sampling")  # the phase before was "first step"
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 

@@ -12,8 +12,8 @@ from comfy_api.latest import io
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.selector import StrategyChoice
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .ranks import RunRecord
-from .report import write_report
+from .ranks import RunRecord, say
+from .report import summarise, write_report
 from .resident_sampler import ResidentSampler
 from .stepwise_model import CHOICE, RECORD
 
@@ -129,6 +129,8 @@ class ParallelSampler(io.ComfyNode):
             disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
             seed=seed,
         )
+        if record.runs:  # nothing runs at denoise 0
+            say(summarise(record))
         out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
         return io.NodeOutput({**out, "samples": samples}, write_report(record))
 
