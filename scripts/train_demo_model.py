@@ -28,7 +28,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.demo.captions import Scene, random_scene, tokenize  # noqa: E402
+from parallel_backend.demo.captions import RELATIONS, Scene, random_scene, tokenize  # noqa: E402
 from parallel_backend.demo.drawing import SIZE, draw  # noqa: E402
 from parallel_backend.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
 from parallel_backend.demo.judge import judge  # noqa: E402
@@ -238,6 +238,16 @@ def evaluate(coder: DemoImageCoder, args: argparse.Namespace) -> None:
         verdicts = [judge(picture, scene) for picture, scene in zip(pictures, scenes, strict=True)]
         counts = {key: sum(asdict(v)[key] for v in verdicts) for key in ("colours", "shapes", "relation")}
         report[name] = {"captions": len(scenes), "right": sum(v.right for v in verdicts), **counts}
+        if held_out:
+            report["held_out_by_relation"] = {
+                relation: {
+                    "captions": sum(s.relation == relation for s in scenes),
+                    "right": sum(
+                        v.right for s, v in zip(scenes, verdicts, strict=True) if s.relation == relation
+                    ),
+                }
+                for relation in RELATIONS
+            }
         if held_out and args.sheet:
             contact_sheet(pictures, scenes, verdicts, args.sheet)
     (args.output / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -258,9 +268,8 @@ def contact_sheet(pictures, scenes, verdicts, path: Path, columns: int = 6, rows
         first, _, second = scenes[n].caption.partition(f" {scenes[n].relation} ")
         mark = "right" if verdicts[n].right else "WRONG"
         pen.text((x, y + SIZE + 2), f"{first}\n{scenes[n].relation} {second}", fill="black", font_size=9)
-        pen.text(
-            (x + SIZE - 26, y + SIZE + 2), mark, fill="green" if verdicts[n].right else "red", font_size=9
-        )
+        colour = "green" if verdicts[n].right else "red"
+        pen.text((x + SIZE, y + SIZE + 2), mark, fill=colour, font_size=9, anchor="ra")
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, quality=88)
 

@@ -1,0 +1,207 @@
+"""The demo model in the real ComfyUI: its CLIP and VAE are ordinary objects, and its pictures show their captions."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from io import BytesIO
+
+import numpy
+import pytest
+import torch
+from graphs import Graph
+from PIL import Image
+from safetensors.torch import load_file
+from test_stock_baseline import relative_difference
+
+from comfy_harness import ROOT
+from parallel_backend.demo.captions import random_scene
+from parallel_backend.demo.drawing import draw
+from parallel_backend.demo.image_coder import DemoImageCoder
+from parallel_backend.demo.judge import judge
+
+CAPTION = "a red circle left of a blue square"
+MODEL_FILE, CODER_FILE = (
+    ROOT / "demo_model/transformer.safetensors",
+    ROOT / "demo_model/image_coder.safetensors",
+)
+
+
+class DemoGraph(Graph):
+    """A graph around one ParallelDemoLoader."""
+
+    def __init__(self, devices: str | None = "cpu:2", **degrees: int) -> None:
+        super().__init__()
+        strategy = {"strategy": self.strategy(devices, **degrees)} if devices else {}
+        self.loader = self.add("ParallelDemoLoader", **strategy)
+        self.link, self.model_link, self.clip, self.vae = ([self.loader, slot] for slot in range(4))
+
+    def caption(self, text: str) -> list:
+        return [self.add("CLIPTextEncode", clip=self.clip, text=text), 0]
+
+    def demo_latent(self, batch: int = 1) -> list:
+        return [self.add("EmptySD3LatentImage", width=128, height=128, batch_size=batch), 0]
+
+    def sampled(self, text: str = CAPTION, **changes) -> list:
+        """LATENT of ParallelSampler with real CFG against the empty prompt."""
+        settings = {"steps": 20, "cfg": 3.0, **changes}
+        prompts = self.caption(text), self.caption("")
+        return self.parallel_sampler(self.loader, *prompts, self.demo_latent(), **settings)
+
+    def stock_sampled(self, model: list, text: str = CAPTION, **changes) -> list:
+        settings = {"steps": 20, "cfg": 3.0, **changes}
+        return self.ksampler(model, self.caption(text), self.caption(""), self.demo_latent(), **settings)
+
+
+def picture(comfy, graph: Graph, image: list) -> torch.Tensor:
+    """[3, H, W] in 0..1 of the first picture of IMAGE output `image`, through SaveImage."""
+    prompt = {
+        **graph.prompt,
+        "save": {"class_type": "SaveImage", "inputs": {"images": image, "filename_prefix": "demo"}},
+    }
+    saved = comfy.run(prompt)["outputs"]["save"]["images"][0]
+    pixels = numpy.asarray(Image.open(BytesIO(comfy.client.view(saved))).convert("RGB"))
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255
+
+
+@pytest.fixture(scope="module")
+def stock_unet(comfy):
+    """The demo's transformer among ComfyUI's own models."""
+    target = comfy.server.base_directory / "models" / "diffusion_models" / "demo_transformer.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(MODEL_FILE, target)
+    return target.name
+
+
+def test_the_picture_shows_its_caption(comfy):
+    """Three held-out captions, of which two must come out right."""
+    rng, right = random.Random(12), 0
+    for _ in range(3):
+        scene = random_scene(rng, held_out=True)
+        graph = DemoGraph()
+        image = picture(
+            comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(scene.caption), vae=graph.vae), 0]
+        )
+        assert image.shape == (3, 128, 128)
+        right += judge(image, scene).right
+    assert right >= 2
+
+
+def test_the_latent_is_that_of_stock_nodes_on_the_same_file(comfy, stock_unet):
+    """Parallel sampler and parallel MODEL on two ranks, against stock UNETLoader and KSampler."""
+    stock = DemoGraph()
+    unet = [stock.add("UNETLoader", unet_name=stock_unet, weight_dtype="default"), 0]
+    expected = comfy.sample(stock.prompt, stock.stock_sampled(unet))
+    graph = DemoGraph()
+    assert relative_difference(comfy.sample(graph.prompt, graph.sampled()), expected) <= 1e-4
+    graph = DemoGraph()
+    assert (
+        relative_difference(comfy.sample(graph.prompt, graph.stock_sampled(graph.model_link)), expected)
+        <= 1e-4
+    )
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)
+def test_two_ranks_draw_what_one_draws(comfy, degrees):
+    one = DemoGraph("cpu:1")
+    expected = comfy.sample(one.prompt, one.sampled(steps=6))
+    two = DemoGraph("cpu:2", **degrees)
+    assert relative_difference(comfy.sample(two.prompt, two.sampled(steps=6)), expected) <= 1e-4
+
+
+def test_another_caption_gives_another_latent(comfy):
+    one, other = DemoGraph(), DemoGraph()
+    latents = [
+        comfy.sample(g.prompt, g.sampled(t, steps=6)) for g, t in ((one, CAPTION), (other, "a green cross"))
+    ]
+    assert relative_difference(*latents) > 0.1
+
+
+def test_case_and_punctuation_of_the_prompt_do_not_matter(comfy):
+    one, other = DemoGraph(), DemoGraph()
+    plain = comfy.sample(one.prompt, one.sampled(steps=2))
+    shouted = other.sampled("A RED circle, left of (a blue: square)!", steps=2)
+    assert torch.equal(comfy.sample(other.prompt, shouted), plain)
+
+
+def test_fluxs_own_text_node_works(comfy):
+    plain, graph = DemoGraph(), DemoGraph()
+    flux = graph.add("CLIPTextEncodeFlux", clip=graph.clip, clip_l=CAPTION, t5xxl=CAPTION, guidance=3.5)
+    latent = graph.parallel_sampler(graph.loader, [flux, 0], graph.caption(""), graph.demo_latent(), cfg=3.0)
+    assert torch.equal(comfy.sample(graph.prompt, latent), comfy.sample(plain.prompt, plain.sampled(steps=3)))
+
+
+def test_clip_and_vae_pass_through_other_nodes(comfy):
+    """CLIPSetLastLayer clones the CLIP; a merge of conditionings and a batch of latents go on to the sampler."""
+    graph = DemoGraph()
+    graph.clip = [graph.add("CLIPSetLastLayer", clip=graph.clip, stop_at_clip_layer=-2), 0]
+    one, other = graph.caption(CAPTION), graph.caption("a cross")
+    both = [graph.add("ConditioningCombine", conditioning_1=one, conditioning_2=other), 0]
+    latent = graph.ksampler(graph.model_link, both, graph.caption(""), graph.demo_latent(batch=2), cfg=2.0)
+    samples = comfy.sample(graph.prompt, latent)
+    assert samples.shape == (2, 16, 16, 16) and samples.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def uploaded(comfy):
+    """A drawing among ComfyUI's inputs: (scene, [3, 128, 128] as LoadImage reads it, file name)."""
+    rng = random.Random(21)
+    scene = random_scene(rng)
+    pixels = (draw(scene, rng) * 255).round().byte()
+    folder = comfy.server.base_directory / "input"
+    folder.mkdir(exist_ok=True)
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / "drawing.png")
+    return scene, pixels.float() / 255, "drawing.png"
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_vae_encodes_and_decodes_a_drawing(comfy, uploaded, tiled):
+    scene, original, name = uploaded
+    graph = DemoGraph()
+    pixels = [graph.add("LoadImage", image=name), 0]
+    sizes = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8} if tiled else {}
+    suffix = "Tiled" if tiled else ""
+    latent = [graph.add(f"VAEEncode{suffix}", pixels=pixels, vae=graph.vae, **sizes), 0]
+    image = picture(
+        comfy, graph, [graph.add(f"VAEDecode{suffix}", samples=latent, vae=graph.vae, **sizes), 0]
+    )
+    assert judge(image, scene).right
+    assert -10 * (image - original).square().mean().log10() > 24  # dB
+
+
+def test_vae_encode_is_the_trainers_own(comfy, uploaded):
+    _, original, name = uploaded
+    coder = DemoImageCoder().eval().requires_grad_(False)
+    coder.load_state_dict(load_file(CODER_FILE))
+    graph = DemoGraph()
+    latent = [graph.add("VAEEncode", pixels=[graph.add("LoadImage", image=name), 0], vae=graph.vae), 0]
+    expected = coder.encode(original[None] * 2 - 1)
+    assert relative_difference(comfy.sample(graph.prompt, latent), expected) < 1e-5
+
+
+def test_image_to_image_starts_from_the_drawing(comfy, uploaded):
+    """A low denoise keeps the drawing; the caption agrees with it."""
+    scene, _, name = uploaded
+    graph = DemoGraph()
+    latent = [graph.add("VAEEncode", pixels=[graph.add("LoadImage", image=name), 0], vae=graph.vae), 0]
+    prompts = graph.caption(scene.caption), graph.caption("")
+    again = graph.parallel_sampler(graph.loader, *prompts, latent, steps=10, denoise=0.3)
+    image = picture(comfy, graph, [graph.add("VAEDecode", samples=again, vae=graph.vae), 0])
+    assert judge(image, scene).right
+
+
+def test_it_still_works_after_comfyui_has_freed_its_memory(comfy):
+    graph = DemoGraph()
+    before = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
+    comfy.client.free()
+    graph = DemoGraph()
+    after = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
+    assert torch.equal(before, after)
+
+
+def test_loading_it_warns_of_nothing(comfy):
+    graph = DemoGraph()
+    picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=1), vae=graph.vae), 0])
+    log = comfy.server.log.read_text()
+    for noise in ("Missing VAE keys", "clip missing", "No VAE weights"):
+        assert noise not in log
