@@ -111,6 +111,29 @@ def test_a_request_for_another_sampler_runs_stepwise_and_says_so(comfy, files, n
     assert f"way: stepwise (the sampler {STEPWISE} runs in ComfyUI)" in latents["report"]
 
 
+@pytest.mark.parametrize("sampler", RESIDENT)
+def test_every_resident_sampler_gives_the_stock_latent_with_cfg(comfy, files, sampler):
+    latents = sampled(comfy, files, "inpainting a batch, odd sides, cfg", "cpu:2", sampler)
+    assert_equal_to_stock(latents)
+    assert "way: resident" in latents["report"]
+
+
+def test_the_report_tells_what_ran(comfy, files):
+    report = sampled(comfy, files, "cfg", "cpu:2", "heun")["report"]
+    for part in (
+        "CFG 2",
+        "resident",
+        "native",
+        "cpu:0, cpu:1",
+        "median",
+        "first",
+        "load",
+        "MiB",
+        "device-seconds",
+    ):
+        assert part in report
+
+
 @pytest.mark.parametrize(
     "degrees",
     [

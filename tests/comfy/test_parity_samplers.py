@@ -26,6 +26,8 @@ def _options(entry) -> list[str]:
     return entry[1]["options"] if entry[0] == "COMBO" else entry[0]
 
 
+@pytest.mark.timeout(900)  # seconds; took 200 on two busy cores
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, ranks, subtests):
     samplers, schedulers = lists
