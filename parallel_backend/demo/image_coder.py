@@ -29,6 +29,8 @@ class DemoImageCoder(nn.Module):
             nn.GELU(),
             nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
             nn.GELU(),
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+            nn.GELU(),
             nn.Conv2d(WIDTH, 3 * DOWNSCALE**2, 1),
             nn.PixelShuffle(DOWNSCALE),
         )
