@@ -256,14 +256,21 @@ def test_bf16_storage_computes_like_comfyui_on_the_cpu(comfy):
     assert relative_difference(ours, expected) <= 1e-4
 
 
-def test_ranks_end_with_comfyui_however_it_ends(tmp_path):
-    """A ComfyUI of its own, killed with SIGKILL while its ranks are warm; a second one is not disturbed by the first."""
+def test_ranks_end_with_a_killed_comfyui_and_another_one_keeps_its_own(comfy, unet, tmp_path):
+    """SIGKILL while the ranks are warm; the shared ComfyUI on the same machine does not notice."""
+    graph = Graph()
+    latent = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=41)
+    before = comfy.sample(graph.prompt, latent)
+    ranks = comfy.server.children()
     server = start_comfyui(tmp_path, pack_folder="parallel.pack v2")
     with server:
         own = Comfy(server=server, client=ComfyUIClient(server.url))
-        unet = own.write_flux("tiny_dev.safetensors")
-        graph = Graph()
-        own.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2")))
+        own.write_flux(unet)
+        assert torch.equal(own.sample(graph.prompt, latent), before)
         assert len(server.children()) == 2
         server.kill()
     assert server.survivors == []
+    assert comfy.server.children() == ranks
+    graph = Graph()
+    comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=42))
+    assert comfy.server.children() == ranks
