@@ -38,21 +38,22 @@ class Graph:
             0,
         ]
 
-    def strategy(self, devices: str, **degrees: int) -> list:
+    def strategy(self, devices: str, engine: str = "auto", **degrees: int) -> list:
         inputs = {f"{axis}_degree": 1 for axis in ("cfg", "pipefusion", "ring", "ulysses", "data")}
         inputs |= {f"{axis}_degree": value for axis, value in degrees.items()}
         mode = "manual" if degrees else "auto"
-        return [self.add("StrategySelector", mode=mode, devices=devices, engine="auto", **inputs), 0]
+        return [self.add("StrategySelector", mode=mode, devices=devices, engine=engine, **inputs), 0]
 
-    def parallel_loader(self, unet: str, devices: str, **degrees: int) -> str:
-        strategy = self.strategy(devices, **degrees)
+    def parallel_loader(self, unet: str, devices: str, **choice) -> str:
+        """`choice`: engine, and degrees by axis."""
+        strategy = self.strategy(devices, **choice)
         return self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy)
 
-    def model(self, kind: str, unet: str, devices: str = "cpu:2", **degrees: int) -> list:
+    def model(self, kind: str, unet: str, devices: str = "cpu:2", **choice) -> list:
         """A MODEL: stock, or the parallel one."""
         if kind == STOCK:
             return [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
-        return [self.parallel_loader(unet, devices, **degrees), 1]
+        return [self.parallel_loader(unet, devices, **choice), 1]
 
     def ksampler(self, model: list, positive: list, negative: list, latent: list, **changes) -> list:
         inputs = {

@@ -62,7 +62,7 @@ def files(comfy):
     }
 
 
-def sampled(comfy, files, name: str, devices: str, sampler: str, **degrees: int) -> dict:
+def sampled(comfy, files, name: str, devices: str, sampler: str, **choice) -> dict:
     """The latents of one request by way, `stock` first; the node's report under "report"."""
     request = REQUESTS[name]
     unet = files[request.get("file", "dev")]
@@ -73,7 +73,7 @@ def sampled(comfy, files, name: str, devices: str, sampler: str, **degrees: int)
         graph.text(2, **request.get("negative", {})),
         graph.latent(**request.get("latent", {})),
     )
-    ours = graph.model(OURS, unet, devices, **degrees)
+    ours = graph.model(OURS, unet, devices, **choice)
     parallel = graph.parallel_sampler(ours[0], *conditioning, **settings)
     results = {
         "stock": graph.ksampler(graph.model(STOCK, unet), *conditioning, **settings),
@@ -159,6 +159,14 @@ def test_every_strategy_gives_the_stock_latent(comfy, files, degrees):
     )
     assert_equal_to_stock(latents)
     assert "set by hand" in latents["report"].splitlines()[0]
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=lambda degrees: next(iter(degrees)))
+@pytest.mark.parametrize("name", ["plain", "inpainting a batch, odd sides, cfg"])
+def test_the_xfuser_engine_gives_the_stock_latent(comfy, files, name, degrees):
+    latents = sampled(comfy, files, name, "cpu:2", "euler", engine="xfuser", **degrees)
+    assert_equal_to_stock(latents)
+    assert "engine: xfuser" in latents["report"].splitlines()
 
 
 def test_guidance_really_reaches_the_ranks(comfy, files):
