@@ -5,12 +5,19 @@ All tensors are [B, H, S, D]; a mask is additive or boolean and broadcasts to [B
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
+
+from ..errors import RequestError
+
+# diffusers' own variable: a kernel by its name there, such as `sage` or `flash`. A ring does not use it: its partial
+# results are merged by log-sum-exp, which torch's own kernels return.
+KERNEL_VARIABLE = "DIFFUSERS_ATTN_BACKEND"
 
 # diffusers' names of the kernels that beat torch's own, best first, with the package each needs and the least compute
 # capability. FlashAttention 3 is for Hopper; cuDNN's fused attention comes with torch and is ahead of torch's
@@ -39,6 +46,14 @@ def installed_packages() -> set[str]:
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that the user named in KERNEL_VARIABLE, else the fastest exact one that is installed."""
+    if wished := os.environ.get(KERNEL_VARIABLE):
+        known = [backend.value for backend in AttentionBackendName]
+        if wished not in known:
+            raise RequestError(
+                f"{KERNEL_VARIABLE}={wished} is no attention kernel; choose one of {', '.join(known)}."
+            )
+        return wished
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return choose_kernel(device.type, dtype, capability, installed_packages())
 
