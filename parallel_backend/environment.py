@@ -53,12 +53,9 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     }
     search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
     cores = len(os.sched_getaffinity(0))
-    # Freed all-gather buffers would stay resident otherwise: 588 -> 411 MB for a 239 MB model on 2 ranks.
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // len(devices))),
-        "MALLOC_MMAP_THRESHOLD_": "131072",
-        "MALLOC_TRIM_THRESHOLD_": "131072",
-    }
+    # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
+    # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // len(devices)))}
     fixed = {
         "PYTHONPATH": os.pathsep.join(search),
         "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach its pipe
