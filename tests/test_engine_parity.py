@@ -199,3 +199,23 @@ def test_dropping_a_neighbours_keys_is_seen(subject):
     expected = subject[1]["odd sides, cfg 1, batch 1"]
     latent = run_ranks(sample_without_a_neighbours_keys, 2, subject[0])[0]
     assert (latent - expected).abs().max() > 1000 * TOLERANCE * expected.abs().max()
+
+
+def sample_after_another_strategy_with_idle_ranks(world, path):
+    """Two strategies in turns on warm weights; the last request has one row for two groups of ranks."""
+    layouts, model = Layouts(world), load(ModelSpec(path), world.device)
+    pair, row = ParallelStrategy(cfg_degree=2, ulysses_degree=2), ParallelStrategy(ulysses_degree=4)
+    forwards = [make_forward(model, layouts, Placement(strategy, "xfuser")) for strategy in (pair, row)]
+    names = ("odd sides, cfg 4, batch 1", "odd sides, cfg 1, batch 1", "odd sides, cfg 1, batch 1")
+    return [
+        denoise(forward, CASES[name], lambda i, denoised: None)
+        for forward, name in zip((*forwards, forwards[0]), names, strict=True)
+    ]
+
+
+def test_strategies_take_turns_on_xfuser_also_where_ranks_idle(subject):
+    results = run_ranks(sample_after_another_strategy_with_idle_ranks, 4, subject[0], timeout=90)
+    for latents in results:
+        for latent, name in zip(latents, ("cfg 4", "cfg 1", "cfg 1"), strict=True):
+            expected = subject[1][f"odd sides, {name}, batch 1"]
+            assert (latent - expected).abs().max() <= TOLERANCE * expected.abs().max()

@@ -6,6 +6,7 @@ All tensors are [B, H, S, D]; a mask is additive or boolean and broadcasts to [B
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch
@@ -78,7 +79,7 @@ def attend_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return out, lse.float()
 
 
-def merge(parts: list[tuple[Tensor, Tensor]] | tuple, dtype: torch.dtype) -> Tensor:
+def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     """Attention over all keys from (out, lse) over disjoint sets of them: a softmax over lse weighs the parts.
 
     Ring Attention (Liu et al. 2023), §3; accumulated in float32.

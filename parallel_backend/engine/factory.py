@@ -38,10 +38,6 @@ def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> Pa
 def _why_not_xfuser(layout: Layout) -> str | None:
     if layout.sequence.size == 1:
         return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
-    if not is_installed("xfuser"):
+    if find_spec("xfuser") is None:
         return "the package xfuser is not installed"
     return None
-
-
-def is_installed(package: str) -> bool:
-    return find_spec(package) is not None

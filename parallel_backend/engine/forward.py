@@ -32,6 +32,9 @@ class Engine(SharedAttention, Protocol):
     name: str
     plan: TokenPlan
 
+    def prepare(self) -> None:
+        """Called on every rank before each forward, also where it has no rows; may be collective."""
+
     def refusal(self, plan: TokenPlan) -> str | None:
         """Why this engine cannot compute `plan` exactly, in a user's words; None when it can."""
 
@@ -61,6 +64,8 @@ class ParallelForward:
         return self._traffic.bytes_sent
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        for engine in self._engines:
+            engine.prepare()
         axis = self._layout.row
         counts = [len(entry.x) for entry in rows]
         shares = share(sum(counts), axis.size)

@@ -30,6 +30,9 @@ class NativeAttention:
         self._traffic = traffic
         self.plan = TokenPlan.split(0, 0, layout.sequence.size)
 
+    def prepare(self) -> None:
+        """Its groups belong to the layout: nothing to do."""
+
     def refusal(self, plan: TokenPlan) -> str | None:
         """Why this engine cannot compute `plan` exactly, or None."""
         return None

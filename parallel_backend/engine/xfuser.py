@@ -38,6 +38,10 @@ class XfuserAttention:
         _lay_groups(self._xfuser, layout)
         self.plan = TokenPlan.split(0, 0, self._axis.size)
 
+    def prepare(self) -> None:
+        """Makes xfuser's global groups this layout's again, if another strategy ran since."""
+        _lay_groups(self._xfuser, self._layout)
+
     def refusal(self, plan: TokenPlan) -> str | None:
         if min(plan.lengths) == 0:
             return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
@@ -47,7 +51,6 @@ class XfuserAttention:
         """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
         if mask is not None:
             raise NotImplementedError("masks are not split over ranks yet")
-        _lay_groups(self._xfuser, self._layout)
         lengths = self.plan.lengths
         common, surplus = min(lengths), sum(lengths) - min(lengths) * len(lengths)
         self._count(query, common, surplus)
