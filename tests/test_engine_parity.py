@@ -202,20 +202,20 @@ def test_dropping_a_neighbours_keys_is_seen(subject):
 
 
 def sample_after_another_strategy_with_idle_ranks(world, path):
-    """Two strategies in turns on warm weights; the last request has one row for two groups of ranks."""
+    """Two strategies in turns on warm weights; the third request has one row for two groups of ranks."""
     layouts, model = Layouts(world), load(ModelSpec(path), world.device)
     pair, row = ParallelStrategy(cfg_degree=2, ulysses_degree=2), ParallelStrategy(ulysses_degree=4)
     forwards = [make_forward(model, layouts, Placement(strategy, "xfuser")) for strategy in (pair, row)]
-    names = ("odd sides, cfg 4, batch 1", "odd sides, cfg 1, batch 1", "odd sides, cfg 1, batch 1")
+    names = ("odd sides, cfg 4, batch 1", *["odd sides, cfg 1, batch 1"] * 3)
     return [
         denoise(forward, CASES[name], lambda i, denoised: None)
-        for forward, name in zip((*forwards, forwards[0]), names, strict=True)
+        for forward, name in zip((*forwards, *forwards), names, strict=True)
     ]
 
 
 def test_strategies_take_turns_on_xfuser_also_where_ranks_idle(subject):
     results = run_ranks(sample_after_another_strategy_with_idle_ranks, 4, subject[0], timeout=90)
     for latents in results:
-        for latent, name in zip(latents, ("cfg 4", "cfg 1", "cfg 1"), strict=True):
+        for latent, name in zip(latents, ("cfg 4", "cfg 1", "cfg 1", "cfg 1"), strict=True):
             expected = subject[1][f"odd sides, {name}, batch 1"]
             assert (latent - expected).abs().max() <= TOLERANCE * expected.abs().max()
