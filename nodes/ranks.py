@@ -48,7 +48,7 @@ def ready_sidecar(
     """A started sidecar that holds `spec`; inside, the ranks' errors become the ones ComfyUI knows."""
     try:
         sidecar = pool.get_sidecar(devices)
-        load = sidecar.load(spec, on_phase=say, should_cancel=interrupted)
+        load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted)
         if not load.cached:
             say(f"loaded in {load.seconds:.1f} s")
         if record is not None:

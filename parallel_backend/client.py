@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import deadlines
+from .calibration import Calibration
 from .errors import (
     Cancelled,
     CheckpointError,
@@ -31,6 +32,7 @@ from .payloads import predict_tensors, sample_tensors
 from .prompts import KnownPrompts
 from .protocol import NO_REQUEST, VERSION, Done, Hello, Load, Predict, Progress, Ready, Sample, Setup
 from .requests import LoadInfo, ModelSpec, Placement, PredictRequest, RunInfo, SampleRequest, SampleResult
+from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
 from .transport import pack_tensors
 
@@ -54,9 +56,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class _Held:
-    """The model that the ranks hold. `identity`: the file's inode, size and time, since a path can be overwritten."""
+    """The model that the ranks hold. `identity`: the file's inode, size and time, since a path can be overwritten;
+    `weights`: how it is split over the ranks (ParallelStrategy.weights)."""
 
     spec: ModelSpec
+    weights: ParallelStrategy
     identity: tuple[int, ...]
     info: LoadInfo
 
@@ -109,11 +113,18 @@ class Sidecar:
             return self._ensure_started(on_phase, cancelled)
 
     def load(
-        self, spec: ModelSpec, on_phase: OnPhase | None = None, should_cancel: ShouldCancel | None = None
+        self,
+        spec: ModelSpec,
+        strategy: ParallelStrategy | None = None,
+        on_phase: OnPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
     ) -> LoadInfo:
-        """Makes the ranks hold `spec`. Raises CheckpointError for a file they refuse; the group stays usable."""
+        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default.
+
+        Raises CheckpointError for a file they refuse; the group stays usable.
+        """
         with self._turn(should_cancel) as cancelled:
-            return self._ensure_loaded(spec, on_phase, cancelled)
+            return self._ensure_loaded(spec, strategy, on_phase, cancelled)
 
     def sample(
         self,
@@ -128,7 +139,7 @@ class Sidecar:
         self._check_placement(placement)
         tensors = sample_tensors(request)
         with self._turn(should_cancel) as cancelled:
-            self._ensure_loaded(spec, on_phase, cancelled)
+            self._ensure_loaded(spec, placement.strategy, on_phase, cancelled)
             message = Sample(
                 placement=placement,
                 cfg=float(request.cfg),
@@ -163,7 +174,7 @@ class Sidecar:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
         with self._turn(should_cancel) as cancelled:
-            self._ensure_loaded(spec, None, cancelled)
+            self._ensure_loaded(spec, placement.strategy, None, cancelled)
             key, is_new = self._prompts.find(request.conditioning)
             times = self._call_seconds[placement, tuple(request.x.shape)]
             try:
@@ -180,6 +191,27 @@ class Sidecar:
             seconds = _reports(done, "run")[0].seconds
             times.append(seconds)
             return velocity, _run_info(done, step_seconds=(seconds,))
+
+    def calibrate(
+        self,
+        strategy: ParallelStrategy,
+        *,
+        budget_s: float = deadlines.CALIBRATION,
+        thorough: bool = False,
+        on_phase: OnPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> tuple[Calibration, ...]:
+        """Measures the links between the ranks over the groups of `strategy`, one answer per rank; needs no model."""
+        self._check_placement(Placement(strategy))
+        with self._turn(should_cancel) as cancelled:
+            self._ensure_started(on_phase, cancelled)
+            self._activity = State.RUNNING
+            if on_phase is not None:
+                on_phase("measuring the links")
+            exchange = self._exchange(cancelled)
+            exchange.send(Calibrate(strategy, budget_s, thorough))
+            done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
+            return tuple(_reports(done, "calibration"))
 
     def cancel(self) -> None:
         """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
@@ -279,7 +311,14 @@ class Sidecar:
         self._activity = State.READY
         return time.monotonic() - begun
 
-    def _ensure_loaded(self, spec: ModelSpec, on_phase: OnPhase | None, cancelled: ShouldCancel) -> LoadInfo:
+    def _ensure_loaded(
+        self,
+        spec: ModelSpec,
+        strategy: ParallelStrategy | None,
+        on_phase: OnPhase | None,
+        cancelled: ShouldCancel,
+    ) -> LoadInfo:
+        weights = ParallelStrategy() if strategy is None else strategy.weights
         spec = replace(spec, path=str(Path(spec.path).absolute()))
         try:
             status = Path(spec.path).stat()
@@ -288,13 +327,14 @@ class Sidecar:
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         self._ensure_started(on_phase, cancelled)
         self._activity = State.RUNNING
-        if self._held is not None and (self._held.spec, self._held.identity) == (spec, identity):
+        wanted = (spec, weights, identity)
+        if self._held is not None and (self._held.spec, self._held.weights, self._held.identity) == wanted:
             return replace(self._held.info, seconds=0.0, cached=True)
         if on_phase is not None:
             on_phase(f"loading {Path(spec.path).name}")
         # Ranks agree on a load before they report, so an out-of-memory there leaves no collective half done.
         exchange = self._exchange(cancelled, survivable=USER_ERRORS | {"OutOfMemory"})
-        exchange.send(Load(spec))
+        exchange.send(Load(spec, weights))
         try:
             done = exchange.wait(lambda: deadlines.load_budget(status.st_size), self._refuse_message)
         except CheckpointError:
@@ -305,7 +345,7 @@ class Sidecar:
         infos = _reports(done, "load")
         info = replace(infos[0], seconds=max(i.seconds for i in infos))
         self._forget_model()
-        self._held = _Held(spec, identity, info)
+        self._held = _Held(*wanted, info)
         return info
 
     def _forget_model(self) -> None:

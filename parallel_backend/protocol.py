@@ -13,6 +13,7 @@ import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass
 
+from .calibration import Calibration
 from .errors import ParallelError, TransportError
 from .requests import LoadInfo, ModelSpec, Placement
 from .strategy import ParallelStrategy
@@ -52,9 +53,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Load:
-    """Parent to all ranks: hold this model."""
+    """Parent to all ranks: hold this model, each rank the part of it that `strategy.weights` gives it."""
 
     spec: ModelSpec
+    strategy: ParallelStrategy
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class Predict:
     placement: Placement
     conditioning: int
     forget: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Parent to all ranks: measure the links over the groups of `strategy`, in about `budget_s` seconds.
+
+    `thorough`: also each pair of ranks alone, whether what arrives is what was sent, and the attention kernel.
+    """
+
+    strategy: ParallelStrategy
+    budget_s: float
+    thorough: bool
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,7 @@ class Done:
 
     load: LoadInfo | None = None
     run: RankRun | None = None
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,7 @@ class Failed:
 # `kind` of a rank that did its part but gave it up because another rank could not do its own.
 PEER_FAILED = "PeerFailed"
 
-Message = Hello | Setup | Ready | Load | Sample | Predict | Cancel | Progress | Done | Failed
+Message = Hello | Setup | Ready | Load | Sample | Predict | Calibrate | Cancel | Progress | Done | Failed
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS = {Sample: (1,), Predict: (1,), Progress: (0, 1), Done: (0, 1)}

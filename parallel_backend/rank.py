@@ -109,7 +109,7 @@ def serve(link, epoch: int, jobs) -> None:
 def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
     from .errors import TransportError
-    from .protocol import Done, Load, Predict, Sample
+    from .protocol import Calibrate, Done, Load, Predict, Sample
     from .rank_errors import failure
     from .step_boundary import StepBoundary
     from .transport import LinkClosed, close_all, unpack_tensors
@@ -122,7 +122,7 @@ def _answer(link, envelope, descriptors, jobs):
             close_all(descriptors)
         match message:
             case Load():
-                return Done(load=jobs.load(message.spec)), None
+                return Done(load=jobs.load(message.spec, message.strategy)), None
             case Sample():
                 boundary = StepBoundary(
                     link,
@@ -139,6 +139,8 @@ def _answer(link, envelope, descriptors, jobs):
             case Predict():
                 result, run = jobs.predict(message, tensors)
                 return Done(run=run), result
+            case Calibrate():
+                return Done(calibration=jobs.calibrate(message)), None
             case _:
                 raise TransportError(f"{type(message).__name__} is not a request")
     except LinkClosed:

@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .calibration import Calibration
 from .engine.groups import Layouts, World
 from .errors import RequestError
 from .payloads import Tensors, predict_parts, sample_request
-from .protocol import Predict, RankRun, Sample, Setup
+from .protocol import Calibrate, Predict, RankRun, Sample, Setup
 from .rank_errors import PeerFailed, is_out_of_memory
 from .requests import Conditioning, LoadInfo, ModelSpec, Placement
 from .step_boundary import StepBoundary
+from .strategy import ParallelStrategy
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -37,18 +39,19 @@ class RankJobs:
         self._forwards: dict[Placement, object] = {}
         self._prompts: dict[int, Conditioning] = {}
 
-    def load(self, spec: ModelSpec) -> LoadInfo:
-        """Holds `spec` on every rank or on none; on failure the model held before stays, memory permitting.
+    def load(self, spec: ModelSpec, strategy: ParallelStrategy) -> LoadInfo:
+        """Holds `spec` on every rank or on none, split as `strategy` has it; on failure the model held before stays,
+        memory permitting.
 
         All ranks agree on the outcome before anyone gives up the old model: 0 good, 1 out of memory, 2 refused.
         """
         begun = time.perf_counter()
-        model, error = self._try_load(spec)
+        model, error = self._try_load(spec, strategy)
         worst = self._agree(error)
         if worst == _NO_MEMORY and self._model is not None:
             model = error = None
             self._drop_model()  # the old one was in the way
-            model, error = self._try_load(spec)
+            model, error = self._try_load(spec, strategy)
             worst = self._agree(error)
         if worst != _GOOD:
             model = None
@@ -99,6 +102,12 @@ class RankJobs:
         (velocity,) = forward([Rows(x=x.to(device), sigma=sigma.to(device), conditioning=prompt)])
         return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
 
+    def calibrate(self, message: Calibrate) -> Calibration:
+        """Measures the links over the groups of a strategy; needs no model."""
+        from .rank_calibrate import calibrate
+
+        return calibrate(self.world, self._layouts.get(message.strategy), message)
+
     def _forward(self, placement: Placement):
         if self._model is None:
             raise RequestError("the ranks hold no model; load one first.")
@@ -111,19 +120,19 @@ class RankJobs:
 
         return make_forward(self._model, self._layouts, placement)
 
-    def _try_load(self, spec: ModelSpec):
+    def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
-            return self._read_model(spec), None
+            return self._read_model(spec, strategy), None
         except Exception as error:
             return None, error
 
-    def _read_model(self, spec: ModelSpec):
+    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy):
         if spec.family != "flux":
             raise RequestError(f"model family {spec.family!r} is unknown; this version knows flux.")
-        from .models.flux import load
+        from .engine.weights import load_under
 
-        return load(spec, self.world.device)
+        return load_under(spec, self._layouts, strategy)
 
     def _agree(self, error: Exception | None) -> int:
         mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED

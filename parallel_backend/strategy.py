@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from .errors import StrategyError
@@ -49,6 +50,11 @@ class ParallelStrategy:
 
     Rank layout, slowest axis first: data, cfg, pipefusion, ring, ulysses, tensor; neighbours on the
     ulysses axis have adjacent ranks, because all-to-all wants the fastest links.
+
+    `num_pipeline_patch`: patches that PipeFusion cuts an image into, 0 for as many as it has stages; `warmup_steps`:
+    its exact steps before it goes on with keys and values of the step before; `shard_weights`: each rank keeps its
+    share of the weights and gathers a block when it needs it (FSDP), `offload_weights`: and keeps that share in host
+    memory; `device_shares`: how much of an image's tokens, or of the model's blocks, each rank takes, empty for equal.
     """
 
     data_degree: int = 1
@@ -57,12 +63,23 @@ class ParallelStrategy:
     ring_degree: int = 1
     ulysses_degree: int = 1
     tensor_degree: int = 1
+    shard_weights: bool = False
+    offload_weights: bool = False
+    num_pipeline_patch: int = 0
+    warmup_steps: int = 1
+    device_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in DEGREES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise StrategyError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+            _check_whole(name, getattr(self, name), 1)
+        for name in ("num_pipeline_patch", "warmup_steps"):
+            _check_whole(name, getattr(self, name), 0)
+        shares = tuple(float(value) for value in self.device_shares)
+        if not all(math.isfinite(value) and value > 0 for value in shares):
+            raise StrategyError(
+                f"device_shares is {', '.join(f'{v:g}' for v in shares)}; each must be a number above 0."
+            )
+        object.__setattr__(self, "device_shares", () if len(set(shares)) <= 1 else shares)
 
     @property
     def world_size(self) -> int:
@@ -84,10 +101,30 @@ class ParallelStrategy:
     def describe(self) -> str:
         """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split."""
         parts = [f"{_LABELS[n]} {getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
-        return " × ".join(parts) or "one device"
+        words = " × ".join(parts) or "one device"
+        if self.offload_weights:
+            words += ", weights sharded and kept in host memory"
+        elif self.shard_weights:
+            words += ", weights sharded"
+        if self.device_shares:
+            words += f", shares {' : '.join(f'{value:g}' for value in self.device_shares)}"
+        return words
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def pipeline_patches(self) -> int:
+        """Patches of an image under PipeFusion; fewer where an image has fewer tokens."""
+        return self.num_pipeline_patch or self.pipefusion_degree
+
+    @property
+    def weights(self) -> ParallelStrategy:
+        """What of it decides which weights a rank holds: strategies that agree in it share the loaded model."""
+        if self.pipefusion_degree == 1 and self.tensor_degree == 1 and not self.shard_weights:
+            return ParallelStrategy()
+        shares = self.device_shares if self.pipefusion_degree > 1 else ()
+        return self.replace(num_pipeline_patch=0, warmup_steps=1, device_shares=shares)
 
     def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
         """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run."""
@@ -109,15 +146,22 @@ class ParallelStrategy:
                 f"cfg_degree {self.cfg_degree}: there are only two prompts to share out, positive and negative; the "
                 f"nearest valid setting is cfg_degree 2."
             )
-        if self.pipefusion_degree > 1:
+        if self.pipefusion_degree > model.blocks > 0:
             found.append(
-                f"pipefusion_degree {self.pipefusion_degree}: PipeFusion is not available in this version; set "
-                f"pipefusion_degree to 1, and use ulysses_degree or ring_degree to occupy the devices."
+                f"pipefusion_degree {self.pipefusion_degree}: {model.name} has {model.blocks} blocks and each device "
+                f"needs one; the nearest valid setting is pipefusion_degree {model.blocks}."
             )
-        if self.tensor_degree > 1:
+        if model.heads % (self.ulysses_degree * self.tensor_degree) and not model.heads % self.ulysses_degree:
+            heads = model.heads // self.ulysses_degree
+            nearest = max(d for d in range(1, self.tensor_degree) if heads % d == 0)
             found.append(
-                f"tensor_degree {self.tensor_degree}: tensor parallelism is not available in this version; set "
-                f"it to 1, and use ulysses_degree or ring_degree to occupy the devices."
+                f"tensor_degree {self.tensor_degree} times ulysses_degree {self.ulysses_degree} does not divide the "
+                f"{model.heads} attention heads of {model.name}; the nearest valid setting is tensor_degree {nearest}."
+            )
+        if self.device_shares and len(self.device_shares) != self.world_size:
+            found.append(
+                f"device_shares names {len(self.device_shares)} shares and {self.describe()} uses {self.world_size} "
+                f"devices; name one share for each."
             )
         if engine not in ENGINES:
             found.append(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
@@ -129,8 +173,13 @@ class ParallelStrategy:
         if found:
             raise StrategyError("This strategy cannot run:\n" + "\n".join(f"- {line}" for line in found))
 
-    def replace(self, **changes: int) -> ParallelStrategy:
+    def replace(self, **changes: object) -> ParallelStrategy:
         return replace(self, **changes)
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise StrategyError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
 
 
 def split_sequence(count: int, heads: int) -> tuple[int, int]:

@@ -76,7 +76,7 @@ def behave(code, rank, calls):
 
 
 class ScriptedJobs(RankJobs):
-    def _read_model(self, spec):
+    def _read_model(self, spec, strategy):
         script = Path(spec.path).read_text().split()
         if script[0] == "refused" and self.world.rank == int(script[1]):
             raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")

@@ -18,6 +18,8 @@ GROUND = {
     "payloads",
     "protocol",
     "requests",
+    "shares",
+    "stages",
     "strategy",
     "transport",
 }

@@ -39,7 +39,13 @@ MESSAGES = [
         0,
     ),
     (Ready(seconds=1.5), 0),
-    (Load(ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")), 0),
+    (
+        Load(
+            ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16"),
+            ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)),
+        ),
+        0,
+    ),
     (Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True), 1),
     (Predict(placement=PLACEMENT, conditioning=3, forget=(1, 2)), 1),
     (Cancel(), 0),
@@ -115,7 +121,7 @@ def test_a_message_comes_with_the_payloads_it_must_have(message, payloads):
 
 def test_a_message_over_the_limit_is_not_sent():
     with pytest.raises(TransportError, match=str(MAX_MESSAGE_BYTES)):
-        encode(Envelope(1, 1, Load(ModelSpec(path="x" * MAX_MESSAGE_BYTES))))
+        encode(Envelope(1, 1, Load(ModelSpec(path="x" * MAX_MESSAGE_BYTES), ParallelStrategy())))
 
 
 def test_a_number_that_is_none_is_not_sent():

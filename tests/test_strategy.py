@@ -42,13 +42,43 @@ def test_heads_that_share_no_divisor_are_pointed_to_ring():
 
 
 def test_every_violated_rule_is_listed():
-    strategy = ParallelStrategy(cfg_degree=3, pipefusion_degree=2, ulysses_degree=5)
+    strategy = ParallelStrategy(cfg_degree=3, pipefusion_degree=60, ulysses_degree=5)
     with pytest.raises(StrategyError) as raised:
         strategy.check(FLUX, device_count=4)
     text = str(raised.value)
     assert text.count("\n- ") == 4
-    for word in ("needs 30 devices", "cfg_degree 2", "pipefusion_degree 2", "ulysses_degree 5"):
+    for word in ("needs 900 devices", "cfg_degree 2", "pipefusion_degree 57", "ulysses_degree 5"):
         assert word in text
+
+
+def test_tensor_and_ulysses_together_must_divide_the_heads():
+    (line,) = ParallelStrategy(ulysses_degree=4, tensor_degree=4).violations(FLUX, 16)
+    assert "24 attention heads" in line and "tensor_degree 3" in line
+    assert ParallelStrategy(ulysses_degree=4, tensor_degree=3).violations(FLUX, 12) == []
+
+
+def test_one_share_is_needed_for_each_device():
+    (line,) = ParallelStrategy(ring_degree=3, device_shares=(2, 1)).violations(FLUX, 3)
+    assert "2 shares" in line and "3 devices" in line
+
+
+@pytest.mark.parametrize("shares", [(1, 0), (1, -2), (1, float("inf")), (float("nan"), 1)])
+def test_a_share_that_is_no_positive_number_is_refused(shares):
+    with pytest.raises(StrategyError, match="device_shares"):
+        ParallelStrategy(ring_degree=2, device_shares=shares)
+
+
+def test_equal_shares_are_no_shares():
+    assert ParallelStrategy(ring_degree=2, device_shares=(3, 3)) == ParallelStrategy(ring_degree=2)
+
+
+def test_strategies_share_loaded_weights_where_ranks_hold_the_same():
+    whole = ParallelStrategy()
+    assert ParallelStrategy(cfg_degree=2, ulysses_degree=2, device_shares=(2, 1, 2, 1)).weights == whole
+    stages = ParallelStrategy(pipefusion_degree=2)
+    assert stages.replace(num_pipeline_patch=8, warmup_steps=3).weights == stages.weights != whole
+    assert stages.replace(device_shares=(2, 1)).weights != stages.weights
+    assert ParallelStrategy(ulysses_degree=2, shard_weights=True).weights != whole
 
 
 def test_an_unknown_engine_is_named():

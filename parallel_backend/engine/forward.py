@@ -11,10 +11,11 @@ from torch import Tensor
 from ..models.flux import FluxModel
 from ..models.packing import image_ids, pack, text_ids, unpack
 from ..requests import Conditioning
+from ..shares import share, span
 from .adjust_diffusers import SharedAttention, share_attention
 from .collectives import Traffic, all_gather
 from .groups import Layout
-from .plan import TokenPlan, share, span
+from .plan import TokenPlan
 
 
 @dataclass(frozen=True)

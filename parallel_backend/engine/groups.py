@@ -59,15 +59,26 @@ class Axis:
 class Layout:
     """The groups of one strategy that this rank is in.
 
-    `row` shares out whole images (data x cfg), `sequence` the tokens of one image (ring x ulysses).
+    `row` shares out whole images (data x cfg), `pipe` the blocks of the model, `sequence` the tokens of one image
+    (ring x ulysses), `tensor` the heads and columns of each layer. `way_back` has the ranks of `pipe`: what the last
+    stage returns must not queue behind what the stages hand on, as it would within one NCCL group.
     """
 
     strategy: ParallelStrategy
     world: World
     row: Axis
+    pipe: Axis
+    way_back: Axis
     sequence: Axis
     ring: Axis
     ulysses: Axis
+    tensor: Axis
+
+    @property
+    def sequence_shares(self) -> tuple[float, ...]:
+        """How much of an image's tokens each rank of this rank's sequence axis takes; empty for equal shares."""
+        shares = self.strategy.device_shares
+        return tuple(shares[rank] for rank in self.sequence.ranks) if shares else ()
 
 
 class Layouts:
@@ -76,7 +87,7 @@ class Layouts:
     def __init__(self, world: World) -> None:
         self.world = world
         self._layouts: dict[ParallelStrategy, Layout] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     def get(self, strategy: ParallelStrategy) -> Layout:
         if strategy.world_size != self.world.world_size:
@@ -88,30 +99,33 @@ class Layouts:
                 strategy,
                 self.world,
                 row=self._axis(strategy, ROW_AXES),
+                pipe=self._axis(strategy, ("pipefusion",)),
+                way_back=self._axis(strategy, ("pipefusion",), purpose="way back"),
                 sequence=self._axis(strategy, SEQUENCE_AXES),
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),
+                tensor=self._axis(strategy, ("tensor",)),
             )
         return self._layouts[strategy]
 
-    def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...]) -> Axis:
+    def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
         mine = None
         for ranks in rank_groups(strategy, axes):
-            group = self._group(ranks)
+            group = self._group(ranks, purpose)
             if self.world.rank in ranks:
                 mine = Axis(ranks, ranks.index(self.world.rank), group)
         assert mine is not None, "every rank is in one group of each axis"
         return mine
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
         """new_group is collective: every rank creates every group, in the same order, member or not."""
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.world.world_size:
+        if len(ranks) == self.world.world_size and not purpose:
             return self.world.group
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks))
-        return self._groups[ranks]
+        if (ranks, purpose) not in self._groups:
+            self._groups[ranks, purpose] = dist.new_group(list(ranks))
+        return self._groups[ranks, purpose]
 
 
 def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -1,34 +1,32 @@
-"""How rows and tokens are shared out over ranks: contiguous, as even as whole numbers allow. Pure functions."""
+"""Which tokens of an image each rank holds: contiguous shares of its patches. Pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-def share(total: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` contiguous shares of `total`; they differ by at most one, the first are the larger."""
-    return tuple(total // parts + (i < total % parts) for i in range(parts))
-
-
-def span(sizes: tuple[int, ...], i: int) -> slice:
-    """The range of share `i`."""
-    begin = sum(sizes[:i])
-    return slice(begin, begin + sizes[i])
+from ..shares import share
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Which text and image tokens each rank of the sequence axis holds, by count. Both are contiguous shares.
+    """Which text and image tokens each rank of the sequence axis holds, by count.
 
-    Surplus text goes to the first ranks and surplus image tokens to the last, so totals differ by at most one.
+    Both are contiguous shares. Surplus text goes to the first ranks and surplus image tokens to the last, so equal
+    shares differ by at most one token.
     """
 
     text: tuple[int, ...]
     image: tuple[int, ...]
 
     @classmethod
-    def split(cls, text: int, image: int, degree: int) -> TokenPlan:
-        return cls(text=share(text, degree), image=share(image, degree)[::-1])
+    def split(cls, text: int, image: int, degree: int, weights: tuple[float, ...] = ()) -> TokenPlan:
+        """`weights`: how much each rank takes, empty for equal shares."""
+        texts = share(text, degree, weights)
+        if not weights:
+            return cls(text=texts, image=share(image, degree)[::-1])
+        totals = share(text + image, degree, weights)
+        images = tuple(total - own for total, own in zip(totals, texts, strict=True))
+        return cls(text=texts, image=images if min(images) >= 0 else share(image, degree, weights))
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..shares import share
 from ..strategy import ParallelStrategy
-from .plan import TokenPlan, share
+from .plan import TokenPlan
 
 
 def expected_bytes(
