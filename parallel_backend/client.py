@@ -30,7 +30,19 @@ from .errors import (
 from .exchange import USER_ERRORS, Exchange
 from .payloads import predict_tensors, sample_tensors
 from .prompts import KnownPrompts
-from .protocol import NO_REQUEST, VERSION, Done, Hello, Load, Predict, Progress, Ready, Sample, Setup
+from .protocol import (
+    NO_REQUEST,
+    VERSION,
+    Calibrate,
+    Done,
+    Hello,
+    Load,
+    Predict,
+    Progress,
+    Ready,
+    Sample,
+    Setup,
+)
 from .requests import LoadInfo, ModelSpec, Placement, PredictRequest, RunInfo, SampleRequest, SampleResult
 from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
@@ -210,6 +222,27 @@ class Sidecar:
                 on_phase("measuring the links")
             exchange = self._exchange(cancelled)
             exchange.send(Calibrate(strategy, budget_s, thorough))
+            done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
+            return tuple(_reports(done, "calibration"))
+
+    def calibrate(
+        self,
+        placement: Placement,
+        *,
+        budget_s: float = deadlines.CALIBRATION,
+        thorough: bool = False,
+        on_phase: OnPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> tuple[Calibration, ...]:
+        """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
+        self._check_placement(placement)
+        with self._turn(should_cancel) as cancelled:
+            self._ensure_started(on_phase, cancelled)
+            self._activity = State.RUNNING
+            if on_phase is not None:
+                on_phase("measuring the links")
+            exchange = self._exchange(cancelled)
+            exchange.send(Calibrate(placement.strategy, budget_s, thorough))
             done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
             return tuple(_reports(done, "calibration"))
 

@@ -11,6 +11,7 @@ LOAD_BYTES_PER_SECOND = 50e6  # a slow network disk; a local NVMe is 40 times fa
 FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here
 STEP_FLOOR = 30.0  # s
 STEP_FACTOR = 10  # a step this many times slower than the median is stuck
+CALIBRATION = 2.0  # s that measuring the links may take; one step of a large model takes as long
 CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they are killed
 TERMINATE = 2.0  # s between SIGTERM and SIGKILL
 REPORT = 0.4  # s for all ranks to report after the first failure; who does not is stuck in a collective

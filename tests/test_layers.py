@@ -10,6 +10,7 @@ BACKEND = ROOT / "parallel_backend"
 
 # Layer of each module below parallel_backend, by its first dotted part (or a longer prefix where needed).
 GROUND = {
+    "calibration",
     "checkpoint",
     "deadlines",
     "errors",
@@ -44,7 +45,16 @@ COMFY_HALF = {
     "topology_probe",
 }
 # Rank's half, lowest first: a layer may import itself and those before it.
-RANK_HALF = ["models", "engine", "sampling", "rank_errors", "step_boundary", "rank_jobs", "rank"]
+RANK_HALF = [
+    "models",
+    "engine",
+    "sampling",
+    "rank_errors",
+    "step_boundary",
+    "rank_calibrate",
+    "rank_jobs",
+    "rank",
+]
 COMFYUI = {
     "comfy",
     "comfy_api",

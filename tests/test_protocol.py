@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_backend.calibration import Calibration, RankFacts, Transfer
 from parallel_backend.errors import TransportError
 from parallel_backend.protocol import (
     MAX_MESSAGE_BYTES,
+    Calibrate,
     Cancel,
     Done,
     Envelope,
@@ -29,6 +31,15 @@ from parallel_backend.requests import LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 
 PLACEMENT = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2), engine="native")
+CALIBRATION = Calibration(
+    rank=1,
+    backend="nccl",
+    strategy=PLACEMENT.strategy,
+    transfers=(Transfer("pair", 4096, 4096, seconds=1e-5, peer=0, intact=False),),
+    collective_s=2e-5,
+    seconds=1.5,
+    facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
+)
 # (message, payloads it may come with)
 MESSAGES = [
     (Hello(pid=7, protocol=1, python="3.11.7", torch="2.13.0"), 0),
@@ -56,6 +67,8 @@ MESSAGES = [
         0,
     ),
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
+    (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
+    (Done(calibration=CALIBRATION), 0),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),
 ]
 FRAME = json.loads(encode(Envelope(3, 4, Progress(step=1, steps=2, seconds=0.5))))
