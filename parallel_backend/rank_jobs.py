@@ -85,7 +85,7 @@ class RankJobs:
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors) -> tuple[Tensors, RankRun]:
         """One model call; the velocity is the same on every rank."""
-        from .engine.forward import Rows
+        from .engine.rows import Rows
 
         begun = time.perf_counter()
         x, sigma, conditioning = predict_parts(tensors)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..engine.forward import ParallelForward, Rows
+from ..engine.forward import ParallelForward
+from ..engine.rows import Rows
 from ..errors import RequestError
 from ..requests import Conditioning, SampleRequest
 from .samplers import STEPS, Model, start_history
