@@ -23,6 +23,7 @@ GROUND = {
     "stages",
     "strategy",
     "transport",
+    "vae_keys",
 }
 COMFY_HALF = {
     "choice",

@@ -1,0 +1,146 @@
+"""Decoding in bands on real gloo ranks: the image of diffusers' unsplit decoder, for any size, batch and share."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+from parallel_backend.engine import bands as bands_module
+from parallel_backend.engine.band_traffic import expected_decode_bytes
+from parallel_backend.engine.banded_decoder import BandedDecoder
+from parallel_backend.engine.bands import Bands, split_rows
+from parallel_backend.engine.collectives import Traffic
+from parallel_backend.errors import RequestError
+from parallel_backend.models.vae import load_vae
+from parallel_backend.shares import share
+from ranks import run_ranks
+from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+
+FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of max|image|
+
+
+def decode(world, dims, latent, shares=(), break_halo=False):
+    """(image [H, W, 3] or an empty tensor, bytes sent, parts announced) of one rank."""
+    if break_halo:
+        _drop_halo()
+    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+    parts = []
+    image = decoder(latent, shares, lambda: parts.append(1))
+    sent = decoder.bytes_sent
+    again = decoder(latent, shares)
+    assert (image is None) == (again is None) == (world.rank > 0)
+    assert image is None or torch.equal(image, again)
+    return torch.empty(0) if image is None else image, sent, len(parts)
+
+
+def _drop_halo():
+    """Ranks then take their neighbours' rows for zeros, as a split without exchange would."""
+    start = bands_module.Bands.start_halo
+
+    def without(self, x):
+        wait = start(self, x)
+        return lambda: tuple(None if row is None else torch.zeros_like(row) for row in wait())
+
+    bands_module.Bands.start_halo = without
+
+
+def whole(dims, latent):
+    """[H, W, 3] of diffusers' own AutoencoderKL."""
+    with torch.inference_mode():
+        return random_vae(dims).decode(latent[None]).sample[0].permute(1, 2, 0)
+
+
+def relative(image, expected):
+    return ((image - expected).abs().max() / expected.abs().max()).item()
+
+
+CASES = [  # ranks, (height, width), shares
+    (1, (5, 7), ()),
+    (2, (8, 8), ()),
+    (2, (9, 5), ()),
+    (3, (7, 6), ()),
+    (3, (4, 9), ()),  # bands of 2, 1 and 1 rows
+    (4, (8, 3), ()),
+    (4, (6, 4), ()),
+    (4, (3, 8), ()),  # one rank has no row
+    (3, (1, 6), ()),  # only one has
+    (2, (2, 1), ()),
+    (2, (9, 6), (2.0, 1.0)),
+    (3, (11, 4), (1.0, 5.0, 2.0)),
+    (4, (3, 5), (1.0, 1.0, 5.0, 5.0)),  # the first ranks have none
+]
+
+
+@pytest.mark.parametrize(("ranks", "size", "shares"), CASES, ids=str)
+@pytest.mark.parametrize("dims", [FLUX, SD], ids=["flux", "sd"])
+def test_the_image_is_that_of_the_unsplit_decoder(dims, ranks, size, shares):
+    latent = random_latent(dims, *size)[0]
+    results = run_ranks(decode, ranks, dims, latent, shares)
+    assert relative(results[0][0], whole(dims, latent)) <= TOLERANCE
+    rows = share(size[0], ranks, shares)
+    for rank, (_, sent, parts) in enumerate(results):
+        assert sent == expected_decode_bytes(dims, rows, rank, width=size[1])
+        assert parts == 1 + len(dims.widths)
+
+
+def test_the_image_is_right_with_other_levels_and_widths():
+    dims = dims_of(widths=(32, 96), channels=8)
+    latent = random_latent(dims, 5, 6)[0]
+    results = run_ranks(decode, 2, dims, latent)
+    assert relative(results[0][0], whole(dims, latent)) <= TOLERANCE
+    assert [sent for _, sent, _ in results] == [
+        expected_decode_bytes(dims, (3, 2), r, width=6) for r in (0, 1)
+    ]
+
+
+def test_there_is_no_seam():
+    """Rows next to a border of two bands differ from the unsplit image no more than the other rows."""
+    latent = random_latent(FLUX, 24, 16)[0]
+    image = run_ranks(decode, 3, FLUX, latent)[0][0]
+    expected = whole(FLUX, latent)
+    per_row = (image - expected).abs().amax(dim=(1, 2)) / expected.abs().max()
+    borders = torch.tensor([border + offset for border in (64, 128) for offset in (-2, -1, 0, 1)])
+    inside = per_row[[row for row in range(192) if row not in borders]]
+    assert per_row[borders].max() <= max(2 * inside.max().item(), 1e-6)
+
+
+def test_a_decoder_that_drops_the_halo_is_seen():
+    latent = random_latent(FLUX, 12, 8)[0]
+    image = run_ranks(decode, 2, FLUX, latent, (), True)[0][0]
+    expected = whole(FLUX, latent)
+    per_row = (image - expected).abs().amax(dim=(1, 2)) / expected.abs().max()
+    assert per_row.max() > 100 * TOLERANCE
+    assert 40 <= per_row.argmax() < 56  # the border is at row 48
+
+
+def test_a_layer_that_looks_further_is_refused():
+    for conv in (
+        nn.Conv2d(4, 4, 5, padding=2),
+        nn.Conv2d(4, 4, 3, padding=1, stride=2),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    ):
+        with pytest.raises(RequestError, match="cannot be split"):
+            split_rows(nn.Sequential(conv), Bands(Traffic()))
+
+
+def peak(world, dims, latent):
+    """Bytes that torch's allocator has given out at once during a decode, beyond what it had before."""
+    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+    decoder(latent)  # groups and buffers that stay
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        decoder(latent)
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(changes)))
+
+
+def test_a_rank_needs_its_share_of_the_memory():
+    """Peak activations over 1/N of one rank's; the keys and values of the whole image are the part that is not split."""
+    latent = random_latent(FLUX, 24, 24)[0]
+    (one,) = run_ranks(peak, 1, FLUX, latent)
+    for ranks in (2, 4):
+        assert max(run_ranks(peak, ranks, FLUX, latent)) <= 1.15 * one / ranks
