@@ -206,27 +206,6 @@ class Sidecar:
 
     def calibrate(
         self,
-        strategy: ParallelStrategy,
-        *,
-        budget_s: float = deadlines.CALIBRATION,
-        thorough: bool = False,
-        on_phase: OnPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
-    ) -> tuple[Calibration, ...]:
-        """Measures the links between the ranks over the groups of `strategy`, one answer per rank; needs no model."""
-        self._check_placement(Placement(strategy))
-        with self._turn(should_cancel) as cancelled:
-            self._ensure_started(on_phase, cancelled)
-            self._activity = State.RUNNING
-            if on_phase is not None:
-                on_phase("measuring the links")
-            exchange = self._exchange(cancelled)
-            exchange.send(Calibrate(strategy, budget_s, thorough))
-            done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
-            return tuple(_reports(done, "calibration"))
-
-    def calibrate(
-        self,
         placement: Placement,
         *,
         budget_s: float = deadlines.CALIBRATION,
