@@ -7,16 +7,15 @@ travel here: they are a sealed memfd beside the datagram (transport.py).
 
 from __future__ import annotations
 
-import functools
 import json
-import types
 import typing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 
 from .calibration import Calibration
-from .errors import ParallelError, TransportError
+from .errors import TransportError
 from .requests import LoadInfo, ModelSpec, Placement
 from .strategy import ParallelStrategy
+from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
@@ -166,7 +165,7 @@ def encode(envelope: Envelope) -> bytes:
         "epoch": envelope.epoch,
         "request": envelope.request,
         "op": type(envelope.message).__name__,
-        "body": _to_json(envelope.message),
+        "body": to_json(envelope.message),
     }
     data = json.dumps(frame, allow_nan=False, separators=(",", ":")).encode()
     if len(data) > MAX_MESSAGE_BYTES:
@@ -182,92 +181,22 @@ def decode(data: bytes, payloads: int = 0) -> Envelope:
     if len(data) > MAX_MESSAGE_BYTES:
         raise TransportError(f"a message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
-        frame = json.loads(data.decode(), object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+        frame = parse(data.decode())
     except (ValueError, RecursionError) as error:
         raise TransportError(f"a message is not valid JSON: {error}") from None
     if not isinstance(frame, dict) or frame.get("version") != VERSION:
         found = frame.get("version") if isinstance(frame, dict) else None
         raise TransportError(f"a message has protocol version {found!r}; this side speaks {VERSION}")
     if set(frame) != {"version", "epoch", "request", "op", "body"}:
-        raise TransportError(f"a message has the wrong fields: {_shown(sorted(frame))}")
+        raise TransportError(f"a message has the wrong fields: {shown(sorted(frame))}")
     kind = _MESSAGES.get(frame["op"]) if isinstance(frame["op"], str) else None
     if kind is None:
-        raise TransportError(f"unknown message {_shown(frame['op'])}")
+        raise TransportError(f"unknown message {shown(frame['op'])}")
     allowed = _PAYLOADS.get(kind, (0,))
     if payloads not in allowed:
         raise TransportError(f"a {kind.__name__} message came with {payloads} payloads; allowed: {allowed}")
     return Envelope(
-        epoch=_from_json(frame["epoch"], int, "epoch"),
-        request=_from_json(frame["request"], int, "request"),
-        message=_from_json(frame["body"], kind, kind.__name__),
+        epoch=from_json(frame["epoch"], int, "epoch"),
+        request=from_json(frame["request"], int, "request"),
+        message=from_json(frame["body"], kind, kind.__name__),
     )
-
-
-def _to_json(value):
-    if is_dataclass(value):
-        types_of = _field_types(type(value))
-        return {f.name: _coerced(getattr(value, f.name), types_of[f.name]) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
-    return value
-
-
-def _coerced(value, kind):
-    # A caller may write cfg=4: a float field goes out as a float, since the other side takes nothing else.
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return _to_json(value)
-
-
-def _from_json(value, kind, where: str):
-    """`value` as `kind`: int, float, str, bool, None, a union of those, tuple[kind, ...] or a dataclass of them."""
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(kind)
-        if value is None and type(None) in options:
-            return None
-        (kind,) = (option for option in options if option is not type(None))
-        return _from_json(value, kind, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TransportError(f"{where}: expected a list, found {_shown(value)}")
-        return tuple(_from_json(item, typing.get_args(kind)[0], where) for item in value)
-    if is_dataclass(kind):
-        return _dataclass_from_json(value, kind, where)
-    if type(value) is not kind:  # exact: True is no int, 1 no float
-        raise TransportError(f"{where}: expected {kind.__name__}, found {_shown(value)}")
-    return value
-
-
-def _dataclass_from_json(value, kind, where: str):
-    types_of = _field_types(kind)
-    if not isinstance(value, dict) or set(value) != set(types_of):
-        raise TransportError(f"{where}: expected the fields {sorted(types_of)}, found {_shown(value)}")
-    arguments = {name: _from_json(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
-    try:
-        return kind(**arguments)
-    except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
-        raise TransportError(f"{where}: {error}") from None
-
-
-@functools.cache
-def _field_types(kind) -> dict[str, object]:
-    hints = typing.get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
-
-
-def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """For json.loads: a field that appears twice would read differently on each side."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a field appears twice")
-    return found
-
-
-def _refuse_constant(text: str):
-    raise ValueError(f"{text} is not a number here")
-
-
-def _shown(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .errors import TransportError
-from .protocol import MAX_MESSAGE_BYTES, Envelope, decode, encode, without_repeats
+from .protocol import MAX_MESSAGE_BYTES, Envelope, decode, encode
+from .strict_json import without_repeats
 
 MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too many is seen and refused
 MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over

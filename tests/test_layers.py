@@ -22,6 +22,7 @@ GROUND = {
     "shares",
     "stages",
     "strategy",
+    "strict_json",
     "transport",
     "vae_keys",
 }
