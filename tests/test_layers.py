@@ -13,6 +13,7 @@ GROUND = {
     "calibration",
     "checkpoint",
     "deadlines",
+    "decoding",
     "errors",
     "flux_file",
     "flux_keys",
@@ -27,6 +28,7 @@ GROUND = {
     "vae_keys",
 }
 COMFY_HALF = {
+    "calibration_store",
     "choice",
     "client",
     "cost_model",
@@ -36,8 +38,10 @@ COMFY_HALF = {
     "environment",
     "exchange",
     "families",
+    "fingerprint",
     "hardware",
     "local_machine",
+    "measurements",
     "plan",
     "pool",
     "prompts",
@@ -45,6 +49,7 @@ COMFY_HALF = {
     "supervisor",
     "topology",
     "topology_probe",
+    "vae_client",
 }
 # Rank's half, lowest first: a layer may import itself and those before it.
 RANK_HALF = [
@@ -54,6 +59,7 @@ RANK_HALF = [
     "rank_errors",
     "step_boundary",
     "rank_calibrate",
+    "rank_decode",
     "rank_jobs",
     "rank",
 ]
