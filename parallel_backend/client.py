@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import deadlines
 from .calibration import Calibration
+from .decoding import DecodeResult, VaeWeights, check_decode
 from .errors import (
     Cancelled,
     CheckpointError,
@@ -47,6 +48,7 @@ from .requests import LoadInfo, ModelSpec, Placement, PredictRequest, RunInfo, S
 from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
 from .transport import pack_tensors
+from .vae_client import VaeOnRanks
 
 OnStep = Callable[[int, int, Tensor | None], None]
 OnPhase = Callable[[str], None]
@@ -100,6 +102,7 @@ class Sidecar:
         self._failures = 0
         self._last_failure: RankFailed | None = None
         self._broken_until = 0.0
+        self._vae = VaeOnRanks(self.devices)
         self._forget_model()
 
     @property
@@ -203,6 +206,26 @@ class Sidecar:
             seconds = _reports(done, "run")[0].seconds
             times.append(seconds)
             return velocity, _run_info(done, step_seconds=(seconds,))
+
+    def decode(
+        self,
+        vae: VaeWeights,
+        latent: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: OnPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> DecodeResult:
+        """The image of `latent` [B, C, h, w], its rows shared out over all ranks. The model they hold stays loaded."""
+        check_decode(latent, shares, len(self.devices))
+        with self._turn(should_cancel) as cancelled:
+            self._ensure_started(on_phase, cancelled)
+            self._activity = State.RUNNING
+
+            def new_exchange(survivable: frozenset[str]) -> Exchange:
+                return self._exchange(cancelled, survivable)
+
+            return self._vae.decode(self._group.epoch, new_exchange, vae, latent, shares, on_step, on_phase)
 
     def calibrate(
         self,

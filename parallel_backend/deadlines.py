@@ -26,6 +26,12 @@ def load_budget(file_bytes: int) -> float:
     return LOAD_BASE + file_bytes / LOAD_BYTES_PER_SECOND
 
 
+def decode_budget(positions: int, on_cpu: bool) -> float:
+    """Seconds that one of the largest layers of a VAE may take over an image of `positions` latent positions."""
+    # A core needs about 10 ms for such a layer of the full-size decoder at one position.
+    return FIRST_STEP + (0.1 * positions if on_cpu else 0.0)
+
+
 def step_budget(earlier: Sequence[float]) -> float:
     """Seconds that the next step may take, given how long `earlier` steps of the same kind took."""
     if not earlier:

@@ -12,6 +12,7 @@ import typing
 from dataclasses import dataclass
 
 from .calibration import Calibration
+from .decoding import RankDecode
 from .errors import TransportError
 from .requests import LoadInfo, ModelSpec, Placement
 from .strategy import ParallelStrategy
@@ -95,6 +96,24 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
+class LoadVae:
+    """Parent to all ranks: hold the VAE whose decoder is in the payload (ldm names) until another one comes."""
+
+    identity: str
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Parent to all ranks: decode the latents in the payload with the VAE sent as `identity`.
+
+    `shares`: how much of each image every rank takes, empty for equal shares.
+    """
+
+    identity: str
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Parent to rank 0: end the request named in the envelope at its next step boundary."""
 
@@ -126,6 +145,7 @@ class Done:
     load: LoadInfo | None = None
     run: RankRun | None = None
     calibration: Calibration | None = None
+    decode: RankDecode | None = None
 
 
 @dataclass(frozen=True)
@@ -143,10 +163,24 @@ class Failed:
 # `kind` of a rank that did its part but gave it up because another rank could not do its own.
 PEER_FAILED = "PeerFailed"
 
-Message = Hello | Setup | Ready | Load | Sample | Predict | Calibrate | Cancel | Progress | Done | Failed
+Message = (
+    Hello
+    | Setup
+    | Ready
+    | Load
+    | Sample
+    | Predict
+    | Calibrate
+    | LoadVae
+    | Decode
+    | Cancel
+    | Progress
+    | Done
+    | Failed
+)
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
-_PAYLOADS = {Sample: (1,), Predict: (1,), Progress: (0, 1), Done: (0, 1)}
+_PAYLOADS = {Sample: (1,), Predict: (1,), LoadVae: (1,), Decode: (1,), Progress: (0, 1), Done: (0, 1)}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def serve(link, epoch: int, jobs) -> None:
 def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
     from .errors import TransportError
-    from .protocol import Calibrate, Done, Load, Predict, Sample
+    from .protocol import Calibrate, Decode, Done, Load, LoadVae, Predict, Sample
     from .rank_errors import failure
     from .step_boundary import StepBoundary
     from .transport import LinkClosed, close_all, unpack_tensors
@@ -139,6 +139,21 @@ def _answer(link, envelope, descriptors, jobs):
             case Predict():
                 result, run = jobs.predict(message, tensors)
                 return Done(run=run), result
+            case LoadVae():
+                return Done(load=jobs.vae.load(message, tensors)), None
+            case Decode():
+                boundary = StepBoundary(
+                    link,
+                    envelope.epoch,
+                    envelope.request,
+                    rank=world.rank,
+                    control=world.control,
+                    device=world.device,
+                    steps=jobs.vae.steps(tensors),
+                    previews=False,
+                )
+                result, decode = jobs.vae.decode(message, tensors, boundary)
+                return Done(decode=decode), result
             case Calibrate():
                 return Done(calibration=jobs.calibrate(message)), None
             case _:

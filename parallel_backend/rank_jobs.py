@@ -14,6 +14,7 @@ from .engine.groups import Layouts, World
 from .errors import RequestError
 from .payloads import Tensors, predict_parts, sample_request
 from .protocol import Calibrate, Predict, RankRun, Sample, Setup
+from .rank_decode import VaeJobs
 from .rank_errors import PeerFailed, is_out_of_memory
 from .requests import Conditioning, LoadInfo, ModelSpec, Placement
 from .step_boundary import StepBoundary
@@ -34,6 +35,7 @@ class RankJobs:
             backend=setup.backend,
             store_path=setup.rendezvous,
         )
+        self.vae = VaeJobs(self.world, lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
         self._model = None
         self._forwards: dict[Placement, object] = {}

@@ -28,8 +28,8 @@ from .strict_json import without_repeats
 
 MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too many is seen and refused
 MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over
-MAX_HEADER_BYTES = 64 * 1024  # a payload has a dozen tensors
-MAX_TENSORS = 64
+MAX_HEADER_BYTES = 64 * 1024
+MAX_TENSORS = 256  # the decoder of an AutoencoderKL has 140; any other payload a dozen
 DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "F64": torch.float64,
     "F32": torch.float32,

@@ -1,7 +1,7 @@
 """The decoder of Flux's and Stable Diffusion's AutoencoderKL as data: its tensors in ldm's names, and diffusers' names.
 
-ldm names: CompVis/stable-diffusion, ldm/modules/diffusionmodules/model.py; ComfyUI keeps them. ldm counts its levels from
-the finest (`up.0`), diffusers its up blocks from the coarsest (`up_blocks.0`).
+ldm names: CompVis/stable-diffusion, ldm/modules/diffusionmodules/model.py; ComfyUI keeps them. ldm counts its levels
+from the finest (`up.0`), diffusers its up blocks from the coarsest (`up_blocks.0`).
 """
 
 from __future__ import annotations

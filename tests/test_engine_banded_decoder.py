@@ -84,7 +84,7 @@ def test_the_image_is_that_of_the_unsplit_decoder(dims, ranks, size, shares):
     rows = share(size[0], ranks, shares)
     for rank, (_, sent, parts) in enumerate(results):
         assert sent == expected_decode_bytes(dims, rows, rank, width=size[1])
-        assert parts == 1 + len(dims.widths)
+        assert parts == 2 + dims.resnets * len(dims.widths)
 
 
 def test_the_image_is_right_with_other_levels_and_widths():
@@ -139,7 +139,7 @@ def peak(world, dims, latent):
 
 
 def test_a_rank_needs_its_share_of_the_memory():
-    """Peak activations over 1/N of one rank's; the keys and values of the whole image are the part that is not split."""
+    """1/N of what one rank needs, and the part that is not split: keys and values of the whole image."""
     latent = random_latent(FLUX, 24, 24)[0]
     (one,) = run_ranks(peak, 1, FLUX, latent)
     for ranks in (2, 4):

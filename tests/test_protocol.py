@@ -8,16 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.calibration import Calibration, RankFacts, Transfer
+from parallel_backend.decoding import RankDecode
 from parallel_backend.errors import TransportError
 from parallel_backend.protocol import (
     MAX_MESSAGE_BYTES,
     Calibrate,
     Cancel,
+    Decode,
     Done,
     Envelope,
     Failed,
     Hello,
     Load,
+    LoadVae,
     Predict,
     Progress,
     RankRun,
@@ -69,6 +72,9 @@ MESSAGES = [
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
+    (LoadVae("7-1f"), 1),
+    (Decode("7-1f", shares=(2.0, 1.5)), 1),
+    (Done(decode=RankDecode(1.5, rows=64, bytes_sent=10, peak_bytes=0, compute_dtype="bfloat16")), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),
 ]
 FRAME = json.loads(encode(Envelope(3, 4, Progress(step=1, steps=2, seconds=0.5))))

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from ..models.vae import VaeModel
 from ..shares import share, span
+from ..vae_keys import VaeDims
 from .bands import Bands, split_rows
 from .collectives import Traffic, all_to_all
 from .groups import Axis, World
@@ -18,7 +20,7 @@ from .groups import Axis, World
 class BandedDecoder:
     """Splits the rows of `vae`'s decoder over `world`. Collective: all ranks decode the same latents in the same order.
 
-    `parts`: how often `on_part` is called per image, on every rank alike, between two blocks of the decoder.
+    `parts`: how often `on_part` is called per image, on every rank alike: after each of the decoder's residual blocks.
     """
 
     def __init__(self, vae: VaeModel, world: World) -> None:
@@ -29,14 +31,26 @@ class BandedDecoder:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._on_part: Callable[[], None] = _nothing
         split_rows(vae.decoder, self._bands)
-        blocks = [vae.decoder.decoder.mid_block, *vae.decoder.decoder.up_blocks]
+        blocks = [layer for layer in vae.decoder.modules() if isinstance(layer, ResnetBlock2D)]
         self.parts = len(blocks)
         for block in blocks:
             block.register_forward_hook(lambda *_: self._on_part())
 
     @property
+    def dims(self) -> VaeDims:
+        return self._vae.dims
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._vae.compute_dtype
+
+    @property
     def bytes_sent(self) -> int:
         return self._traffic.bytes_sent
+
+    def rows(self, height: int, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
+        """Latent rows that each rank computes of an image with `height` of them."""
+        return share(height, self._world.world_size, shares)
 
     @torch.inference_mode()
     def __call__(
@@ -47,7 +61,7 @@ class BandedDecoder:
         `shares`: how much of the image each rank takes, empty for equal shares. A rank may have no row at all.
         """
         world, scale = self._world, self._vae.dims.scale
-        rows = share(latent.shape[1], world.world_size, shares)
+        rows = self.rows(latent.shape[1], shares)
         active = tuple(rank for rank, count in enumerate(rows) if count)
         group = self._group(active)
         self._on_part = on_part or _nothing

@@ -23,7 +23,7 @@ _SLICES = 8
 
 
 class Bands:
-    """Who holds which rows now. `axis`: the ranks that hold any, from top to bottom; `rows`: how many each, in latent rows.
+    """Who holds which rows now. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
 
     Deeper layers have `scale` times the rows, everywhere alike, so that proportions are all that a layer needs.
     """

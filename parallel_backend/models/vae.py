@@ -1,4 +1,4 @@
-"""AutoencoderKL: named tensors in ldm layout to diffusers' decoder; the tensors are not copied where none must change."""
+"""AutoencoderKL: named tensors in ldm layout to diffusers' decoder, not copied where none must change."""
 
 from __future__ import annotations
 
