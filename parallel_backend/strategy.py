@@ -119,12 +119,25 @@ class ParallelStrategy:
         return self.num_pipeline_patch or self.pipefusion_degree
 
     @property
+    def shards(self) -> bool:
+        """Whether weights are shared out over the ranks that would otherwise hold the same; offload implies it."""
+        return self.shard_weights or self.offload_weights
+
+    @property
     def weights(self) -> ParallelStrategy:
         """What of it decides which weights a rank holds: strategies that agree in it share the loaded model."""
-        if self.pipefusion_degree == 1 and self.tensor_degree == 1 and not self.shard_weights:
+        if self.pipefusion_degree > 1:
+            return self.replace(num_pipeline_patch=0, warmup_steps=1)
+        alike = self.row_degree * self.sequence_degree  # ranks that hold the same, whatever each computes
+        shards = self.offload_weights or (self.shard_weights and alike > 1)
+        if self.tensor_degree == 1 and not shards:
             return ParallelStrategy()
-        shares = self.device_shares if self.pipefusion_degree > 1 else ()
-        return self.replace(num_pipeline_patch=0, warmup_steps=1, device_shares=shares)
+        return ParallelStrategy(
+            data_degree=alike,
+            tensor_degree=self.tensor_degree,
+            shard_weights=shards,
+            offload_weights=self.offload_weights,
+        )
 
     def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
         """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run."""
@@ -157,6 +170,18 @@ class ParallelStrategy:
             found.append(
                 f"tensor_degree {self.tensor_degree} times ulysses_degree {self.ulysses_degree} does not divide the "
                 f"{model.heads} attention heads of {model.name}; the nearest valid setting is tensor_degree {nearest}."
+            )
+        if self.pipefusion_degree > 1 and self.tensor_degree > 1:
+            found.append(
+                f"pipefusion_degree {self.pipefusion_degree} with tensor_degree {self.tensor_degree}: the layers of a "
+                f"pipeline's stages are not split yet; the nearest valid settings are tensor_degree 1, or "
+                f"pipefusion_degree 1."
+            )
+        if self.pipefusion_degree > 1 and self.shards:
+            found.append(
+                f"pipefusion_degree {self.pipefusion_degree} with {'shard' if self.shard_weights else 'offload'}"
+                f"_weights: the stages of a pipeline are not sharded yet, each holds its blocks whole; the nearest "
+                f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1."
             )
         if self.device_shares and len(self.device_shares) != self.world_size:
             found.append(

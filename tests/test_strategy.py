@@ -81,6 +81,41 @@ def test_strategies_share_loaded_weights_where_ranks_hold_the_same():
     assert ParallelStrategy(ulysses_degree=2, shard_weights=True).weights != whole
 
 
+def test_sharded_and_sliced_weights_do_not_depend_on_how_the_work_is_shared_out():
+    for change in (
+        {"shard_weights": True},
+        {"tensor_degree": 2},
+        {"tensor_degree": 2, "shard_weights": True},
+    ):
+        one = ParallelStrategy(ulysses_degree=2, ring_degree=2, **change)
+        assert one.weights == ParallelStrategy(cfg_degree=2, data_degree=2, **change).weights
+        assert one.weights.world_size == one.world_size
+    offloaded = ParallelStrategy(ulysses_degree=2, offload_weights=True).weights
+    assert offloaded.shards and offloaded.shard_weights
+    assert offloaded != ParallelStrategy(ulysses_degree=2, shard_weights=True).weights
+
+
+def test_one_device_has_nobody_to_shard_with():
+    assert ParallelStrategy(shard_weights=True).weights == ParallelStrategy()
+    alone = ParallelStrategy(tensor_degree=2, shard_weights=True)
+    assert alone.weights == ParallelStrategy(tensor_degree=2).weights
+    assert ParallelStrategy(offload_weights=True).weights.offload_weights
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"tensor_degree": 2}, "tensor_degree 1, or pipefusion_degree 1"),
+        ({"shard_weights": True}, "shard_weights and offload_weights off, or pipefusion_degree 1"),
+        ({"offload_weights": True}, "shard_weights and offload_weights off, or pipefusion_degree 1"),
+    ],
+)
+def test_stages_of_a_pipeline_are_held_whole(change, remedy):
+    (line,) = ParallelStrategy(pipefusion_degree=2, **change).violations(FLUX, 4)
+    assert remedy in line
+    assert ParallelStrategy(**change).violations(FLUX, 4) == []
+
+
 def test_an_unknown_engine_is_named():
     (line,) = ParallelStrategy().violations(FLUX, 1, engine="magic")
     assert "magic" in line and "native" in line
