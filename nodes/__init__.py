@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
+from .parallel_vae_decode import ParallelVAEDecode
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
 
-NODES = [StrategySelector, ParallelFluxLoader, ParallelSampler, ParallelDemoLoader]
+NODES = [StrategySelector, ParallelFluxLoader, ParallelSampler, ParallelDemoLoader, ParallelVAEDecode]

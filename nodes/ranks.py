@@ -46,7 +46,7 @@ def ready_sidecar(
     spec: ModelSpec, decision: Decision, devices: tuple[str, ...], record: RunRecord | None
 ) -> Iterator[tuple[Sidecar, Placement]]:
     """A started sidecar that holds `spec`; inside, the ranks' errors become the ones ComfyUI knows."""
-    try:
+    with errors_as_comfyuis():
         sidecar = pool.get_sidecar(devices)
         load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted)
         if not load.cached:
@@ -58,6 +58,13 @@ def ready_sidecar(
             if not load.cached:
                 record.loads.append(load)
         yield sidecar, Placement(decision.strategy, decision.engine)
+
+
+@contextmanager
+def errors_as_comfyuis() -> Iterator[None]:
+    """A cancel becomes ComfyUI's interrupt, and memory that ran out on a rank its out-of-memory error."""
+    try:
+        yield
     except Cancelled:
         comfy.model_management.throw_exception_if_processing_interrupted()
         raise

@@ -6,7 +6,9 @@ import atexit
 import os
 import threading
 
-from .client import Sidecar
+from .client import Sidecar, State
+
+_RUNNING = (State.STARTING, State.READY, State.RUNNING)
 
 _sidecars: dict[tuple[str, ...], Sidecar] = {}
 _lock = threading.Lock()
@@ -22,6 +24,13 @@ def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
         if devices not in _sidecars:
             _sidecars[devices] = Sidecar(devices)
         return _sidecars[devices]
+
+
+def running_within(devices: tuple[str, ...]) -> Sidecar | None:
+    """The running sidecar with the most ranks among those whose devices all belong to `devices`."""
+    with _lock:
+        within = [s for key, s in _sidecars.items() if set(key) <= set(devices) and s.state in _RUNNING]
+    return max(within, key=lambda sidecar: len(sidecar.devices), default=None)
 
 
 def all_sidecars() -> tuple[Sidecar, ...]:

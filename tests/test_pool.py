@@ -38,6 +38,18 @@ def test_a_group_gives_way_to_one_that_needs_its_devices():
     assert pool.all_sidecars() == (apart, newer)
 
 
+def test_the_largest_running_sidecar_within_a_choice_is_found():
+    pool.get_sidecar(("cpu:5",))  # never started
+    assert pool.running_within(("cpu:0", "cpu:1", "cpu:2", "cpu:5")) is None
+    one, two = pool.get_sidecar(("cpu:0",)), pool.get_sidecar(("cpu:1", "cpu:2"))
+    one.start()
+    two.start()
+    assert pool.running_within(("cpu:0", "cpu:1", "cpu:2")) is two
+    assert pool.running_within(("cpu:0", "cpu:1")) is one  # two needs a device that was not chosen
+    two.stop()
+    assert pool.running_within(("cpu:0", "cpu:1", "cpu:2")) is one
+
+
 def test_stop_all_leaves_no_rank_and_no_entry():
     sidecar = pool.get_sidecar(("cpu:0",))
     sidecar.start()

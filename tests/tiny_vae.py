@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel_backend.vae_keys import VaeDims, diffusers_names
@@ -43,6 +46,14 @@ def ldm_tensors(vae: AutoencoderKL, dims: VaeDims) -> dict[str, Tensor]:
         key: tensor[:, :, None, None] if ".attn_1." in key and tensor.ndim == 2 else tensor
         for key, tensor in tensors.items()
     }
+
+
+def write_vae(path: Path, dims: VaeDims, seed: int = 0, **more: Tensor) -> Path:
+    """The decoder of a random VAE as stock VAELoader reads it, with tensors `more` beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = ldm_tensors(random_vae(dims, seed), dims)
+    save_file({name: tensor.contiguous() for name, tensor in (tensors | more).items()}, path)
+    return path
 
 
 def random_latent(dims: VaeDims, height: int, width: int, batch: int = 1, seed: int = 1) -> Tensor:

@@ -40,12 +40,14 @@ OUR_NODES = {
         "strategy",
     ],
     "ParallelDemoLoader": ["strategy"],
+    "ParallelVAEDecode": ["samples", "vae", "strategy"],
 }
 OUTPUTS = {
     "ParallelFluxLoader": ["PARALLEL_MODEL", "MODEL"],
     "StrategySelector": ["PARALLEL_STRATEGY", "STRING"],
     "ParallelSampler": ["LATENT", "STRING"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
+    "ParallelVAEDecode": ["IMAGE", "STRING"],
 }
 
 

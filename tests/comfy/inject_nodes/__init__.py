@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import comfy.sd
 import folder_paths
 import torch
+from comfy.taesd.taesd import TAESD
 from comfy_api.latest import ComfyExtension, io
 from safetensors.torch import save_file
 
@@ -61,13 +63,14 @@ class TestLatent(io.ComfyNode):
                 io.Boolean.Input(
                     "noise_mask", default=False, tooltip="left half 0, right half 1, soft between"
                 ),
+                io.Int.Input("channels", default=16, min=1, optional=True),
             ],
             outputs=[io.Latent.Output()],
         )
 
     @classmethod
-    def execute(cls, width, height, batch, draw, batch_index, noise_mask) -> io.NodeOutput:
-        shape = (batch, 16, height, width)
+    def execute(cls, width, height, batch, draw, batch_index, noise_mask, channels=16) -> io.NodeOutput:
+        shape = (batch, channels, height, width)
         if draw < 0:
             latent = {"samples": torch.zeros(shape)}
         else:
@@ -95,6 +98,59 @@ class TestSaveLatent(io.ComfyNode):
     @classmethod
     def execute(cls, latent, path) -> io.NodeOutput:
         save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
+        return io.NodeOutput()
+
+
+class TestCircularVAE(io.ComfyNode):
+    """A VAE whose convolutions wrap round the image, as packs for seamless textures make it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestCircularVAE",
+            category=CATEGORY,
+            inputs=[io.Vae.Input("vae")],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae) -> io.NodeOutput:
+        for layer in vae.first_stage_model.modules():
+            if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
+                layer.padding_mode = "circular"
+        return io.NodeOutput(vae)
+
+
+class TestTinyVAE(io.ComfyNode):
+    """A random TAESD for 16 channels, as VAELoader makes one of its file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="TestTinyVAE", category=CATEGORY, inputs=[], outputs=[io.Vae.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
+        sd = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return io.NodeOutput(comfy.sd.VAE(sd=sd))
+
+
+class TestSaveImage(io.ComfyNode):
+    """Write an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSaveImage",
+            category=CATEGORY,
+            inputs=[io.Image.Input("image"), io.String.Input("path", default="image.safetensors")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, image, path) -> io.NodeOutput:
+        save_file({"image": image.contiguous().cpu()}, output_path(path))
         return io.NodeOutput()
 
 
@@ -128,7 +184,15 @@ def output_path(path: str) -> Path:
 
 class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestConditioning, TestLatent, TestSaveLatent, TestSaveText]
+        return [
+            TestCircularVAE,
+            TestConditioning,
+            TestLatent,
+            TestTinyVAE,
+            TestSaveImage,
+            TestSaveLatent,
+            TestSaveText,
+        ]
 
 
 async def comfy_entrypoint() -> InjectExtension:

@@ -1,0 +1,236 @@
+"""ParallelVAEDecode in the real ComfyUI: the image of stock VAEDecode, whatever the VAE, and ranks that stay warm."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+from graphs import Graph
+from safetensors.torch import load_file
+
+from comfyui_client import PromptFailed, PromptInterrupted
+from tiny_vae import dims_of, write_vae
+
+DIMS = {"flux": dims_of(), "sd": dims_of(post_quant=True, channels=4)}
+TOLERANCE = 1e-5  # of the largest pixel, which is 1
+_numbers = itertools.count()
+
+
+class DecodeGraph(Graph):
+    """A latent and a VAE from a file, decoded by stock VAEDecode and by ours."""
+
+    def vae(self, name: str) -> list:
+        return [self.add("VAELoader", vae_name=name), 0]
+
+    def drawn(self, width=16, height=12, batch=1, channels=16, draw=5) -> list:
+        size = {"width": width, "height": height, "batch": batch, "channels": channels}
+        return [self.add("TestLatent", draw=draw, batch_index="", noise_mask=False, **size), 0]
+
+    def stock(self, latent: list, vae: list) -> list:
+        return [self.add("VAEDecode", samples=latent, vae=vae), 0]
+
+    def ours(self, latent: list, vae: list, devices: str | None = "cpu:2") -> list:
+        strategy = {} if devices is None else {"strategy": self.strategy(devices)}
+        return [self.add("ParallelVAEDecode", samples=latent, vae=vae, **strategy), 0]
+
+
+def images(comfy, graph: Graph, *outputs: list) -> list[torch.Tensor]:
+    """[B, H, W, 3] unrounded of each IMAGE output."""
+    prompt, names = dict(graph.prompt), []
+    for output in outputs:
+        names.append(f"test-image-{next(_numbers)}.safetensors")
+        save = {"image": output, "path": names[-1]}
+        prompt[f"save-{names[-1]}"] = {"class_type": "TestSaveImage", "inputs": save}
+    comfy.run(prompt)
+    return [load_file(comfy.output(name))["image"] for name in names]
+
+
+def decoded(comfy, graph: Graph, output: list) -> tuple[torch.Tensor, str]:
+    """(image, report) of our node."""
+    name = f"test-report-{next(_numbers)}.txt"
+    report = {"text": [output[0], 1], "path": name}
+    graph.prompt["report"] = {"class_type": "TestSaveText", "inputs": report}
+    (image,) = images(comfy, graph, output)
+    return image, comfy.output(name).read_text()
+
+
+def _write(comfy, name: str, *arguments, **options) -> str:
+    path = comfy.server.base_directory / "models" / "vae" / name
+    if not path.exists():
+        write_vae(path, *arguments, **options)
+    return name
+
+
+@pytest.fixture(scope="module")
+def vaes(comfy):
+    """Names of VAE files by kind."""
+    return {kind: _write(comfy, f"{kind}.safetensors", dims) for kind, dims in DIMS.items()}
+
+
+@pytest.mark.parametrize("size", [(16, 12), (7, 9), (33, 1), (5, 24)], ids=str)
+@pytest.mark.parametrize("kind", list(DIMS))
+def test_the_image_is_that_of_stock_vae_decode(comfy, vaes, kind, size):
+    graph = DecodeGraph()
+    vae, latent = graph.vae(vaes[kind]), graph.drawn(*size, channels=DIMS[kind].latent_channels)
+    expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae))
+    assert image.shape == expected.shape == (1, 8 * size[1], 8 * size[0], 3)
+    assert image.dtype == expected.dtype and image.min() >= 0 and image.max() <= 1
+    assert expected.std() > 0.05  # no flat image
+    assert (image - expected).abs().max() <= TOLERANCE
+
+
+def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy, vaes):
+    graph = DecodeGraph()
+    vae, latent = graph.vae(vaes["flux"]), graph.drawn(batch=3)
+    singles = [
+        graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
+        for i in range(3)
+    ]
+    image, *expected = images(comfy, graph, graph.ours(latent, vae), *singles)
+    assert (image - torch.cat(expected)).abs().max() <= TOLERANCE
+
+
+def test_it_works_without_a_strategy(comfy, vaes):
+    graph = DecodeGraph()
+    vae, latent = graph.vae(vaes["flux"]), graph.drawn()
+    expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae, devices=None))
+    assert (image - expected).abs().max() <= TOLERANCE
+
+
+def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
+    """A sampler on two ranks, decodes, and the sampler again: no rank is started, nothing loaded twice."""
+    unet = comfy.write_flux("tiny_flux.safetensors")
+
+    def sampled(seed):
+        graph = DecodeGraph()
+        sampler = graph.parallel_sampler(
+            graph.parallel_loader(unet, "cpu:2"), graph.text(1), graph.text(2), graph.latent(), seed=seed
+        )
+        return graph, sampler
+
+    graph, latent = sampled(1)
+    comfy.sample(graph.prompt, latent)
+    ranks = comfy.server.children()
+    assert len(ranks) == 2
+    for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
+        graph = DecodeGraph()
+        output = graph.ours(graph.drawn(draw=draw), graph.vae(vaes["flux"]), devices)
+        _, report = decoded(comfy, graph, output)
+        assert "devices: cpu:0, cpu:1\n" in report
+        assert draw == 11 or "was on the devices already" in report
+    graph, latent = sampled(2)
+    _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+    assert "weights were warm" in report
+    assert comfy.server.children() == ranks
+
+
+def test_the_report_says_what_was_done(comfy, vaes):
+    graph = DecodeGraph()
+    output = graph.ours(graph.drawn(height=7, batch=2, draw=21), graph.vae(vaes["flux"]))
+    _, report = decoded(comfy, graph, output)
+    for line in (
+        "decoded by: 2 devices, 2 images in ",
+        "rows of the latent on each: 4, 3",
+        "computed in: float32",
+    ):
+        assert line in report
+    assert "moved between devices: " in report and "moved between devices: 0.00" not in report
+
+
+def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
+    """Ours gives stock's image to the last bit, and says why."""
+    expected = graph.stock(latent, vae)
+    (expected,) = images(comfy, graph, expected)
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert torch.equal(image, expected)
+    assert "ComfyUI's own VAE decode" in report and reason in report
+
+
+def test_the_demos_vae_is_decoded_by_comfyui(comfy):
+    graph = DecodeGraph()
+    loader = graph.add("ParallelDemoLoader", strategy=graph.strategy("cpu:2"))
+    _fallback(comfy, graph, graph.drawn(16, 16), [loader, 3], "it is a DemoImageCoder")
+
+
+def test_taesd_is_decoded_by_comfyui(comfy):
+    graph = DecodeGraph()
+    _fallback(comfy, graph, graph.drawn(12, 10), [graph.add("TestTinyVAE"), 0], "it is a TAESD")
+
+
+def test_flux_2s_normalised_latents_are_decoded_by_comfyui(comfy):
+    dims = dims_of(post_quant=True, channels=32)
+    statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
+    name = _write(comfy, "normalised.safetensors", dims, **statistics)
+    graph = DecodeGraph()
+    _fallback(comfy, graph, graph.drawn(6, 5, channels=128), graph.vae(name), "normalises its latents")
+
+
+def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):
+    name = _write(comfy, "to_be_changed.safetensors", DIMS["flux"], 3)
+    graph = DecodeGraph()
+    vae = [graph.add("TestCircularVAE", vae=graph.vae(name)), 0]
+    _fallback(comfy, graph, graph.drawn(), vae, "another node has changed how it computes")
+
+
+def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
+    graph = DecodeGraph()
+    output = graph.ours(graph.drawn(channels=4), graph.vae(vaes["flux"]))
+    with pytest.raises(PromptFailed) as failed:
+        images(comfy, graph, output)
+    assert "the latent has 4 channels and the VAE decodes 16" in failed.value.exception_message
+
+
+def _long(vaes, draw) -> tuple[DecodeGraph, list]:
+    """A decode of many seconds."""
+    graph = DecodeGraph()
+    return graph, graph.ours(graph.drawn(48, 48, batch=30, draw=draw), graph.vae(vaes["flux"]))
+
+
+def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
+    graph = DecodeGraph()
+    before = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
+    ranks = comfy.server.children()
+    long, output = _long(vaes, draw=32)
+    stopper = threading.Timer(2.0, comfy.client.interrupt)
+    stopper.start()
+    begun = time.monotonic()
+    with pytest.raises(PromptInterrupted):
+        images(comfy, long, output)
+    assert time.monotonic() - begun < 12  # 30 images take much longer
+    stopper.join()
+    assert comfy.server.children() == ranks
+    comfy.client.free()
+    graph = DecodeGraph()
+    again = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
+    assert torch.equal(again[0], before[0])
+
+
+def test_a_killed_rank_is_named_and_the_next_prompt_works(comfy, vaes):
+    graph = DecodeGraph()
+    expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
+    ranks = comfy.server.children()
+    killer = threading.Timer(2.0, ranks[1].kill)
+    long, output = _long(vaes, draw=42)
+    killer.start()
+    with pytest.raises(PromptFailed) as failed:
+        images(comfy, long, output)
+    killer.join()
+    assert "rank" in failed.value.exception_message and "SIGKILL" in failed.value.exception_message
+    comfy.client.free()
+    graph = DecodeGraph()
+    again = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
+    assert torch.equal(again[0], expected[0])
+    assert not set(ranks) & set(comfy.server.children())
+
+
+def test_progress_is_shown(comfy, vaes):
+    graph = DecodeGraph()
+    output = graph.ours(graph.drawn(draw=51, batch=2), graph.vae(vaes["flux"]))
+    with comfy.client.listen() as events:
+        images(comfy, graph, output)
+        time.sleep(0.3)
+    steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
+    assert steps[-1][0] == steps[-1][1] == 28  # 14 residual blocks for each image
