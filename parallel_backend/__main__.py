@@ -1,4 +1,4 @@
-"""`python -m parallel_backend <command>`: tools that need neither ComfyUI nor a running group of ranks."""
+"""`python -m parallel_backend <command>`: tools that need no ComfyUI: what to expect, whether all is well."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 
 from . import plan
+from .doctor import command as doctor
 from .errors import ParallelError
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
-COMMANDS = {"plan": plan}
+COMMANDS = {"plan": plan, "doctor": doctor}
 
 
 def main(argv: list[str] | None = None) -> int:

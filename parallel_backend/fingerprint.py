@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .protocol import VERSION
 from .topology import Topology
 
 PACKAGES = ("torch", "diffusers", "xfuser", "flash-attn", "flash_attn_3", "sageattention", "triton")
@@ -44,6 +43,8 @@ def take_fingerprint(
 
     `cpu`: lines that stand for the processor, for tests; it counts only where ranks compute on it.
     """
+    from .protocol import VERSION  # with torch, which the doctor may find missing
+
     # A GPU's UUID is its serial number, so only its digest is kept.
     hardware = tuple(
         f"{d.name}, {d.memory >> 20} MiB, {hashed(d.uuid)}, PCIe {d.pcie:g} GB/s" for d in topology.devices

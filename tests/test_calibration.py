@@ -58,7 +58,8 @@ def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_lo
     monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536, 65536 * 4))  # forked ranks inherit it
     for rank, found in enumerate(run_ranks(_calibrate, 3, strategy, 20.0, True)):
         pairs = [(size, peer) for kind, size, _, _, peer, _ in found["transfers"] if kind == PAIR]
-        assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in (4096, 65536 * 4)]
+        sizes = (4096, 65536, 65536 * 4)
+        assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in sizes]
         assert all(intact for *_, intact in found["transfers"])
         assert found["facts"] == [True, True, True, 0.0]
 

@@ -35,6 +35,7 @@ COMFY_HALF = {
     "cost_traffic",
     "demo",
     "devices",
+    "doctor",
     "environment",
     "exchange",
     "families",

@@ -1,0 +1,76 @@
+"""Starts ranks to see what only they can: the links between them, the kernel in use, and one picture on two of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..calibration import Calibration
+from ..client import Sidecar
+from ..demo.captions import tokenize
+from ..demo.text_encoder import DemoTextEncoder
+from ..requests import Conditioning, ModelSpec, Placement, SampleRequest
+from ..strategy import ParallelStrategy
+from .parity import Parity
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "demo_model" / "transformer.safetensors"
+CAPTION = "a red circle left of a blue square"
+STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, what the demo model was trained on
+LINKS_S = 10.0  # seconds for all pairs of eight GPUs at two sizes
+# One strategy per way to split: tokens over all-to-all, tokens over a ring, the two prompts.
+STRATEGIES = (
+    ParallelStrategy(ulysses_degree=2),
+    ParallelStrategy(ring_degree=2),
+    ParallelStrategy(cfg_degree=2),
+)
+
+OnPhase = Callable[[str], None]
+ShouldCancel = Callable[[], bool]
+
+
+def probe_links(
+    sidecar: Sidecar, on_phase: OnPhase | None, should_cancel: ShouldCancel | None
+) -> tuple[Calibration, ...]:
+    """A thorough calibration of all ranks of `sidecar`, one entry per rank."""
+    everyone = Placement(ParallelStrategy(ring_degree=len(sidecar.devices)))
+    return sidecar.calibrate(
+        everyone, budget_s=LINKS_S, thorough=True, on_phase=on_phase, should_cancel=should_cancel
+    )
+
+
+def probe_parity(
+    two: Sidecar, one: Sidecar, dtypes: tuple[str, ...], should_cancel: ShouldCancel | None
+) -> list[Parity]:
+    """The demo model's latent on two ranks against one, for each dtype and way to split."""
+    found = []
+    for dtype in dtypes:
+        spec = ModelSpec(str(DEMO_MODEL), weight_dtype=dtype)
+        expected = one.sample(spec, _request(), Placement(), should_cancel=should_cancel).latent
+        scale = expected.abs().max().item()
+        for strategy in STRATEGIES:
+            latent = two.sample(spec, _request(), Placement(strategy), should_cancel=should_cancel).latent
+            difference = (latent - expected).abs().max().item() / scale if scale else math.nan
+            found.append(Parity(dtype, strategy.describe(), difference))
+    return found
+
+
+def _request() -> SampleRequest:
+    noise = torch.randn(LATENT, generator=torch.Generator().manual_seed(1))
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, STEPS + 1),
+        positive=_encoded(CAPTION),
+        negative=_encoded(""),
+        cfg=CFG,
+        sampler="euler",
+        seed=1,
+    )
+
+
+def _encoded(text: str) -> Conditioning:
+    context, pooled = DemoTextEncoder()(torch.tensor([tokenize(text)]))
+    return Conditioning(context=context, pooled=pooled)
