@@ -6,23 +6,13 @@ Tensors are split along their first dimension, so that what arrives is one conti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .counting import Traffic
 from .groups import Axis
-
-
-@dataclass
-class Traffic:
-    """Payload bytes that left this rank: what it handed to collectives for other ranks, not counting protocol."""
-
-    bytes_sent: int = 0
-
-    def add(self, elements: int, like: Tensor) -> None:
-        self.bytes_sent += elements * like.element_size()
 
 
 def all_to_all(
@@ -50,6 +40,27 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
     if min(sizes) == largest:
         return gathered
     return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
+
+
+def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tensor:
+    """The tensor of rank `source` (an index in the axis) on every rank; the others give one of its shape and dtype."""
+    if axis.group is None or not tensor.numel():
+        return tensor
+    if axis.index == source:
+        traffic.add(tensor.numel() * (axis.size - 1), tensor)
+    dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
+    """The sum over the axis, in place, on every rank.
+
+    Counted as a ring sends it: 2 (P - 1) / P of the tensor, the least that any algorithm can (Patarasuk and Yuan 2009).
+    """
+    if axis.group is not None and tensor.numel():
+        traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
+        dist.all_reduce(tensor, group=axis.group)
+    return tensor
 
 
 def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from ..models.flux import FluxModel
 from ..requests import Placement
 from .attention import kernel_for
-from .collectives import Traffic
 from .forward import ParallelForward
 from .groups import Layout, Layouts
 from .native import NativeAttention
@@ -20,7 +19,7 @@ def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> Pa
     it for what xfuser cannot compute exactly, and the notes say so.
     """
     layout = layouts.get(placement.strategy)
-    traffic = Traffic()
+    traffic = layouts.traffic
     kernel = kernel_for(model.device, model.compute_dtype)
     native = NativeAttention(layout, kernel, traffic)
     if placement.engine != "xfuser":
@@ -41,3 +40,5 @@ def _why_not_xfuser(layout: Layout) -> str | None:
     if find_spec("xfuser") is None:
         return "the package xfuser is not installed"
     return None
+    if layout.tensor.size > 1:
+        return "its tensor parallelism of Flux splits the feed-forward layers only"

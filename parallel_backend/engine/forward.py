@@ -34,8 +34,9 @@ class ParallelForward:
     """Callable: `forward(rows) -> velocities`, one [r, C, h, w] float32 per entry, complete on every rank.
 
     Rows of all entries are numbered through and shared out over the row axis (data x cfg); a rank without rows joins
-    the last gather only. The tokens of a row, text and image, are shared out over the sequence axis (ring x ulysses).
-    The first of `engines` that is exact for the token counts computes attention.
+    the last gather, and the gathers of weights where these are sharded. The tokens of a row, text and image, are shared
+    out over the sequence axis (ring x ulysses). The first of `engines` that is exact for the token counts computes
+    attention.
     """
 
     def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
@@ -60,7 +61,12 @@ class ParallelForward:
         axis = self._layout.row
         counts = [len(entry.x) for entry in rows]
         shares = share(sum(counts), axis.size)
-        outputs = [self._predict(part) for part in batched(take(rows, span(shares, axis.index)))]
+        parts = batched(take(rows, span(shares, axis.index)))
+        outputs = [self._predict(part) for part in parts]
+        if self._model.sit_out is not None:  # ranks gather weights from each other in every call
+            calls = max(len(batched(take(rows, span(shares, i)))) for i in range(axis.size))
+            for _ in range(calls - len(parts)):
+                self._model.sit_out()
         like = rows[0].x
         mine = torch.cat(outputs) if outputs else like.new_empty(0, *like.shape[1:], dtype=torch.float32)
         return list(all_gather(mine, shares, axis, self._traffic).split(counts))

@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..strategy import DEGREES, ParallelStrategy
+from .counting import Traffic
 
 # Axes of the rank layout, slowest first, in the order of ParallelStrategy's degrees.
 AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
+ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
+_WEIGHTS = "weights"  # purpose of the groups over which weights are gathered
 
 
 class World:
@@ -61,7 +64,8 @@ class Layout:
 
     `row` shares out whole images (data x cfg), `pipe` the blocks of the model, `sequence` the tokens of one image
     (ring x ulysses), `tensor` the heads and columns of each layer. `way_back` has the ranks of `pipe`: what the last
-    stage returns must not queue behind what the stages hand on, as it would within one NCCL group.
+    stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
+    ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
     """
 
     strategy: ParallelStrategy
@@ -73,6 +77,7 @@ class Layout:
     ring: Axis
     ulysses: Axis
     tensor: Axis
+    shard: Axis
 
     @property
     def sequence_shares(self) -> tuple[float, ...]:
@@ -82,7 +87,10 @@ class Layout:
 
 
 class Layouts:
-    """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order."""
+    """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order.
+
+    `traffic`: what this rank sends over any of them.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -106,6 +114,7 @@ class Layouts:
                 ulysses=self._axis(strategy, ("ulysses",)),
                 tensor=self._axis(strategy, ("tensor",)),
             )
+        self.traffic = Traffic()
         return self._layouts[strategy]
 
     def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
@@ -125,6 +134,7 @@ class Layouts:
             return self.world.group
         if (ranks, purpose) not in self._groups:
             self._groups[ranks, purpose] = dist.new_group(list(ranks))
+                shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
         return self._groups[ranks, purpose]
 
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..flux_file import inspect_flux
 from ..models.flux import FluxModel, load
 from ..requests import ModelSpec
 from ..stages import split_blocks
 from ..strategy import ParallelStrategy
 from .groups import Layout, Layouts
+from .sharding import Sharding
+from .tensor_parallel import slices_of
 
 
 def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> FluxModel:
     """This rank's part of `spec` under `strategy`. Raises CheckpointError for a file that is refused.
 
-    Collective where ranks hold different parts: all ranks call it together.
+    Collective where ranks hold different parts: all ranks call it together. Only laying out the groups is, and that
+    comes first, so a rank that fails on the file or for lack of memory leaves none waiting.
     """
-    if strategy.weights == ParallelStrategy():
-        return load(spec, layouts.world.device)
+    device, strategy = layouts.world.device, strategy.weights
+    if strategy == ParallelStrategy():
+        return load(spec, device)
     layout = layouts.get(strategy)
-    return load(spec, layouts.world.device, _stage(spec, layout))
+    strategy.check(inspect_flux(spec.path).shape, layouts.world.world_size)
+    slices = slices_of(layout.tensor, layouts.traffic)
+    if not _is_worth_sharding(layout):
+        return load(spec, device, _stage(spec, layout), slices)
+    sharding = Sharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
+    return replace(load(spec, device, None, slices, sharding.shard), sit_out=sharding.sit_out)
+
+
+def _is_worth_sharding(layout: Layout) -> bool:
+    """A rank alone shares with nobody, and on the CPU there is nowhere to offload to."""
+    alone = layout.shard.size == 1
+    return layout.strategy.shards and not (alone and layout.world.device.type == "cpu")
 
 
 def _stage(spec: ModelSpec, layout: Layout) -> tuple[range, ...] | None:

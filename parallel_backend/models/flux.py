@@ -5,9 +5,12 @@ A rank that holds a stage of a pipeline has a transformer for each chunk of bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from diffusers.hooks.tensor_parallel import TPShardSpec
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,19 +20,28 @@ from ..flux_file import AXES_DIMS, FluxFile, inspect_flux
 from ..flux_keys import FluxDims, diffusers_sources
 from ..requests import WEIGHT_DTYPES, ModelSpec
 from .casting import HalvesSwapped, cast_on_use
+from .flux_slices import Slices, slice_layers, take_slice
 
 DEFAULT_GUIDANCE = 3.5  # what ComfyUI gives a guidance-distilled Flux when the conditioning names none
 _FP8 = torch.float8_e4m3fn
 
+# Shares the parameters of a transformer on the meta device out over ranks. Returns for each, by name, this rank's share
+# of it in memory, still to be filled, and which rows of the parameter that is.
+Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
+
 
 @dataclass(frozen=True)
 class FluxModel:
-    """A loaded Flux.1 on one rank: whole, as one chunk, or a stage of it. `bytes`: all the model's in the file."""
+    """A loaded Flux.1 on one rank: whole, as one chunk, or a stage of it. `bytes`: all the model's in the file.
+
+    `sit_out`: what a rank must do in place of a call that only other ranks make; None where there is nothing to do.
+    """
 
     chunks: tuple[FluxTransformer2DModel, ...]
     file: FluxFile
     compute_dtype: torch.dtype
     device: torch.device
+    sit_out: Callable[[], None] | None = None
 
     @property
     def bytes(self) -> int:
@@ -141,35 +153,138 @@ class _ExactTimestep(nn.Module):
         return self.inner(self.exact_timestep * 1000, *rest)
 
 
-def load(spec: ModelSpec, device: torch.device, stage: tuple[range, ...] | None = None) -> FluxModel:
-    """Loads `spec` for one rank: the whole model, or only the chunks of blocks of `stage` (stages.split_blocks).
+def load(
+    spec: ModelSpec,
+    device: torch.device,
+    stage: tuple[range, ...] | None = None,
+    slices: Slices | None = None,
+    shard: Shard | None = None,
+) -> FluxModel:
+    """Loads `spec` for one rank: the whole model, or only the chunks of blocks of `stage` (stages.split_blocks), only
+    this rank's slice of each layer, only the rows of each parameter that `shard` leaves to it.
 
-    On the CPU the parameters are views of the mapped file: no copy. On an accelerator each tensor goes there straight
-    from the mapping. Raises CheckpointError for a file that is refused.
+    On the CPU the parameters are views of the mapped file: no copy, but for shares that `shard` has made. On an
+    accelerator each tensor goes there straight from the mapping. Raises CheckpointError for a file that is refused.
     """
     file = inspect_flux(spec.path)
     storage, compute = _dtypes(spec.weight_dtype, file.dtype, device)
     whole = range(file.dims.double_blocks + file.dims.single_blocks)
-    chunks = tuple(_build(file, blocks, device, storage, compute) for blocks in stage or (whole,))
+    with _opened(file) as opened:
+        parameters = _Parameters(file, opened, storage, compute, slices)
+        chunks = tuple(_build(parameters, blocks, device, shard) for blocks in stage or (whole,))
+    for chunk in chunks[1:]:  # the embedding of time and text is every chunk's: one copy will do
+        chunk.time_text_embed = chunks[0].time_text_embed
     return FluxModel(chunks, file, compute, device)
 
 
+@contextmanager
+def _opened(file: FluxFile) -> Iterator[safe_open]:
+    try:
+        opened = safe_open(file.path, framework="pt", device="cpu")
+    except (SafetensorError, OSError):  # its header was sound a moment ago
+        raise CheckpointError(
+            f"{file.name} is refused: it changed while it was opened. Wait until it is written, and try again."
+        ) from None
+    with opened:
+        yield opened
+
+
+class _Parameters:
+    """What diffusers' parameters are made of: rows of the file's tensors, and this rank's slice of those."""
+
+    def __init__(
+        self,
+        file: FluxFile,
+        opened: safe_open,
+        storage: torch.dtype | None,
+        compute: torch.dtype,
+        slices: Slices | None,
+    ) -> None:
+        self.file = file
+        self.compute = compute
+        self._opened = opened
+        self._storage = storage
+        self._slices = slices
+        self._sources = diffusers_sources(file.dims)
+
+    def slice_layers(self, transformer: FluxTransformer2DModel) -> dict[str, TPShardSpec]:
+        return {} if self._slices is None else slice_layers(transformer, self._slices)
+
+    def mapped(self, name: str, spec: TPShardSpec | None, rows: slice = slice(None)) -> Tensor:
+        """Rows of this rank's slice of the parameter that is called `name` in the whole model, as in the file."""
+        file = self.file
+        if file.layout == "diffusers":
+            tensor = self._opened.get_tensor(file.stored_key(name))
+        else:
+            source = self._sources[name]
+            tensor = self._opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
+        return tensor[rows] if spec is None else take_slice(tensor, spec, self._slices, rows)
+
+    def dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """What it is kept in: norms in the compute dtype, linear layers in the storage dtype."""
+        if ".norm_" in name:
+            return self.compute
+        if self._storage == _FP8 and ("transformer_blocks." not in name or name.endswith(".bias")):
+            return self.compute  # embedders and the last layer are small and sensitive
+        return self._storage or stored
+
+
 def _build(
-    file: FluxFile,
-    blocks: range,
-    device: torch.device,
-    storage: torch.dtype | None,
-    compute: torch.dtype,
+    parameters: _Parameters, blocks: range, device: torch.device, shard: Shard | None
 ) -> FluxTransformer2DModel:
     """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong."""
+    file = parameters.file
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(**_config(file.dims, blocks))
     if blocks.start > 0:
         transformer.x_embedder = transformer.context_embedder = _Unchanged()
     if blocks.stop < file.dims.double_blocks + file.dims.single_blocks:
         transformer.norm_out = transformer.proj_out = _Unchanged()
+    specs = parameters.slice_layers(transformer)
     names = _stored_names(file, transformer, blocks)
-    transformer.load_state_dict(_parameters(file, names, device, storage, compute), strict=True, assign=True)
+    if shard is None:
+        _fill(transformer, parameters, names, specs, device)
+        return _finished(transformer, file, parameters.compute)
+    origins = _outline(transformer, parameters, names)
+    transformer = _finished(transformer, file, parameters.compute)
+    origin_of = {name: origins[parameter] for name, parameter in transformer.named_parameters()}
+    for name, (share, rows) in shard(transformer).items():
+        own = origin_of[name]
+        share.copy_(parameters.mapped(names[own], specs.get(own), rows))
+    return transformer
+
+
+def _fill(
+    transformer: FluxTransformer2DModel,
+    parameters: _Parameters,
+    names: dict[str, str],
+    specs: dict[str, TPShardSpec],
+    device: torch.device,
+) -> None:
+    """Gives every parameter its value; on the CPU a view of the mapping wherever the dtype allows."""
+    values = {}
+    for own, name in names.items():
+        mapped = parameters.mapped(name, specs.get(own))
+        values[own] = mapped.to(device).to(parameters.dtype(own, mapped.dtype))
+    transformer.load_state_dict(values, strict=True, assign=True)
+
+
+def _outline(
+    transformer: FluxTransformer2DModel, parameters: _Parameters, names: dict[str, str]
+) -> dict[nn.Parameter, str]:
+    """Gives every parameter its dtype, still on the meta device, and returns their names: layers are replaced later."""
+    outlines = {}
+    for own, empty in transformer.state_dict().items():
+        kept = parameters.dtype(own, parameters.mapped(names[own], None).dtype)
+        outlines[own] = nn.Parameter(torch.empty_like(empty, dtype=kept), requires_grad=False)
+    transformer.load_state_dict(outlines, strict=True, assign=True)
+    return {parameter: own for own, parameter in transformer.named_parameters()}
+
+
+def _finished(
+    transformer: FluxTransformer2DModel, file: FluxFile, compute: torch.dtype
+) -> FluxTransformer2DModel:
+    """Replaces the layers that compute otherwise than diffusers' own."""
     if file.layout == "original" and not isinstance(transformer.norm_out, _Unchanged):
         transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
     cast_on_use(transformer, compute)
@@ -229,43 +344,3 @@ def _dtypes(wish: str, file_dtype: str, device: torch.device) -> tuple[torch.dty
         return None, (torch.float32 if device.type == "cpu" else stored)
     compute = getattr(torch, wish)
     return (None if device.type == "cpu" else compute), compute
-
-
-def _parameters(
-    file: FluxFile,
-    names: dict[str, str],
-    device: torch.device,
-    storage: torch.dtype | None,
-    compute: torch.dtype,
-) -> dict[str, Tensor]:
-    """The state dict whose entries are named `names` in the whole model; on the CPU views of the mapping wherever the
-    dtype allows."""
-    sources = diffusers_sources(file.dims)
-    try:
-        opened = safe_open(file.path, framework="pt", device="cpu")
-    except (SafetensorError, OSError):  # its header was sound a moment ago
-        raise CheckpointError(
-            f"{file.name} is refused: it changed while it was opened. Wait until it is written, and try again."
-        ) from None
-    with opened:
-        mapped = {}
-        for own, name in names.items():
-            if file.layout == "diffusers":
-                mapped[own] = opened.get_tensor(file.stored_key(name))
-            else:
-                source = sources[name]
-                mapped[own] = opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
-    return {name: _placed(name, tensor, device, storage, compute) for name, tensor in mapped.items()}
-
-
-def _placed(
-    name: str, tensor: Tensor, device: torch.device, storage: torch.dtype | None, compute: torch.dtype
-) -> Tensor:
-    """The tensor on its device: norms in the compute dtype, linear layers in the storage dtype."""
-    if ".norm_" in name:
-        return tensor.to(device).to(compute)
-    if storage == _FP8 and "transformer_blocks." not in name:
-        storage = compute  # embedders and the last layer are small and sensitive
-    if storage == _FP8 and name.endswith(".bias"):
-        storage = compute
-    return tensor.to(device).to(storage or tensor.dtype)
