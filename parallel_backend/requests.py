@@ -62,6 +62,12 @@ class SampleRequest:
     seed: int
     denoise_mask: torch.Tensor | None = None
 
+    @property
+    def prompts(self) -> tuple[Conditioning, ...]:
+        """Those that are evaluated: positive, and negative where there is one and cfg is not 1."""
+        with_negative = self.negative is not None and self.cfg != 1.0
+        return (self.positive, self.negative) if with_negative else (self.positive,)
+
 
 @dataclass(frozen=True)
 class PredictRequest:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,22 @@ from torch import Tensor
 from .errors import Cancelled, TransportError
 from .protocol import Cancel, Envelope, Progress
 from .transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
+
+
+@dataclass
+class _Question:
+    """Whether to stop, on its way to all ranks. `event`: where the device was when it was asked."""
+
+    flag: Tensor
+    work: dist.Work | None
+    event: torch.cuda.Event | None
+
+    def answer(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        if self.work is not None:
+            self.work.wait()
+        return bool(self.flag.item())
 
 
 class StepBoundary:
@@ -42,6 +60,8 @@ class StepBoundary:
         self._steps = steps
         self._previews = previews
         self._begun = time.perf_counter()
+        self._asked: deque[_Question] = deque()
+        self._stopped = False
         self.seconds: list[float] = []
 
     def __call__(self, i: int, denoised: Tensor) -> None:
@@ -49,16 +69,45 @@ class StepBoundary:
             torch.cuda.synchronize(
                 self._device
             )  # else the host runs ahead, and neither time nor cancel is true
-        now = time.perf_counter()
-        self.seconds.append(now - self._begun)
-        self._begun = now
-        flag = torch.tensor([int(self._rank == 0 and self._is_cancelled())], dtype=torch.int32)
+        self._take_time()
+        flag = self._flag()
         if self._control is not None:
             dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
         if flag.item():
             raise Cancelled(f"The request was cancelled after step {i + 1} of {self._steps}.")
+
+    def passed(self, i: int, denoised: Tensor) -> None:
+        """The same for a step of patches that flow on: nobody waits for the other ranks. Ranks without a sampler have
+        no latent and do not call it."""
+        self._take_time()
+        if self._rank == 0:
+            self._show(i + 1, denoised)
+
+    def is_stopped(self, lag: int) -> bool:
+        """Whether the request was cancelled, as known `lag` questions ago, the same on all ranks.
+
+        Ranks of a pipeline are `lag` questions apart, so none has to wait for another here. The host may not run
+        further ahead of its device than that either.
+        """
+        flag = self._flag()
+        work = None if self._control is None else dist.all_reduce(flag, group=self._control, async_op=True)
+        event = torch.cuda.Event() if self._device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        self._asked.append(_Question(flag, work, event))
+        if len(self._asked) > lag:
+            self._stopped |= self._asked.popleft().answer()
+        return self._stopped
+
+    def _take_time(self) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._begun)
+        self._begun = now
+
+    def _flag(self) -> Tensor:
+        return torch.tensor([int(self._rank == 0 and self._is_cancelled())], dtype=torch.int32)
 
     def _is_cancelled(self) -> bool:
         while (received := self._link.receive(0.0)) is not None:

@@ -18,12 +18,10 @@ import torch.distributed as dist
 import parallel_backend
 
 # A scripted rank has no model, so it need not import a model library, which would make each start five times as long:
-# the engine's package stays unexecuted, and the module of its forward is replaced by the two names that others use.
+# the engine's package stays unexecuted.
 _engine = ModuleType("parallel_backend.engine")
 _engine.__path__ = [str(Path(parallel_backend.__file__).parent / "engine")]
-_forward = ModuleType("parallel_backend.engine.forward")
-_forward.Rows, _forward.ParallelForward = SimpleNamespace, object
-sys.modules |= {_engine.__name__: _engine, _forward.__name__: _forward}
+sys.modules[_engine.__name__] = _engine
 
 from parallel_backend.errors import CheckpointError  # noqa: E402
 from parallel_backend.rank import main  # noqa: E402
@@ -41,6 +39,7 @@ class ScriptedForward:
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
     calls: int = 0
+    warmup_steps: None = None
 
     @property
     def device(self):

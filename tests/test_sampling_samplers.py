@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from parallel_backend.requests import RESIDENT_SAMPLERS
-from parallel_backend.sampling.samplers import STEPS, start_history
+from parallel_backend.sampling.samplers import STEPS, run, start_history
 
 
 def _run(name, model, x, sigmas, seed=0):
     history = start_history(seed, x.device)
     for i in range(len(sigmas) - 1):
-        x, _ = STEPS[name](model, x, sigmas, i, history)
+        x, _ = run(STEPS[name](x, sigmas, i, history), model)
     return x
 
 

@@ -10,9 +10,12 @@ from .attention import kernel_for
 from .forward import ParallelForward
 from .groups import Layout, Layouts
 from .native import NativeAttention
+from .pipeline import PipelineForward
 
 
-def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> ParallelForward:
+def make_forward(
+    model: FluxModel, layouts: Layouts, placement: Placement
+) -> ParallelForward | PipelineForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together.
 
     `auto` is native: it is exact for every request and needs no import. Where xfuser is asked for, native stands behind
@@ -22,6 +25,13 @@ def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> Pa
     traffic = layouts.traffic
     kernel = kernel_for(model.device, model.compute_dtype)
     native = NativeAttention(layout, kernel, traffic)
+    if layout.pipe.size > 1:
+        pipeline = PipelineForward(model, layout, native, traffic)
+        if placement.engine == "xfuser":
+            pipeline.notes.append(
+                "engine xfuser stood back: its PipeFusion belongs to its own pipelines; native took its place"
+            )
+        return pipeline
     if placement.engine != "xfuser":
         return ParallelForward(model, layout, [native], traffic)
     reason = _why_not_xfuser(layout)
@@ -35,10 +45,10 @@ def make_forward(model: FluxModel, layouts: Layouts, placement: Placement) -> Pa
 
 
 def _why_not_xfuser(layout: Layout) -> str | None:
+    if layout.tensor.size > 1:
+        return "its tensor parallelism of Flux splits the feed-forward layers only"
     if layout.sequence.size == 1:
         return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
     if find_spec("xfuser") is None:
         return "the package xfuser is not installed"
     return None
-    if layout.tensor.size > 1:
-        return "its tensor parallelism of Flux splits the feed-forward layers only"

@@ -39,6 +39,8 @@ class ParallelForward:
     attention.
     """
 
+    warmup_steps = None  # all steps are exact
+
     def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
         self._model = model
         self._layout = layout
@@ -77,7 +79,9 @@ class ParallelForward:
         height, width = rows.x.shape[-2:]
         tokens = pack(rows.x)
         prompt = rows.conditioning
-        plan = TokenPlan.split(prompt.context.shape[1], tokens.shape[1], axis.size)
+        plan = TokenPlan.split(
+            prompt.context.shape[1], tokens.shape[1], axis.size, self._layout.sequence_shares
+        )
         text, image = span(plan.text, axis.index), span(plan.image, axis.index)
         self._use_engine_for(plan)
         output = self._model.velocity(

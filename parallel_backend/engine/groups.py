@@ -81,9 +81,29 @@ class Layout:
 
     @property
     def sequence_shares(self) -> tuple[float, ...]:
-        """How much of an image's tokens each rank of this rank's sequence axis takes; empty for equal shares."""
+        """How much of an image's tokens each rank of a sequence axis takes; empty for equal shares.
+
+        Ranks that must hold the same tokens, those of other stages and of the tensor axis, take their sum.
+        """
+        grid = self._device_shares()
+        return tuple(sum(map(sum, stages)) for stages in zip(*grid, strict=True))
+
+    @property
+    def stage_shares(self) -> tuple[float, ...]:
+        """How much of the model's blocks each stage of this rank's pipeline takes."""
+        return tuple(sum(map(sum, stage)) for stage in self._device_shares()) or (1.0,) * self.pipe.size
+
+    def _device_shares(self) -> list[list[tuple[float, ...]]]:
+        """The shares of this rank's pipeline, by stage, sequence index and tensor index; empty for equal shares."""
         shares = self.strategy.device_shares
-        return tuple(shares[rank] for rank in self.sequence.ranks) if shares else ()
+        if not shares:
+            return []
+        axes = ("pipefusion", *SEQUENCE_AXES, "tensor")
+        (ranks,) = (group for group in rank_groups(self.strategy, axes) if self.world.rank in group)
+        own = [shares[rank] for rank in ranks]
+        sequence, tensor = self.sequence.size, self.tensor.size
+        by_tensor = [tuple(own[i : i + tensor]) for i in range(0, len(own), tensor)]
+        return [by_tensor[i : i + sequence] for i in range(0, len(by_tensor), sequence)]
 
 
 class Layouts:
@@ -94,6 +114,7 @@ class Layouts:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.traffic = Traffic()
         self._layouts: dict[ParallelStrategy, Layout] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
@@ -113,8 +134,8 @@ class Layouts:
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),
                 tensor=self._axis(strategy, ("tensor",)),
+                shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
             )
-        self.traffic = Traffic()
         return self._layouts[strategy]
 
     def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
@@ -134,7 +155,6 @@ class Layouts:
             return self.world.group
         if (ranks, purpose) not in self._groups:
             self._groups[ranks, purpose] = dist.new_group(list(ranks))
-                shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
         return self._groups[ranks, purpose]
 
 

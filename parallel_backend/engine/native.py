@@ -15,6 +15,7 @@ from torch import Tensor
 from .attention import attend, attend_with_lse, merge
 from .collectives import Traffic, all_to_all, ring_shares
 from .groups import Layout
+from .key_memory import Remembering
 from .plan import TokenPlan
 
 
@@ -29,6 +30,7 @@ class NativeAttention:
         self._kernel = kernel
         self._traffic = traffic
         self.plan = TokenPlan.split(0, 0, layout.sequence.size)
+        self.memory: Remembering | None = None  # of PipeFusion, for the chunk that runs next
 
     def prepare(self) -> None:
         """Its groups belong to the layout: nothing to do."""
@@ -78,10 +80,13 @@ class NativeAttention:
 
     def _over_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, H, s, D] of this ring member's tokens over the keys and values of all members."""
-        if self._ring.size == 1:
-            return attend(query, key, value, None, self._kernel)
         width = self._ulysses.size
         sizes = tuple(sum(self.plan.lengths[r * width : (r + 1) * width]) for r in range(self._ring.size))
+        if self.memory is not None:
+            key, value = self.memory.recall(key, value)
+            sizes = self.memory.lengths or sizes
+        if self._ring.size == 1:
+            return attend(query, key, value, None, self._kernel)
         shares = ring_shares(_pair(key, value), sizes, self._ring, self._traffic)
         return merge(self._partial_results(query, shares), query.dtype)
 

@@ -43,6 +43,4 @@ def _stage(spec: ModelSpec, layout: Layout) -> tuple[range, ...] | None:
     if layout.pipe.size == 1:
         return None
     dims = inspect_flux(spec.path).dims
-    shares = layout.strategy.device_shares
-    by_stage = tuple(shares[rank] for rank in layout.pipe.ranks) if shares else (1.0,) * layout.pipe.size
-    return split_blocks(dims.double_blocks, dims.single_blocks, by_stage)[layout.pipe.index]
+    return split_blocks(dims.double_blocks, dims.single_blocks, layout.stage_shares)[layout.pipe.index]

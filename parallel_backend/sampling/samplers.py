@@ -1,19 +1,21 @@
-"""Samplers as pure step functions: `(model, x, sigmas, i, history) -> (x, denoised)` for flow-matching models.
+"""Samplers as step functions for flow-matching models: generators `(x, sigmas, i, history)` that return (x, denoised).
 
-`model(x, sigma)` returns the denoised latent; x: [B, C, H/8, W/8] float32; sigmas: [S + 1], descending. The state
-that outlives a step is `History`, so a run can be resumed between any two steps. Noise comes from a seeded
-generator, so that every rank draws the same.
+A step yields (x, sigma) where it wants the model's denoised latent and is sent it, so that who calls the model decides
+when: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any part of its elements, since every
+sampler here works element by element; sigmas: [S + 1], descending. The state that outlives a step is `History`, so a
+run can be resumed between any two steps. Noise comes from a seeded generator, so that every rank draws the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Model = Callable[[Tensor, Tensor], Tensor]
+Step = Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -35,18 +37,38 @@ def start_history(seed: int, device: torch.device) -> History:
     return History(generator)
 
 
-def euler(model: Model, x: Tensor, sigmas: Tensor, i: int, history: History) -> tuple[Tensor, Tensor]:
+def run(step: Step, model: Model) -> tuple[Tensor, Tensor]:
+    """(x, denoised) after one step whose wishes `model(x, sigma)` fulfils."""
+    try:
+        wish = next(step)
+        while True:
+            wish = step.send(model(*wish))
+    except StopIteration as end:
+        return end.value
+
+
+def model_calls(step: Callable[..., Step], sigmas: Tensor, i: int) -> list[Tensor]:
+    """The sigmas at which step i calls the model; they depend on `sigmas` alone."""
+    calls = []
+
+    def model(x: Tensor, sigma: Tensor) -> Tensor:
+        calls.append(sigma)
+        return x
+
+    run(step(sigmas.new_zeros(1), sigmas, i, start_history(0, sigmas.device)), model)
+    return calls
+
+
+def euler(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     """Algorithm 2 (Euler steps) of Karras et al. (2022), without churn."""
-    denoised = model(x, sigmas[i])
+    denoised = yield x, sigmas[i]
     d = (x - denoised) / sigmas[i]
     return x + d * (sigmas[i + 1] - sigmas[i]), denoised
 
 
-def euler_ancestral(
-    model: Model, x: Tensor, sigmas: Tensor, i: int, history: History
-) -> tuple[Tensor, Tensor]:
+def euler_ancestral(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     """Euler steps with noise added back (eta = 1), in the rectified-flow form that keeps alpha = 1 - sigma."""
-    denoised = model(x, sigmas[i])
+    denoised = yield x, sigmas[i]
     sigma, sigma_next = sigmas[i], sigmas[i + 1]
     if sigma_next == 0:
         return denoised, denoised
@@ -58,21 +80,22 @@ def euler_ancestral(
     return (alpha_next / alpha_down) * x + history.noise_like(x) * renoise, denoised
 
 
-def heun(model: Model, x: Tensor, sigmas: Tensor, i: int, history: History) -> tuple[Tensor, Tensor]:
+def heun(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     """Algorithm 2 (Heun steps) of Karras et al. (2022), without churn; two model calls except in the last step."""
-    denoised = model(x, sigmas[i])
+    denoised = yield x, sigmas[i]
     d = (x - denoised) / sigmas[i]
     dt = sigmas[i + 1] - sigmas[i]
     if sigmas[i + 1] == 0:
         return x + d * dt, denoised
     x_next = x + d * dt
-    d_next = (x_next - model(x_next, sigmas[i + 1])) / sigmas[i + 1]
+    denoised_next = yield x_next, sigmas[i + 1]
+    d_next = (x_next - denoised_next) / sigmas[i + 1]
     return x + (d + d_next) / 2 * dt, denoised
 
 
-def dpmpp_2m(model: Model, x: Tensor, sigmas: Tensor, i: int, history: History) -> tuple[Tensor, Tensor]:
+def dpmpp_2m(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     """DPM-Solver++(2M), Lu et al. (2022), in k-diffusion's form: t = -log(sigma)."""
-    denoised = model(x, sigmas[i])
+    denoised = yield x, sigmas[i]
     t, t_next = -sigmas[i].log(), -sigmas[i + 1].log()
     h = t_next - t
     target = denoised
@@ -84,7 +107,7 @@ def dpmpp_2m(model: Model, x: Tensor, sigmas: Tensor, i: int, history: History) 
     return x, denoised
 
 
-STEPS: dict[str, Callable[[Model, Tensor, Tensor, int, History], tuple[Tensor, Tensor]]] = {
+STEPS: dict[str, Callable[[Tensor, Tensor, int, History], Step]] = {
     "euler": euler,
     "euler_ancestral": euler_ancestral,
     "heun": heun,

@@ -1,0 +1,155 @@
+"""PipeFusion's forward: whole images, exactly, or patches that flow through the stages from one model call to the next.
+
+PipeFusion (Wang, Fang et al. 2024), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.flux import FluxModel
+from ..models.packing import image_ids, pack, token_grid, unpack
+from ..shares import share, span
+from .adjust_diffusers import share_attention
+from .collectives import Traffic, all_gather, broadcast
+from .groups import Layout
+from .native import NativeAttention
+from .patch_flow import PatchFlow, Sampling
+from .patches import PatchPlan
+from .rows import Rows, take
+from .stage import Cut, Item, Stage
+
+
+class PipelineForward:
+    """`forward(rows) -> velocities` like ParallelForward's: exact, one [r, C, h, w] float32 per entry, on every rank.
+
+    `by_patches` runs many model calls in one flow, approximately.
+    """
+
+    def __init__(
+        self, model: FluxModel, layout: Layout, attention: NativeAttention, traffic: Traffic
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._attention = attention
+        self._traffic = traffic
+        self._stage = Stage(model, layout, attention, traffic)
+        self.engine = attention.name
+        self.warmup_steps: int | None = layout.strategy.warmup_steps
+        self.notes: list[str] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
+    @property
+    def samples(self) -> bool:
+        """Whether samplers run on this rank while patches flow."""
+        return self._stage.is_first
+
+    @property
+    def stages(self) -> int:
+        return self._layout.pipe.size
+
+    def remember(self, on: bool) -> None:
+        """Whether the coming whole images leave their keys and values for patches; what is kept is forgotten."""
+        self._stage.memory.clear()
+        self._stage.remembers = on
+
+    def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
+        """The first stage's latent on every stage. `like`: any tensor of its shape."""
+        latent = torch.empty_like(like) if latent is None else latent
+        return broadcast(latent.contiguous(), 0, self._layout.way_back, self._traffic)
+
+    def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        self._use()
+        counts = [len(entry.x) for entry in rows]
+        shares = share(sum(counts), self._layout.row.size)
+        mine = self._own(rows, shares)
+        cuts = self._cut(mine, [entry.sigma for entry in mine], first=sum(shares[: self._layout.row.index]))
+        tokens = {cut.number: pack(entry.x) for cut, entry in zip(cuts, mine, strict=True)}
+        outputs: list[Tensor] = []
+        for begin in range(0, len(cuts), self.stages):
+            self._stage.turn(
+                [Item((cut,)) for cut in cuts[begin : begin + self.stages]],
+                enter=lambda item, cut: tokens[cut.number][:, cut.tokens],
+                leave=lambda item, cut, image: outputs.append(image),
+            )
+        self._stage.settle()
+        like = rows[0].x
+        height, width = like.shape[-2:]
+        velocities = [unpack(image, height, width) for image in self._on_all_stages(cuts, outputs)]
+        mine = torch.cat(velocities or [like.new_empty(0, *like.shape[1:], dtype=torch.float32)])
+        return list(all_gather(mine, shares, self._layout.row, self._traffic).split(counts))
+
+    def by_patches(self, rows: list[Rows], sigmas: Sequence[Tensor], sampling: Sampling) -> bool:
+        """Runs a model call for each of `sigmas` (scalars), each patch as soon as the call before gave it back.
+
+        Keys and values of patches that a call has not reached yet are those of the call before. `rows`: an entry per
+        prompt, each for all images of the batch; their x tells the shape alone. False when `sampling` stopped it, which
+        leaves what is under way uncomputed.
+        """
+        self._use()
+        batch = len(rows[0].x)
+        shares = share(batch * len(rows), self._layout.row.size)
+        mine = self._own(rows, shares)
+        cuts = self._cut(
+            mine, [sigmas[0].reshape(1)] * len(mine), first=sum(shares[: self._layout.row.index])
+        )
+        grid = token_grid(*rows[0].x.shape[-2:])
+        patches = share(grid[0] * grid[1], min(self._layout.strategy.pipeline_patches, grid[0] * grid[1]))
+        flow = PatchFlow(self._stage, self._layout, self._traffic, sampling, cuts, shares, batch, patches)
+        return flow.run(sigmas)
+
+    def _use(self) -> None:
+        for transformer in self._model.chunks:
+            share_attention(transformer, self._attention)
+
+    def _own(self, rows: list[Rows], shares: tuple[int, ...]) -> list[Rows]:
+        """This pipeline's rows, one by one."""
+        wanted = span(shares, self._layout.row.index)
+        return [row for i in range(wanted.start, wanted.stop) for row in take(rows, slice(i, i + 1))]
+
+    def _cut(self, rows: list[Rows], sigmas: list[Tensor], first: int) -> list[Cut]:
+        sequence, strategy = self._layout.sequence, self._layout.strategy
+        cuts = []
+        for i, (entry, sigma) in enumerate(zip(rows, sigmas, strict=True)):
+            height, width = entry.x.shape[-2:]
+            grid = token_grid(height, width)
+            plan = PatchPlan.split(
+                text=entry.conditioning.context.shape[1],
+                image=grid[0] * grid[1],
+                patches=strategy.pipeline_patches,
+                degree=sequence.size,
+                ulysses=self._layout.ulysses.size,
+                weights=self._layout.sequence_shares,
+            )
+            tokens = torch.tensor(plan.image_tokens(sequence.index), dtype=torch.long, device=self.device)
+            ids = image_ids(height, width, self.device)[tokens]
+            cuts.append(Cut(first + i, entry.conditioning, sigma, plan, tokens, ids))
+        return cuts
+
+    def _on_all_stages(self, cuts: list[Cut], outputs: list[Tensor]) -> Iterator[Tensor]:
+        """The last stage's outputs, [1, n, 64] float32 of each row with its tokens in the image's order."""
+        sequence = self._layout.sequence
+        for i, cut in enumerate(cuts):
+            sizes = cut.plan.whole.image
+            image = (
+                outputs[i].contiguous()
+                if self._stage.is_last
+                else self._stage.empty_output(Item((cut,)), cut)
+            )
+            image = broadcast(image, self.stages - 1, self._layout.way_back, self._traffic)
+            if sequence.size > 1:
+                image = all_gather(image.transpose(0, 1), sizes, sequence, self._traffic).transpose(0, 1)
+            order = [token for rank in range(sequence.size) for token in cut.plan.image_tokens(rank)]
+            whole = torch.empty_like(image)
+            whole[:, order] = image
+            yield whole
