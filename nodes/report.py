@@ -17,6 +17,14 @@ def write_report(record: RunRecord) -> str:
         if record.stepwise_because is None
         else f"way: stepwise ({record.stepwise_because})"
     )
+    if approximate := [run for run in runs if not run.exact]:
+        strategy = approximate[0].strategy
+        lines.append(
+            f"result: approximate (PipeFusion: exact for the first {strategy.warmup_steps} step(s), then patches attend "
+            f"to keys and values of the step before; more warmup_steps come nearer to one device's result)"
+        )
+    else:
+        lines.append("result: exact (what one device gives)")
     engines = Counter(run.engine for run in runs)
     lines.append(f"engine: {', '.join(engines) or 'none'}")
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")

@@ -450,6 +450,7 @@ def _run_info(done: dict[int, Done], step_seconds: tuple[float, ...]) -> RunInfo
         step_seconds=step_seconds,
         bytes_sent=tuple(run.bytes_sent for run in runs),
         notes=runs[0].notes,
+        exact=all(run.exact for run in runs),
     )
 
 

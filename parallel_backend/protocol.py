@@ -129,13 +129,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankRun:
-    """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload."""
+    """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload;
+    `exact`: it computed what one device would."""
 
     engine: str
     strategy: ParallelStrategy
     seconds: float
     bytes_sent: int
     notes: tuple[str, ...]
+    exact: bool = True
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankR
         seconds=time.perf_counter() - begun,
         bytes_sent=forward.bytes_sent - sent_before,
         notes=tuple(forward.notes),
+        exact=forward.exact,
     )
 
 

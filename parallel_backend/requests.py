@@ -90,6 +90,7 @@ class RunInfo:
     step_seconds: tuple[float, ...] = ()  # rank 0, one per sampler step (heun: two model calls in one)
     bytes_sent: tuple[int, ...] = ()  # per rank: collective payload that left the rank
     notes: tuple[str, ...] = ()  # what was resolved or refused and replaced, in words
+    exact: bool = True  # False: PipeFusion went on with keys and values of the step before
 
 
 @dataclass(frozen=True)

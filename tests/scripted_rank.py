@@ -40,6 +40,7 @@ class ScriptedForward:
     notes: list[str] = field(default_factory=list)
     calls: int = 0
     warmup_steps: None = None
+    exact: bool = True
 
     @property
     def device(self):

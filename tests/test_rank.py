@@ -2,13 +2,14 @@
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from parallel_backend import client
 from parallel_backend.client import Sidecar, State
-from parallel_backend.errors import CheckpointError, RankFailed, TransportError
+from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
 from parallel_backend.protocol import Cancel, Envelope, encode
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
 from parallel_backend.strategy import ParallelStrategy
@@ -172,6 +173,52 @@ def test_a_pickle_named_safetensors_is_refused_and_the_group_lives_on(no_leaks, 
             sidecar.load(ModelSpec(path=str(tmp_path / "bad.safetensors")))
         pids = sidecar.pids
         sidecar.load(flux)
+        assert sidecar.pids == pids
+    finally:
+        sidecar.stop()
+
+
+PIPELINE = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=3)
+
+
+def test_patches_flow_with_progress_previews_and_a_word_on_exactness(no_leaks, flux):
+    request, steps = flux_request(), []
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    try:
+        exact = sidecar.sample(flux, request, Placement(PIPELINE.replace(warmup_steps=4)))
+        whole = sidecar.sample(flux, request, Placement(ParallelStrategy(ulysses_degree=2)))
+        result = sidecar.sample(flux, request, Placement(PIPELINE), on_step=lambda *step: steps.append(step))
+        stepwise = euler_by_model_calls(sidecar, flux, request, Placement(PIPELINE))
+        again = sidecar.sample(flux, request, Placement(PIPELINE))
+    finally:
+        sidecar.stop()
+    assert [(step, of) for step, of, _ in steps] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)
+    assert len(result.info.step_seconds) == 4
+    assert (exact.info.exact, whole.info.exact, result.info.exact) == (True, True, False)
+    tolerance = 1e-5 * whole.latent.abs().max()
+    for latent in (exact.latent, stepwise):
+        assert (latent - whole.latent).abs().max() <= tolerance
+    assert (result.latent - whole.latent).abs().max() > tolerance
+    assert torch.equal(result.latent, again.latent)
+
+
+def test_flowing_patches_can_be_cancelled_and_leave_the_group_warm(no_leaks, flux):
+    request = replace(flux_request(), sigmas=torch.linspace(1, 0, 201))
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    try:
+        before = sidecar.sample(flux, flux_request(), Placement(PIPELINE)).latent
+        pids, told = sidecar.pids, []
+
+        def on_step(step, steps, preview):
+            told.append(step)
+            if step == 5:
+                sidecar.cancel()
+
+        with pytest.raises(Cancelled):
+            sidecar.sample(flux, request, Placement(PIPELINE), on_step=on_step)
+        assert len(told) < 200
+        assert torch.equal(sidecar.sample(flux, flux_request(), Placement(PIPELINE)).latent, before)
         assert sidecar.pids == pids
     finally:
         sidecar.stop()

@@ -40,6 +40,7 @@ class ParallelForward:
     """
 
     warmup_steps = None  # all steps are exact
+    exact = True
 
     def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
         self._model = model

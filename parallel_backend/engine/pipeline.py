@@ -39,6 +39,7 @@ class PipelineForward:
         self._stage = Stage(model, layout, attention, traffic)
         self.engine = attention.name
         self.warmup_steps: int | None = layout.strategy.warmup_steps
+        self.exact = True  # of the request that ran last
         self.notes: list[str] = []
 
     @property
@@ -70,6 +71,7 @@ class PipelineForward:
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         self._use()
+        self.exact = True
         counts = [len(entry.x) for entry in rows]
         shares = share(sum(counts), self._layout.row.size)
         mine = self._own(rows, shares)
@@ -105,6 +107,7 @@ class PipelineForward:
         )
         grid = token_grid(*rows[0].x.shape[-2:])
         patches = share(grid[0] * grid[1], min(self._layout.strategy.pipeline_patches, grid[0] * grid[1]))
+        self.exact = len(patches) == 1
         flow = PatchFlow(self._stage, self._layout, self._traffic, sampling, cuts, shares, batch, patches)
         return flow.run(sigmas)
 
