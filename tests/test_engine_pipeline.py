@@ -11,6 +11,7 @@ from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.patch_flow import turns
+from parallel_backend.engine.pipeline_traffic import PipelineTraffic
 from parallel_backend.engine.stage import Item
 from parallel_backend.engine.weights import load_under
 from parallel_backend.errors import Cancelled
@@ -61,7 +62,10 @@ def sample(world, path, strategies, cases):
             loaded[strategy.weights] = load_under(ModelSpec(path), layouts, strategy)
         forward = make_forward(loaded[strategy.weights], layouts, Placement(strategy))
         for name in cases:
-            results[f"{name_of(strategy)}: {name}"] = denoise(forward, CASES[name], Boundary())
+            before = forward.bytes_sent
+            key = f"{name_of(strategy)}: {name}"
+            results[key] = denoise(forward, CASES[name], Boundary())
+            results[f"{key}: bytes"] = forward.bytes_sent - before
     return results
 
 
@@ -184,6 +188,38 @@ def test_flowing_patches_depend_on_their_number_and_on_no_other_axis(flowing_res
     if same:
         other = flowing_results(2)[0][f"{name_of(same[0])}: {case}"]
         assert (results[0][key] - other).abs().max() <= TOLERANCE * other.abs().max()
+
+
+EVEN = [s for group in (STRATEGIES, FLOWING) for same in group.values() for s in same if not s.device_shares]
+
+
+@pytest.mark.parametrize("strategy", EVEN, ids=name_of)
+@pytest.mark.xdist_group("pipeline_parity")
+def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strategy):
+    results = (exact_results if strategy.warmup_steps == 99 else flowing_results)(strategy.world_size)
+    for rank in range(strategy.world_size):
+        for name, case in CASES.items():
+            if name == "text lengths differ":
+                continue  # the closed form is for rows of one length
+            batch, _, height, width = case.noise.shape
+            traffic = PipelineTraffic(
+                strategy,
+                rank,
+                rows=batch * len(case.prompts),
+                text=case.positive.context.shape[1],
+                image=-(-height // 2) * -(-width // 2),
+                double=DOUBLE,
+                single=SINGLE,
+                hidden=HEADS * 128,
+                latent_elements=16 * height * width,
+            )
+            steps = len(case.sigmas) - 1
+            exact = min(strategy.warmup_steps, steps)
+            expected = exact * traffic.whole()
+            if exact < steps:
+                expected += traffic.flowing(first=exact == 0) + (steps - exact - 1) * traffic.flowing()
+                expected += traffic.end(batch)
+            assert results[rank][f"{name_of(strategy)}: {name}: bytes"] == expected, f"rank {rank}, {name}"
 
 
 SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")

@@ -7,6 +7,26 @@ from ..strategy import ParallelStrategy
 from .plan import TokenPlan
 
 
+def attention_elements(
+    lengths: tuple[int, ...], held: tuple[int, ...], index: int, ulysses: int, ring: int, hidden: int
+) -> int:
+    """What rank `index` of a sequence axis sends for one attention of one row, in elements.
+
+    `lengths`: tokens of each rank that ask; `held`: of each rank those whose keys and values go round the ring. With s
+    tokens on this rank and S in its Ulysses group of U ranks, Ulysses sends q, k, v and the output for the others'
+    heads and tokens: (3 s (U-1) + (S - s)) / U * hidden; Ring passes every share but the one that ends here.
+    """
+
+    def groups(tokens: tuple[int, ...]) -> list[int]:
+        return [sum(tokens[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
+
+    member, own = index // ulysses, lengths[index]
+    exchanged = (3 * own * (ulysses - 1) + (groups(lengths)[member] - own)) * hidden // ulysses
+    # This rank sends on its own share first and then all it receives, except the share that would come home.
+    sent_on = [groups(held)[(member - hop) % ring] for hop in range(ring - 1)]
+    return exchanged + 2 * sum(sent_on) * hidden // ulysses
+
+
 def expected_bytes(
     strategy: ParallelStrategy,
     rank: int,
@@ -22,9 +42,7 @@ def expected_bytes(
 ) -> int:
     """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each.
 
-    Per layer, with s tokens on this rank, S in its Ulysses group of U ranks, and n rows in its share:
-    Ulysses sends q, k, v and the output for the other ranks' heads and tokens: (3 s (U-1) + (S - s)) / U * hidden * n;
-    Ring passes every share of keys and values but the one that ends here: 2 * sum(shares) / U * hidden * n.
+    Per layer and row of its share what `attention_elements` says.
     After the last layer the outputs are gathered in float32: image tokens over the sequence, latents over the rows.
     """
     u, r = strategy.ulysses_degree, strategy.ring_degree
@@ -33,14 +51,7 @@ def expected_bytes(
     row_index, sequence_index = divmod(rank, sequence)
     row_sizes = share(rows, strategy.row_degree)
     n = row_sizes[row_index]
-    ring_index = sequence_index // u
-    group = [sum(plan.lengths[i * u : (i + 1) * u]) for i in range(r)]
-    s, whole = plan.lengths[sequence_index], group[ring_index]
-
-    per_layer = (3 * s * (u - 1) + (whole - s)) * hidden // u
-    # This rank sends on its own share first and then all it receives, except the share that would come home.
-    sent_on = [group[(ring_index - hop) % r] for hop in range(r - 1)]
-    per_layer += 2 * sum(sent_on) * hidden // u
+    per_layer = attention_elements(plan.lengths, plan.lengths, sequence_index, u, r, hidden)
     gather = (sequence - 1) * max(plan.image) * patch_channels if n else 0
     rows_gather = (strategy.row_degree - 1) * max(row_sizes) * latent_elements
     return n * (layers * per_layer * element_size + gather * 4) + rows_gather * 4
