@@ -6,11 +6,12 @@ import argparse
 import sys
 
 from . import plan
+from .bench import command as bench
 from .doctor import command as doctor
 from .errors import ParallelError
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
-COMMANDS = {"plan": plan, "doctor": doctor}
+COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench}
 
 
 def main(argv: list[str] | None = None) -> int:

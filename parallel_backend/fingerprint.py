@@ -84,6 +84,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def device_ids(devices: Sequence[str], topology: Topology) -> tuple[str, ...]:
+    """What tells the devices of a group apart from others: UUIDs of GPUs, where known, else their names.
+
+    `devices`: names in rank order, such as cuda:1; `topology`: what this process can see (Topology.visible).
+    """
+    uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(topology.devices)}
+    return tuple(uuids.get(name, name) for name in devices)
+
+
 def device_key(uuids: Sequence[str]) -> str:
     """Stands for these devices in this order, without telling which they are."""
     return hashed(*uuids)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel_backend.client import Sidecar
 from parallel_backend.doctor import examine as examination
 from parallel_backend.doctor.privacy import Private, find_private, scrub, scrubbed
 from parallel_backend.doctor.probes import probe_leftovers, probe_system, probe_versions
@@ -182,12 +183,7 @@ def test_it_runs_where_torch_is_missing_and_says_so():
 
 
 def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
-    import parallel_backend.client
-
-    monkeypatch.setattr(parallel_backend.client, "RANK_MODULE", "tests.garbage_rank")
-    monkeypatch.setattr(
-        parallel_backend.client.Sidecar.__init__, "__kwdefaults__", {"rank_module": "tests.garbage_rank"}
-    )
+    monkeypatch.setattr(Sidecar.__init__, "__kwdefaults__", {"rank_module": "tests.garbage_rank"})
     report = examination.examine(("cpu:0", "cpu:1"))
     broken = [v for v in report.verdicts if v.status == "broken"]
     assert [v.name for v in broken] == ["ranks"] and report.exit_status == 1

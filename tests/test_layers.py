@@ -28,6 +28,8 @@ GROUND = {
     "vae_keys",
 }
 COMFY_HALF = {
+    "bench",
+    "calibrate_once",
     "calibration_store",
     "choice",
     "client",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -41,6 +40,8 @@ def probe_kernels() -> set[str]:
 
 
 def probe_system(shm: Path = Path("/dev/shm")) -> System:
+    import resource  # not on Windows, where this is not asked but the module must load
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     problem, free = _try_temp_folder()

@@ -1,0 +1,165 @@
+"""measure(): from a file and a few wishes to an Outcome, with predictions where the card is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
+from ..calibration_store import CalibrationStore
+from ..choice import BAND_WITH_ONE_GPU, BAND_WITHOUT
+from ..cost_model import Machine, predict
+from ..cost_traffic import Work
+from ..devices import is_cpu, resolve_devices
+from ..doctor.privacy import find_private, scrub
+from ..errors import RequestError, StrategyError
+from ..fingerprint import cores, cpu_name, device_ids, take_fingerprint
+from ..flux_file import FluxFile, inspect_flux
+from ..local_machine import flux_work, machine_of
+from ..measurements import WorkKey, candidate_of
+from ..requests import WEIGHT_DTYPES, ModelSpec
+from ..strategy import ParallelStrategy
+from ..topology import Topology
+from ..topology_probe import read_topology
+from .candidates import parse_strategies, possible_strategies
+from .outcome import Outcome, Row
+from .rounds import Job, random_request, run_rounds
+
+
+def measure(
+    *,
+    model: str,
+    devices: str,
+    width: int,
+    height: int,
+    batch: int,
+    text: int,
+    steps: int,
+    rounds: int,
+    with_cfg: bool,
+    strategies: str,
+    engine: str,
+    weight_dtype: str,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Raises ParallelError for a file, device or strategy that cannot be measured; one that fails is a row."""
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise RequestError(
+            f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
+        )
+    names = resolve_devices(devices)
+    if is_cpu(names):
+        # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
+    file = inspect_flux(model)
+    seen = read_topology().visible()
+    topology = Topology((), source="none") if is_cpu(names) else _selected(seen, names)
+    work = flux_work(
+        file.dims,
+        file.tensor_bytes,
+        width=width,
+        height=height,
+        text=text,
+        batch=batch,
+        has_cfg=with_cfg,
+        steps=steps,
+    )
+    wanted = _wanted(strategies, work, file, len(names), engine)
+    job = Job(
+        spec=ModelSpec(model, weight_dtype=weight_dtype),
+        file=file,
+        request=random_request(
+            file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
+        ),
+        work=WorkKey.of(work),
+        engine=engine,
+        devices=names,
+        ids=device_ids(names, seen),
+        rounds=rounds,
+        device_bytes=min((d.memory for d in topology.devices), default=0),
+    )
+    fingerprint = take_fingerprint(topology)
+    rows, together, calibrations = run_rounds(job, wanted, CalibrationStore(fingerprint), say)
+    rows, band = _with_predictions(rows, work, topology)
+    private = find_private()
+    size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
+    return Outcome(
+        rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
+        model=_describe(file, weight_dtype),
+        request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
+        hardware=_hardware(topology),
+        software=fingerprint.software,
+        rounds=rounds,
+        interleaved=together,
+        band=band,
+        links=tuple(_links(c) for c in calibrations),
+    )
+
+
+def _wanted(text: str, work: Work, file: FluxFile, count: int, engine: str) -> tuple[ParallelStrategy, ...]:
+    if text.strip().lower() in ("", "all"):
+        return possible_strategies(work, file.shape, count, engine=engine, fewer=bool(text.strip()))
+    wanted = parse_strategies(text)
+    for strategy in wanted:
+        if strategy.cfg_degree > 1 and work.rows == 1:
+            raise StrategyError(f"{strategy.describe()} splits two prompts; add --cfg on, or leave it out.")
+        if strategy.data_degree > work.batch:
+            raise StrategyError(
+                f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
+            )
+        strategy.check(file.shape, count, engine)
+    return wanted
+
+
+def _selected(seen: Topology, names: tuple[str, ...]) -> Topology:
+    known = {f"cuda:{i}": d.uuid for i, d in enumerate(seen.devices)}
+    return seen.select([known[name] for name in names if name in known])
+
+
+def _with_predictions(rows: list[Row], work: Work, topology: Topology) -> tuple[list[Row], float | None]:
+    """Rows with the cost model's step time, from one device's measured step where it ran; and the band of that."""
+    try:
+        machine, _ = machine_of(topology)
+    except RequestError:  # a CPU, or a card without a data sheet
+        return rows, None
+    alone = next((r.step_s for r in rows if r.strategy.world_size == 1), None)
+    return [
+        _predicted(row, work, machine, alone) for row in rows
+    ], BAND_WITH_ONE_GPU if alone else BAND_WITHOUT
+
+
+def _predicted(row: Row, work: Work, machine: Machine, alone: float | None) -> Row:
+    candidate = candidate_of(row.strategy)
+    if candidate is None:
+        return row
+    found = predict(work, candidate, machine, one_gpu_s=alone, with_fixed=False)
+    return replace(row, predicted_s=found.step_s, memory_bytes=found.memory_bytes)
+
+
+def _describe(file: FluxFile, weight_dtype: str) -> str:
+    """The model by its sizes: a file's name may be private."""
+    d = file.dims
+    stored = file.dtype if weight_dtype == "auto" else weight_dtype
+    return (
+        f"Flux.1 {'dev' if d.guidance else 'schnell'} form, {d.double_blocks}+{d.single_blocks} blocks of width "
+        f"{d.hidden}, {stored}, {file.tensor_bytes / 1e9:.3g} GB"
+    )
+
+
+def _hardware(topology: Topology) -> tuple[str, ...]:
+    if topology.devices:
+        return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
+    return (
+        f"no GPU, gloo on {cores()} cores ({cpu_name()})",
+        f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank",
+    )
+
+
+def _links(ranks: tuple[Calibration, ...]) -> str:
+    parts = [f"{ranks[0].strategy.describe()} ({ranks[0].backend})"]
+    for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
+        if (rate := slowest_rate(ranks, kind)) is not None:
+            parts.append(f"{label} {rate / 1e9:.3g} GB/s a rank")
+    parts.append(f"tiny all-reduce {max(c.collective_s for c in ranks) * 1e6:.0f} us")
+    return ", ".join(parts)

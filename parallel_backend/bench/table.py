@@ -1,0 +1,70 @@
+"""The benchmark as text: a table of at most 100 columns, what it was measured on, and what it says."""
+
+from __future__ import annotations
+
+import textwrap
+
+from .outcome import Outcome, Row
+
+_WIDTH = 100
+
+
+def as_text(outcome: Outcome) -> str:
+    """The whole text; predictions are labelled."""
+    predicted = any(row.predicted_s is not None for row in outcome.rows)
+    names = max(map(len, ["strategy", *(row.name for row in outcome.rows)]))
+    head = f"  {'strategy':{names}s} {'devices':>7s} {'step s':>9s} {'least–most':>15s} {'speed-up':>8s}"
+    head += f" {'MiB/step':>9s}" + (f" {'predicted s':>11s}" if predicted else "")
+    lines = [f"MEASURED: {outcome.model}, {outcome.request}", "", head]
+    lines += [_line(outcome, row, names, predicted) for row in outcome.rows]
+    turns = (
+        "taking turns in each round" if outcome.interleaved else "one after the other (no room side by side)"
+    )
+    notes = [
+        f"Medians of the warm steps of {outcome.rounds} rounds, {turns}. The text encoder and the VAE are not in it.",
+        *_verdict(outcome),
+    ]
+    if predicted and outcome.band is not None:
+        notes.append(
+            f"Predicted: from data sheets and one device's step, ± {outcome.band:.0%}, see docs/selector.md."
+        )
+    notes += [f"Links: {line}" for line in outcome.links]
+    notes += [f"On: {'; '.join(outcome.hardware)}. With: {', '.join(outcome.software)}."]
+    wrapped = [line for note in notes for line in textwrap.wrap(note, _WIDTH)]
+    return "\n".join([*lines, "", *wrapped])
+
+
+def _line(outcome: Outcome, row: Row, names: int, predicted: bool) -> str:
+    mark = "→" if row is outcome.best else " "
+    start = f"{mark} {row.name:{names}s} {row.strategy.world_size:7d}"
+    if row.step_s is None:
+        return textwrap.shorten(f"{start}  did not run: {row.problem}", 4 * _WIDTH, placeholder="…")
+    span = f"{min(row.step_seconds):.3g}–{max(row.step_seconds):.3g}"
+    speedup = outcome.speedup(row)
+    line = f"{start} {row.step_s:9.4g} {span:>15s} {'' if speedup is None else f'{speedup:.2f}x':>8s}"
+    line += f" {row.sent_bytes / 2**20:9.1f}"
+    return line + (f" {row.predicted_s:11.4g}" if predicted and row.predicted_s is not None else "")
+
+
+def _verdict(outcome: Outcome) -> list[str]:
+    best = outcome.best
+    if best is None:
+        return ["Nothing ran."]
+    said = []
+    if outcome.one is None:
+        said.append(f"Fastest: {best.name}.")
+    elif best.strategy.world_size == 1:
+        said.append("One device is the fastest here: splitting this work costs more than it gains.")
+    else:
+        said.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
+    faster = [r for r in outcome.rows if not r.exact and r.step_s is not None and r.step_s < best.step_s]
+    if faster and best.exact:
+        said.append(f"{min(faster, key=lambda r: r.step_s).name} is faster still, but approximate (≈).")
+    first = outcome.rows[0].name
+    for exact, label in ((True, "exact"), (False, "approximate")):
+        found = [r.difference for r in outcome.rows[1:] if r.exact is exact and r.difference is not None]
+        if found:
+            said.append(
+                f"Latents of {label} strategies differ from {first}'s by {max(found):.1e} of its largest value."
+            )
+    return said
