@@ -20,8 +20,8 @@ def write_report(record: RunRecord) -> str:
     if approximate := [run for run in runs if not run.exact]:
         strategy = approximate[0].strategy
         lines.append(
-            f"result: approximate (PipeFusion: exact for the first {strategy.warmup_steps} step(s), then patches attend "
-            f"to keys and values of the step before; more warmup_steps come nearer to one device's result)"
+            f"result: approximate (PipeFusion: exact for the first {strategy.warmup_steps} step(s), then patches "
+            f"attend to keys and values of the step before; more warmup_steps come nearer to one device's result)"
         )
     else:
         lines.append("result: exact (what one device gives)")

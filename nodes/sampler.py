@@ -10,7 +10,8 @@ import latent_preview
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.selector import StrategyChoice, resolve
+from ..parallel_backend.strategy import RequestShape
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
 from .ranks import RunRecord, say
 from .report import summarise, write_report
@@ -137,6 +138,5 @@ class ParallelSampler(io.ComfyNode):
 
 def _check(choice: StrategyChoice, model: ParallelModel) -> None:
     """A strategy that cannot work is refused before anything is prepared or started."""
-    devices = resolve_devices(choice.devices)
-    if choice.mode == "manual":
-        choice.strategy.check(model.file.shape, len(devices), choice.engine)
+    any_request = RequestShape(batch=1, has_cfg=False)
+    resolve(choice, model.file.shape, any_request, resolve_devices(choice.devices))

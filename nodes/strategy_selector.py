@@ -16,6 +16,60 @@ def _degree(name: str, tooltip: str) -> io.Int.Input:
     return io.Int.Input(name, default=1, min=1, max=64, tooltip=tooltip + " Counts in manual mode only.")
 
 
+# A request that gives every degree something to do.
+_ANY = RequestShape(batch=64, has_cfg=True)
+# Inputs that came later: workflows without them still load.
+_OPTIONAL = (
+    io.Int.Input(
+        "tensor_degree",
+        default=1,
+        min=1,
+        max=64,
+        optional=True,
+        tooltip="Splits every layer's heads and columns, and so the weights; wants fast links. "
+        "Counts in manual mode only.",
+    ),
+    io.Boolean.Input(
+        "shard_weights",
+        default=False,
+        optional=True,
+        tooltip="Each device keeps its share of the weights and fetches the rest block by block (FSDP): for models "
+        "larger than a card. Counts in manual mode only.",
+    ),
+    io.Boolean.Input(
+        "offload_weights",
+        default=False,
+        optional=True,
+        tooltip="Keeps the shares in the computer's memory: slowest, smallest. Counts in manual mode only.",
+    ),
+    io.Int.Input(
+        "num_pipeline_patch",
+        default=0,
+        min=0,
+        max=1024,
+        optional=True,
+        tooltip="Patches that PipeFusion cuts an image into; 0 for as many as pipefusion_degree. "
+        "Counts in manual mode only.",
+    ),
+    io.Int.Input(
+        "warmup_steps",
+        default=1,
+        min=0,
+        max=10000,
+        optional=True,
+        tooltip="PipeFusion's exact first steps. More come nearer to one device's image; as many as steps is exact. "
+        "Counts in manual mode only.",
+    ),
+    io.String.Input(
+        "device_shares",
+        default="",
+        optional=True,
+        tooltip="For devices that differ: how much of an image (or of the model, with PipeFusion) each takes, such as "
+        "24,16; memory goes by their memory; empty shares evenly. Counts in both modes.",
+    ),
+)
+
+
 class StrategySelector(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -40,7 +94,11 @@ class StrategySelector(io.ComfyNode):
                 _degree(
                     "cfg_degree", "2 computes the positive and the negative prompt on different devices."
                 ),
-                _degree("pipefusion_degree", "Splits the model's blocks over devices (not available yet)."),
+                _degree(
+                    "pipefusion_degree",
+                    "Splits the model's blocks over devices, through which patches of the image flow: needs little "
+                    "memory and no fast links; approximate after warmup_steps.",
+                ),
                 _degree("ring_degree", "Splits an image's tokens; keys and values travel round a ring."),
                 _degree(
                     "ulysses_degree",
@@ -53,6 +111,7 @@ class StrategySelector(io.ComfyNode):
                     default="auto",
                     tooltip="Who computes attention across devices. auto takes the fastest exact one.",
                 ),
+                *_OPTIONAL,
             ],
             outputs=[
                 StrategyLink.Output("strategy", tooltip="For Parallel Flux Loader or Parallel Sampler."),
@@ -61,8 +120,10 @@ class StrategySelector(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, mode: str, devices: str, engine: str, **degrees: int) -> io.NodeOutput:
-        choice = StrategyChoice(mode, devices, ParallelStrategy(**degrees), engine)
+    def execute(
+        cls, mode: str, devices: str, engine: str, device_shares: str = "", **settings: int | bool
+    ) -> io.NodeOutput:
+        choice = StrategyChoice(mode, devices, ParallelStrategy(**settings), engine, device_shares)
         return io.NodeOutput(choice, _in_words(choice))
 
 
@@ -71,8 +132,9 @@ def _in_words(choice: StrategyChoice) -> str:
     devices = resolve_devices(choice.devices)
     if choice.mode == "manual":
         # Zero heads divide by everything: only the rules that hold for any model.
-        choice.strategy.check(ModelShape(heads=0, blocks=0), len(devices), choice.engine)
-        return f"{choice.strategy.describe()} on {', '.join(devices)}, set by hand"
+        decision = resolve(choice, ModelShape(heads=0, blocks=0), _ANY, devices)
+        said = f"{decision.strategy.describe()} on {', '.join(devices)}, set by hand"
+        return ". ".join([said, *(note.rstrip(".") for note in decision.notes)])
     plain, with_cfg = (
         resolve(choice, _FLUX, RequestShape(batch=1, has_cfg=has_cfg), devices) for has_cfg in (False, True)
     )

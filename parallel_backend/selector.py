@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .device_shares import read_shares
 from .errors import StrategyError
 from .strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
 
@@ -12,12 +13,17 @@ MODES = ("auto", "manual")
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """What a person set on StrategySelector. `devices` as in devices.resolve_devices; `strategy` counts in `manual`."""
+    """What a person set on StrategySelector.
+
+    `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
+    device_shares.read_shares, in both modes.
+    """
 
     mode: str = "auto"
     devices: str = "all"
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
     engine: str = "auto"
+    device_shares: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -40,11 +46,16 @@ def resolve(
     choice: StrategyChoice, model: ModelShape, request: RequestShape, devices: tuple[str, ...]
 ) -> Decision:
     """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks."""
+    shares = read_shares(choice.device_shares, devices)
     if choice.mode == "auto":
         strategy, reason = _by_rule(model, request, len(devices))
-        return Decision(strategy, choice.engine, reason)
-    choice.strategy.check(model, len(devices), choice.engine)
-    strategy, notes = _resolve_conflicts(choice.strategy, model, request)
+        strategy, notes = _with_shares(strategy, shares)
+        return Decision(strategy, choice.engine, reason, tuple(notes))
+    strategy, notes = _resolve_weights(choice.strategy)
+    strategy.check(model, len(devices), choice.engine)
+    strategy, moved = _resolve_conflicts(strategy, model, request)
+    strategy, shared = _with_shares(strategy, shares)
+    notes += moved + shared + _remarks(strategy)
     if strategy.world_size < len(devices):
         notes.append(
             f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
@@ -71,6 +82,48 @@ def _by_rule(model: ModelShape, request: RequestShape, count: int) -> tuple[Para
             else f"the {model.heads} attention heads do not divide by {ring}, which Ring does not need"
         )
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
+
+
+def _resolve_weights(strategy: ParallelStrategy) -> tuple[ParallelStrategy, list[str]]:
+    """Ways to hold the weights that do not go together: the one that saves more stays."""
+    notes = []
+    if strategy.pipefusion_degree > 1 and strategy.shards:
+        notes.append(
+            f"shard_weights and offload_weights are off: with pipefusion_degree {strategy.pipefusion_degree} each "
+            f"device holds its own blocks only, whole."
+        )
+        strategy = strategy.replace(shard_weights=False, offload_weights=False)
+    if strategy.pipefusion_degree > 1 and strategy.tensor_degree > 1:
+        freed = strategy.tensor_degree
+        notes.append(
+            f"tensor_degree {freed} became part of pipefusion_degree {strategy.pipefusion_degree * freed}: layers are "
+            f"not split within the stages of a pipeline."
+        )
+        strategy = strategy.replace(tensor_degree=1, pipefusion_degree=strategy.pipefusion_degree * freed)
+    return strategy, notes
+
+
+def _with_shares(strategy: ParallelStrategy, shares: tuple[float, ...]) -> tuple[ParallelStrategy, list[str]]:
+    """`shares` name a share for each selected device; the strategy may use fewer."""
+    strategy = strategy.replace(device_shares=shares[: strategy.world_size])
+    if not strategy.device_shares or strategy.sequence_degree * strategy.pipefusion_degree > 1:
+        return strategy, []
+    note = (
+        f"device_shares changes nothing for {strategy.replace(device_shares=()).describe()}: whole images and layers "
+        f"are split evenly; Ulysses, Ring and PipeFusion follow the shares."
+    )
+    return strategy.replace(device_shares=()), [note] if strategy.world_size > 1 else []
+
+
+def _remarks(strategy: ParallelStrategy) -> list[str]:
+    """What a strategy that can run will do worse than its owner may think."""
+    if strategy.pipefusion_degree > strategy.pipeline_patches:
+        return [
+            f"num_pipeline_patch {strategy.pipeline_patches} is less than pipefusion_degree "
+            f"{strategy.pipefusion_degree}: some devices wait at every step; "
+            f"{strategy.pipefusion_degree} or more keep all busy."
+        ]
+    return []
 
 
 def _resolve_conflicts(

@@ -36,6 +36,7 @@ COMFY_HALF = {
     "cost_model",
     "cost_traffic",
     "demo",
+    "device_shares",
     "devices",
     "doctor",
     "environment",

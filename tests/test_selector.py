@@ -76,6 +76,45 @@ def test_idle_devices_are_mentioned():
     assert "2 of the 3 selected devices stay idle" in decision.notes[0]
 
 
+def _manual(count, shares="", **settings):
+    choice = StrategyChoice("manual", "all", ParallelStrategy(**settings), device_shares=shares)
+    return resolve(choice, FLUX, PLAIN, _devices(count))
+
+
+def test_sharding_gives_way_to_pipefusion_and_says_so():
+    decision = _manual(2, pipefusion_degree=2, shard_weights=True, offload_weights=True)
+    assert decision.strategy == ParallelStrategy(pipefusion_degree=2)
+    assert "shard_weights and offload_weights are off" in decision.notes[0]
+
+
+def test_tensor_parallelism_becomes_stages_beside_pipefusion():
+    decision = _manual(4, pipefusion_degree=2, tensor_degree=2)
+    assert decision.strategy == ParallelStrategy(pipefusion_degree=4)
+    assert "pipefusion_degree 4" in decision.notes[0]
+
+
+def test_fewer_patches_than_stages_are_remarked_on():
+    assert "3 or more keep all busy" in _manual(3, pipefusion_degree=3, num_pipeline_patch=2).notes[0]
+
+
+def test_shares_reach_the_strategy_in_both_modes():
+    assert _manual(2, "3,1", ring_degree=2).strategy.device_shares == (3, 1)
+    assert _manual(3, "3,1,1", ring_degree=2).strategy.device_shares == (3, 1)
+    automatic = resolve(StrategyChoice(device_shares="3,1"), FLUX, PLAIN, _devices(2))
+    assert automatic.strategy == ParallelStrategy(ulysses_degree=2, device_shares=(3, 1))
+
+
+def test_shares_that_change_nothing_are_dropped_and_said():
+    with_cfg = resolve(StrategyChoice(device_shares="3,1"), FLUX, WITH_CFG, _devices(2))
+    assert with_cfg.strategy == ParallelStrategy(cfg_degree=2)
+    assert "device_shares changes nothing for CFG 2" in with_cfg.notes[0]
+
+
+def test_shares_for_the_wrong_number_of_devices_are_refused():
+    with pytest.raises(StrategyError, match="names 3 share"):
+        _manual(2, "3,1,1", ring_degree=2)
+
+
 @pytest.mark.parametrize("bad", [{"mode": "magic"}, {"engine": "magic"}])
 def test_unknown_words_are_refused_when_the_choice_is_made(bad):
     with pytest.raises(StrategyError, match="magic"):

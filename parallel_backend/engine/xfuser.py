@@ -43,6 +43,8 @@ class XfuserAttention:
         _lay_groups(self._xfuser, self._layout)
 
     def refusal(self, plan: TokenPlan) -> str | None:
+        if max(plan.lengths) - min(plan.lengths) > 1:
+            return "it needs equal shares, and device_shares asks for others"
         if min(plan.lengths) == 0:
             return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
         return None

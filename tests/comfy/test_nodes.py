@@ -25,6 +25,12 @@ OUR_NODES = {
         "ulysses_degree",
         "data_degree",
         "engine",
+        "tensor_degree",
+        "shard_weights",
+        "offload_weights",
+        "num_pipeline_patch",
+        "warmup_steps",
+        "device_shares",
     ],
     "ParallelSampler": [
         "parallel_model",
