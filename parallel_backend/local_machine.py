@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .calibration import Calibration
 from .choice import Choice, choose, enumerate_candidates
-from .cost_model import USABLE_MEMORY, Machine
+from .cost_model import DEFAULT, USABLE_MEMORY, Machine
 from .cost_traffic import Candidate, Work
 from .errors import RequestError
 from .families import Family, flux_family
 from .hardware import Card, Domain, Link, find_card
+from .measured_links import measured_constants
 from .strategy import ModelShape
 from .topology import PATHS, Topology
 
@@ -142,8 +144,14 @@ def choose_here(
     one_gpu_s: float | None = None,
     measured: Mapping[Candidate, float] | None = None,
     mode: str = "eager",
+    calibrations: Sequence[Calibration] = (),
+    approximation: str = "if_needed",
 ) -> Automatic:
-    """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order."""
+    """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order.
+
+    `calibrations`: what the ranks measured of the links between these devices, one entry per rank; then `approximation`
+    "allowed" may choose PipeFusion for speed.
+    """
     try:
         machine, notes = machine_of(topology)
     except RequestError as error:
@@ -160,6 +168,8 @@ def choose_here(
         one_gpu_s=one_gpu_s,
         measured=measured,
         mode=mode,
-        approximation="if_needed",
+        constants=measured_constants(calibrations, machine.link) if calibrations else DEFAULT,
+        links_measured=bool(calibrations),
+        approximation=approximation,
     )
     return Automatic(choice, (*topology.notes, *notes))

@@ -45,6 +45,7 @@ COMFY_HALF = {
     "fingerprint",
     "hardware",
     "local_machine",
+    "measured_links",
     "measurements",
     "plan",
     "pool",
