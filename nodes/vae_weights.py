@@ -26,10 +26,12 @@ _numbered: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary
 def weights_of(vae: comfy.sd.VAE) -> VaeWeights:
     """The decoder's weights as the ranks take them. Raises RequestError with the reason why they cannot."""
     network = vae.first_stage_model
-    if type(network) not in (AutoencoderKL, AutoencodingEngine) or type(network.decoder) is not Decoder:
-        raise RequestError(
-            f"it is a {type(network).__name__}, not a VAE like those of Flux and Stable Diffusion"
-        )
+    decoder = getattr(network, "decoder", None)
+    for part, kinds in ((network, (AutoencoderKL, AutoencodingEngine)), (decoder, (Decoder,))):
+        if type(part) not in kinds:
+            raise RequestError(
+                f"its network is {type(part).__name__}, not that of Flux's and Stable Diffusion's"
+            )
     if type(vae).decode is not comfy.sd.VAE.decode or "decode" in vars(vae) or _is_changed(network):
         raise RequestError("another node has changed how it computes")
     if vae.patcher.patches or vae.patcher.object_patches:

@@ -1,6 +1,7 @@
 """Decoding in bands on real gloo ranks: the image of diffusers' unsplit decoder, for any size, batch and share."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,24 @@ def test_the_image_is_right_with_other_levels_and_widths():
     assert [sent for _, sent, _ in results] == [
         expected_decode_bytes(dims, (3, 2), r, width=6) for r in (0, 1)
     ]
+
+
+def in_bfloat16(world, dims, latent):
+    """[H, W, 3] float32 of one rank; empty on the others."""
+    vae = load_vae(ldm_tensors(random_vae(dims), dims), CPU)
+    half = replace(vae, decoder=vae.decoder.bfloat16(), compute_dtype=torch.bfloat16)
+    image = BandedDecoder(half, world)(latent)
+    return torch.empty(0) if image is None else image.float()
+
+
+def test_half_precision_loses_no_more_in_bands_than_on_one_rank():
+    """As GPUs compute it; against the exact image, by mean error, since rounding is a matter of luck per pixel."""
+    latent = random_latent(FLUX, 8, 6)[0]
+    expected = whole(FLUX, latent)
+    one, three = (
+        (run_ranks(in_bfloat16, ranks, FLUX, latent)[0] - expected).abs().mean().item() for ranks in (1, 3)
+    )
+    assert 0 < three <= 1.2 * one
 
 
 def test_there_is_no_seam():

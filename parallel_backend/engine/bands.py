@@ -60,6 +60,7 @@ class Bands:
         def wait() -> tuple[Tensor | None, Tensor | None]:
             for work in works:
                 work.wait()
+            operations.clear()  # held until here: what they send must outlive the sending
             return received[0], received[1]
 
         return wait

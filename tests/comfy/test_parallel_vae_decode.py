@@ -152,12 +152,12 @@ def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -
 def test_the_demos_vae_is_decoded_by_comfyui(comfy):
     graph = DecodeGraph()
     loader = graph.add("ParallelDemoLoader", strategy=graph.strategy("cpu:2"))
-    _fallback(comfy, graph, graph.drawn(16, 16), [loader, 3], "it is a DemoImageCoder")
+    _fallback(comfy, graph, graph.drawn(16, 16), [loader, 3], "its network is DemoImageCoder")
 
 
 def test_taesd_is_decoded_by_comfyui(comfy):
     graph = DecodeGraph()
-    _fallback(comfy, graph, graph.drawn(12, 10), [graph.add("TestTinyVAE"), 0], "it is a TAESD")
+    _fallback(comfy, graph, graph.drawn(12, 10), [graph.add("TestTinyVAE"), 0], "its network is TAESD")
 
 
 def test_flux_2s_normalised_latents_are_decoded_by_comfyui(comfy):
@@ -173,6 +173,18 @@ def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):
     graph = DecodeGraph()
     vae = [graph.add("TestCircularVAE", vae=graph.vae(name)), 0]
     _fallback(comfy, graph, graph.drawn(), vae, "another node has changed how it computes")
+
+
+def test_weights_that_change_in_place_are_sent_again(comfy):
+    """The same VAE object before and after a node wrote into it."""
+    name = _write(comfy, "to_be_scaled.safetensors", DIMS["flux"], 4)
+    graph = DecodeGraph()
+    vae, latent = graph.vae(name), graph.drawn()
+    (before,) = images(comfy, graph, graph.ours(latent, vae))
+    scaled = [graph.add("TestScaledVAE", vae=vae), 0]
+    expected, after = images(comfy, graph, graph.stock(latent, scaled), graph.ours(latent, scaled))
+    assert (after - before).abs().max() > 0.01
+    assert (after - expected).abs().max() <= TOLERANCE
 
 
 def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
@@ -196,11 +208,11 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
     long, output = _long(vaes, draw=32)
     stopper = threading.Timer(2.0, comfy.client.interrupt)
     stopper.start()
-    begun = time.monotonic()
-    with pytest.raises(PromptInterrupted):
+    with comfy.client.listen() as events, pytest.raises(PromptInterrupted):
         images(comfy, long, output)
-    assert time.monotonic() - begun < 12  # 30 images take much longer
     stopper.join()
+    steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
+    assert steps[-1][0] < steps[-1][1] // 2
     assert comfy.server.children() == ranks
     comfy.client.free()
     graph = DecodeGraph()

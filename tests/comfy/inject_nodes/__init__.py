@@ -121,6 +121,24 @@ class TestCircularVAE(io.ComfyNode):
         return io.NodeOutput(vae)
 
 
+class TestScaledVAE(io.ComfyNode):
+    """A VAE with one of its weights doubled, in place."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestScaledVAE",
+            category=CATEGORY,
+            inputs=[io.Vae.Input("vae")],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae) -> io.NodeOutput:
+        vae.first_stage_model.decoder.conv_out.weight.mul_(2)
+        return io.NodeOutput(vae)
+
+
 class TestTinyVAE(io.ComfyNode):
     """A random TAESD for 16 channels, as VAELoader makes one of its file."""
 
@@ -188,10 +206,11 @@ class InjectExtension(ComfyExtension):
             TestCircularVAE,
             TestConditioning,
             TestLatent,
-            TestTinyVAE,
             TestSaveImage,
             TestSaveLatent,
             TestSaveText,
+            TestScaledVAE,
+            TestTinyVAE,
         ]
 
 

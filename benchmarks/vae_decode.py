@@ -1,0 +1,121 @@
+"""Decoding one image in bands: 2 ranks x 1 thread against 1 rank x 1 thread, with the same random AutoencoderKL.
+
+    python benchmarks/vae_decode.py [--widths 128 256 512 512] [--sizes 32x32 64x48] [--rounds 3] [--json]
+
+efficiency: t(1) / (2 * t(2)), medians of interleaved runs, time inside the ranks;
+cpu_efficiency: the same of the processor time that the ranks took, which leaves waiting and other programs out;
+difference: the largest of any pixel, over the largest pixel;
+sent_bytes, expected_bytes: of each rank, counted, and by the closed form (parallel_backend/engine/band_traffic.py);
+peak_bytes: growth of each rank's resident memory over a decode (fresh ranks, weights already touched).
+Sizes are latent rows x columns, an eighth of the image's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from statistics import median
+
+from subject import finish
+
+from parallel_backend.client import Sidecar
+from parallel_backend.decoding import VaeWeights
+from parallel_backend.engine.band_traffic import expected_decode_bytes
+from parallel_backend.shares import share
+from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 512])
+    parser.add_argument("--sizes", nargs="+", default=["32x32", "64x48"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    dims = dims_of(widths=tuple(args.widths))
+    tensors = ldm_tensors(random_vae(dims), dims)
+    weights = VaeWeights("benchmark", lambda: tensors)
+    result = {}
+    for size in args.sizes:
+        height, width = map(int, size.split("x"))
+        latent = random_latent(dims, height, width)
+        row = _times(weights, latent, args.rounds)
+        row["expected_bytes"] = [
+            expected_decode_bytes(dims, share(height, 2), rank, width=width) for rank in (0, 1)
+        ]
+        row["peak_bytes"] = {ranks: _peak(weights, dims, latent, ranks) for ranks in (1, 2)}
+        result[size] = row
+        same = "equal" if row["expected_bytes"] == row["sent_bytes"] else "DIFFERENT"
+        peaks = [max(row["peak_bytes"][ranks]) / 2**20 for ranks in (1, 2)]
+        print(
+            f"{size:>9s}  1 rank {row['seconds']['1']:7.2f} s  2 ranks {row['seconds']['2']:7.2f} s  efficiency "
+            f"{row['efficiency']:.3f} (processor time {row['cpu_efficiency']:.3f})  difference "
+            f"{row['difference']:.1e}  sent {max(row['sent_bytes']) / 2**20:.2f} MiB ({same})  peak {peaks[0]:.0f} and "
+            f"{peaks[1]:.0f} MiB"
+        )
+    finish(result, args.json)
+
+
+def _times(weights: VaeWeights, latent, rounds: int) -> dict:
+    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
+    times: dict[str, list[float]] = {"1": [], "2": []}
+    processor: dict[str, list[float]] = {"1": [], "2": []}
+    try:
+        for round_number in range(rounds + 1):
+            before = _processor_seconds(one), _processor_seconds(two)
+            single, double = one.decode(weights, latent), two.decode(weights, latent)
+            if round_number:  # the first round warms up
+                times["1"].append(single.info.seconds)
+                times["2"].append(double.info.seconds)
+                processor["1"].append(_processor_seconds(one) - before[0])
+                processor["2"].append(_processor_seconds(two) - before[1])
+    finally:
+        one.stop()
+        two.stop()
+    seconds = {ranks: median(values) for ranks, values in times.items()}
+    difference = (double.image - single.image).abs().max() / single.image.abs().max()
+    return {
+        "seconds": seconds,
+        "efficiency": round(seconds["1"] / (2 * seconds["2"]), 3),
+        "cpu_efficiency": round(median(processor["1"]) / median(processor["2"]), 3),
+        "difference": difference.item(),
+        "sent_bytes": list(double.info.bytes_sent),
+    }
+
+
+def _processor_seconds(sidecar: Sidecar) -> float:
+    """User and system time of all ranks since they began."""
+    ticks = 0
+    for pid in sidecar.pids:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _peak(weights: VaeWeights, dims, latent, ranks: int) -> list[int]:
+    """Bytes by which each rank's resident memory grew at most."""
+    sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
+    try:
+        sidecar.decode(weights, random_latent(dims, ranks, 1))
+        before = []
+        for pid in sidecar.pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest value so far
+            before.append(_status(pid, "VmRSS"))
+        sidecar.decode(weights, latent)
+        return [_status(pid, "VmHWM") - rss for pid, rss in zip(sidecar.pids, before, strict=True)]
+    finally:
+        sidecar.stop()
+
+
+def _status(pid: int, name: str) -> int:
+    """One field of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main()
