@@ -23,6 +23,8 @@ from ..errors import RequestError
 from .counting import Traffic
 from .groups import Axis
 
+# Its name before torch 2.13 warns in that version.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WORDS = torch.uint8  # on the wire: gloo knows no fp8, and nothing is computed on the way
 
 
@@ -37,7 +39,7 @@ class Sharding:
             )
         self._axis = axis
         self._device = device
-        self._gather = _CountedGather(traffic)
+        self._gather = _CountedGather(axis, traffic)
         self._offload = offload and device.type != "cpu"
         self._transformers: list[FluxTransformer2DModel] = []
 
@@ -56,7 +58,7 @@ class Sharding:
             module.set_modules_to_forward_prefetch([following])
         rows = {name: parameter.shape[0] for name, parameter in transformer.named_parameters()}
         transformer.to_empty(device="cpu" if self._offload else self._device)
-        transformer.register_forward_hook(_end_call)
+        transformer.register_forward_hook(self._end_call)
         self._transformers.append(transformer)
         return {
             name: (parameter.to_local(), _share(rows[name], self._axis))
@@ -69,7 +71,13 @@ class Sharding:
             for module in (transformer, *_blocks(transformer)):
                 module.unshard()
                 module.reshard()
-            _end_call(transformer)
+            self._end_call(transformer)
+
+    def _end_call(self, transformer: FluxTransformer2DModel, *inputs_and_output: object) -> None:
+        """Forgets what FSDP notes down for a backward pass that never comes; frees what the call gathered."""
+        if hasattr(transformer, "reset_iter_state"):
+            transformer.reset_iter_state()
+        self._gather.free()
 
 
 def _blocks(transformer: FluxTransformer2DModel) -> list[nn.Module]:
@@ -94,13 +102,44 @@ def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
 
 
 class _CountedGather:
-    """FSDP's all-gather (torch.distributed.fsdp's AllGather), counted."""
+    """FSDP's all-gather (torch.distributed.fsdp's AllGather), counted.
 
-    def __init__(self, traffic: Traffic) -> None:
+    On the CPU every gather arrives in the same memory: FSDP copies one out before it starts the next, since it looks
+    only one block ahead. Shares go straight there: gloo's own all-gather fills a buffer of its thread first, and that
+    thread's heap keeps it.
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        self._axis = axis
         self._traffic = traffic
+        self._arrivals = torch.empty(0, dtype=_WORDS)
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.empty(*size, dtype=dtype, device=device)
+        (numel,) = size
+        needed, storage = numel * dtype.itemsize, self._arrivals.untyped_storage()
+        if storage.nbytes() < needed:
+            storage.resize_(0)  # nothing in it is worth moving
+            storage.resize_(needed)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+
+    def _exchange(self, everyones: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, index, size = self._axis.ranks, self._axis.index, self._axis.size
+        shares, waiting = everyones.chunk(size), []
+        for peer in ((index + hop) % size for hop in range(1, size)):
+            waiting.append(dist.irecv(shares[peer], ranks[peer], group=group))
+            waiting.append(dist.isend(mine, ranks[peer], group=group))
+        for work in waiting:
+            work.wait()
+
+    def free(self) -> None:
+        """Gives memory back to the system between model calls."""
+        storage = self._arrivals.untyped_storage()
+        if storage.nbytes():
+            storage.resize_(0)
+            if (trim := _malloc_trim()) is not None:
+                trim(0)
 
     def __call__(
         self,
@@ -109,20 +148,13 @@ class _CountedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._traffic.add(input_tensor.numel() * (group.size() - 1), input_tensor)
-        return dist.all_gather_into_tensor(
+        self._traffic.add(input_tensor.numel() * (self._axis.size - 1), input_tensor)
+        if output_tensor.device.type == "cpu":
+            self._exchange(output_tensor.view(_WORDS), input_tensor.view(_WORDS), group)
+            return None
+        return _all_gather(
             output_tensor.view(_WORDS), input_tensor.view(_WORDS), group=group, async_op=async_op
         )
-
-
-def _end_call(transformer: nn.Module, *inputs_and_output: object) -> None:
-    """Forgets what FSDP notes down for a backward pass that never comes, and gives back what a call gathered."""
-    if hasattr(transformer, "reset_iter_state"):
-        transformer.reset_iter_state()
-    if next(transformer.parameters()).device.type == "cpu":
-        trim = _malloc_trim()
-        if trim is not None:
-            trim(0)
 
 
 @functools.cache
