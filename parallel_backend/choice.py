@@ -151,6 +151,9 @@ def _outranks(entry: Ranked, rule: Ranked) -> bool:
     gain = rule.seconds / entry.seconds
     if entry.measured and rule.measured:
         return gain > 1 + MEASURED_GAIN
+    # Split layers are for weights that do not fit: no published row shows them ahead, so only having seen it counts.
+    if not entry.measured and entry.candidate.strategy.tensor_degree > rule.candidate.strategy.tensor_degree:
+        return False
     # What the CPU needs to launch is in no data sheet: a prediction may not outrank the rule by that alone.
     return min(gain, rule.prediction.gpu_s / entry.prediction.gpu_s) > 1 + PREDICTED_GAIN
 

@@ -44,7 +44,23 @@ def machine_of(topology: Topology) -> tuple[Machine, tuple[str, ...]]:
         names = ", ".join(sorted({d.name for d in topology.devices}))
         notes.append(f"The cards differ ({names}): with an even split all wait for the {slowest.name}.")
     memory = min(d.memory for d in topology.devices) * USABLE_MEMORY
-    return Machine(slowest, link_of(topology, slowest), len(topology.devices), memory), tuple(notes)
+    count = _joinable(topology)
+    if count < len(topology.devices):
+        notes.append(
+            f"Slices of one GPU cannot work together (NCCL does not join them), so {count} of the "
+            f"{len(topology.devices)} can be used; list one slice per GPU first."
+        )
+    return Machine(slowest, link_of(topology, slowest), count, memory), tuple(notes)
+
+
+def _joinable(topology: Topology) -> int:
+    """How many of the devices, from the first on, NCCL can join: at most one slice of each GPU."""
+    parents: set[str] = set()
+    for count, device in enumerate(topology.devices):
+        if device.is_mig and device.parent in parents:
+            return count
+        parents.add(device.parent)
+    return len(topology.devices)
 
 
 def link_of(topology: Topology, card: Card) -> Link:
