@@ -40,11 +40,14 @@ def expected_bytes(
     patch_channels: int = 64,
     element_size: int = 4,
 ) -> int:
-    """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each.
+    """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each, weights aside.
 
     Per layer and row of its share what `attention_elements` says.
     After the last layer the outputs are gathered in float32: image tokens over the sequence, latents over the rows.
+    Under tensor parallelism a rank has a T-th of the heads; what its slices of the weights send, and shares of them, is
+    in weights_traffic.py.
     """
+    rank, hidden = rank // strategy.tensor_degree, hidden // strategy.tensor_degree
     u, r = strategy.ulysses_degree, strategy.ring_degree
     sequence = u * r
     plan = TokenPlan.split(text, image, sequence)
