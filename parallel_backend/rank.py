@@ -115,6 +115,19 @@ def _answer(link, envelope, descriptors, jobs):
     from .transport import LinkClosed, close_all, unpack_tensors
 
     message, world = envelope.message, jobs.world
+
+    def boundary(steps: int, previews: bool) -> StepBoundary:
+        return StepBoundary(
+            link,
+            envelope.epoch,
+            envelope.request,
+            rank=world.rank,
+            control=world.control,
+            device=world.device,
+            steps=steps,
+            previews=previews,
+        )
+
     try:
         try:
             tensors = unpack_tensors(descriptors[0]) if descriptors else {}
@@ -124,17 +137,8 @@ def _answer(link, envelope, descriptors, jobs):
             case Load():
                 return Done(load=jobs.load(message.spec, message.strategy)), None
             case Sample():
-                boundary = StepBoundary(
-                    link,
-                    envelope.epoch,
-                    envelope.request,
-                    rank=world.rank,
-                    control=world.control,
-                    device=world.device,
-                    steps=len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0,
-                    previews=message.previews,
-                )
-                result, run = jobs.sample(message, tensors, boundary)
+                steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
+                result, run = jobs.sample(message, tensors, boundary(steps, message.previews))
                 return Done(run=run), result
             case Predict():
                 result, run = jobs.predict(message, tensors)
@@ -142,17 +146,8 @@ def _answer(link, envelope, descriptors, jobs):
             case LoadVae():
                 return Done(load=jobs.vae.load(message, tensors)), None
             case Decode():
-                boundary = StepBoundary(
-                    link,
-                    envelope.epoch,
-                    envelope.request,
-                    rank=world.rank,
-                    control=world.control,
-                    device=world.device,
-                    steps=jobs.vae.steps(tensors),
-                    previews=False,
-                )
-                result, decode = jobs.vae.decode(message, tensors, boundary)
+                on_step = boundary(jobs.vae.steps(tensors), previews=False)
+                result, decode = jobs.vae.decode(message, tensors, on_step)
                 return Done(decode=decode), result
             case Calibrate():
                 return Done(calibration=jobs.calibrate(message)), None

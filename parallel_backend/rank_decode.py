@@ -35,8 +35,8 @@ class VaeJobs:
     def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
         """Holds this VAE in place of another, on every rank or on none."""
         begun = time.perf_counter()
-        self._decoder = error = None
-        model = None
+        self._drop()
+        model = error = None
         try:
             from .engine.banded_decoder import BandedDecoder
             from .models.vae import load_vae
@@ -46,8 +46,8 @@ class VaeJobs:
         except Exception as failure:
             error = failure
         if not self._all_good(error):
-            self._decoder = model = None
-            _collect(self._world.device)
+            model = None
+            self._drop()
             raise error or PeerFailed("another rank could not hold the VAE")
         self._identity = message.identity
         return LoadInfo(
@@ -93,8 +93,13 @@ class VaeJobs:
             peak_bytes=_peak(device) - before,
             compute_dtype=_name(decoder.compute_dtype),
         )
-        _collect(device)  # the sampler's next step may need what the largest layers took
+        _give_back(device)  # the sampler's next step may need what the largest layers took
         return None if images is None else {"image": images}, run
+
+    def _drop(self) -> None:
+        self._decoder = None
+        gc.collect()  # a decoder and the hooks on its layers refer to each other
+        _give_back(self._world.device)
 
     def _latent(self, message: Decode, tensors: Tensors) -> Tensor:
         """[B, C, h, w], checked alike on every rank before any of them begins."""
@@ -128,7 +133,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _collect(device: torch.device) -> None:
+def _give_back(device: torch.device) -> None:
+    """Returns what torch's allocator keeps of a device's memory."""
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()
