@@ -9,6 +9,7 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
+from ..parallel_backend.experience import remember
 from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, SampleRequest
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.strategy import RequestShape
@@ -89,6 +90,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             result = sidecar.sample(
                 network.spec, request, placement, on_step=on_step, on_phase=say, should_cancel=interrupted
             )
+        remember(devices, network.spec, network.file, request, result.info)
         self._record.runs.append(result.info)
         return result.latent.to(noise.device)
 

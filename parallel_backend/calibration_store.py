@@ -23,6 +23,7 @@ from .strict_json import from_json, parse, to_json
 
 FORMAT = 1
 FOLDER = "comfyui-parallel-sampling"
+VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
 LOCK_PATIENCE = 1.0  # s; another process holds the lock for milliseconds
 _POLL = 0.01  # s
@@ -31,7 +32,12 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where measurements are kept: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None without a home."""
+    """Where measurements are kept: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
+
+    Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
+    """
+    if chosen := environ.get(VARIABLE, ""):
+        return None if chosen.lower() == "off" else Path(chosen)
     base = environ.get("XDG_CACHE_HOME", "")
     if base and Path(base).is_absolute():  # the specification has a relative one ignored
         return Path(base, FOLDER)

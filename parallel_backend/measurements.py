@@ -81,9 +81,9 @@ class Measurements:
     calibrated: tuple[Calibrated, ...] = ()
 
 
-def model_key(dims: FluxDims, tensor_bytes: int, compute_dtype: str = "") -> str:
+def model_key(dims: FluxDims, tensor_bytes: int, weight_dtype: str = "auto") -> str:
     """Stands for a model by its sizes, not by its file's name: fine-tunes of one model take equally long."""
-    return hashed("flux", *(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), compute_dtype)
+    return hashed("flux", *(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), weight_dtype)
 
 
 def warm_step(step_seconds: Sequence[float]) -> float | None:

@@ -13,6 +13,8 @@ import pytest
 from parallel_backend.requests import ModelSpec
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
+os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
+
 LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
 
 

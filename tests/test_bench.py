@@ -18,13 +18,13 @@ from parallel_backend.bench.measure import _with_predictions
 from parallel_backend.bench.outcome import Outcome, Row
 from parallel_backend.bench.rounds import Job, fits_side_by_side, random_request
 from parallel_backend.bench.table import as_text
-from parallel_backend.calibration_store import CalibrationStore
+from parallel_backend.calibration_store import VARIABLE, CalibrationStore
 from parallel_backend.cost_traffic import Candidate
 from parallel_backend.errors import StrategyError
 from parallel_backend.fingerprint import device_ids, take_fingerprint
 from parallel_backend.flux_file import inspect_flux
 from parallel_backend.local_machine import flux_work
-from parallel_backend.measurements import WorkKey, measured, model_key
+from parallel_backend.measurements import measured, model_key
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 from parallel_backend.topology import Topology
@@ -51,7 +51,7 @@ def fonts(tmp_path_factory):
 @pytest.fixture
 def bench(model, tmp_path, monkeypatch, capsys):
     """Runs the command on two CPU ranks; gives (exit status, what it printed, the folder it wrote to)."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(*arguments, path=model):
@@ -98,7 +98,7 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
     seen = measured(
         known,
         work,
-        model=model_key(file.dims, file.tensor_bytes, "float32"),
+        model=model_key(file.dims, file.tensor_bytes),
         devices=("cpu:0", "cpu:1"),
         now=known.observed[0].at[0],
     )
@@ -223,9 +223,7 @@ def _job(model, device_bytes):
         ModelSpec(str(model)),
         file,
         request,
-        WorkKey(64, 64, 1, 1, 1, 8),
         "auto",
-        ("a", "b"),
         ("a", "b"),
         1,
         device_bytes,

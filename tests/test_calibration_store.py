@@ -11,7 +11,7 @@ import pytest
 
 from parallel_backend import calibration_store
 from parallel_backend.calibration import Calibration, Transfer
-from parallel_backend.calibration_store import CalibrationStore, cache_folder
+from parallel_backend.calibration_store import VARIABLE, CalibrationStore, cache_folder
 from parallel_backend.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.measurements import Kind, Measurements, WorkKey, record, with_calibration
 from parallel_backend.strategy import ParallelStrategy
@@ -163,6 +163,8 @@ def test_a_change_that_fails_leaves_the_file_and_frees_the_lock(store):
         ({"XDG_CACHE_HOME": "cache", "HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
         ({"HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
         ({}, None),
+        ({VARIABLE: "/elsewhere", "HOME": "/home/x"}, "/elsewhere"),
+        ({VARIABLE: "off", "HOME": "/home/x"}, None),
     ],
 )
 def test_the_cache_folder_is_where_the_desktop_says(environ, folder):
@@ -170,6 +172,7 @@ def test_the_cache_folder_is_where_the_desktop_says(environ, folder):
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     store = CalibrationStore(BOX)
@@ -177,6 +180,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
 
 
 def test_nothing_private_is_kept(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = CalibrationStore(take_fingerprint(Topology(())))
     assert store.path.is_relative_to(tmp_path)

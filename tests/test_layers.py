@@ -41,6 +41,7 @@ COMFY_HALF = {
     "doctor",
     "environment",
     "exchange",
+    "experience",
     "families",
     "fingerprint",
     "hardware",

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
-from ..calibration_store import CalibrationStore
 from ..choice import BAND_WITH_ONE_GPU, BAND_WITHOUT
 from ..cost_model import Machine, predict
 from ..cost_traffic import Work
 from ..devices import is_cpu, resolve_devices
 from ..doctor.privacy import find_private, scrub
 from ..errors import RequestError, StrategyError
-from ..fingerprint import cores, cpu_name, device_ids, take_fingerprint
+from ..experience import Experience, work_of
+from ..fingerprint import cores, cpu_name
 from ..flux_file import FluxFile, inspect_flux
-from ..local_machine import flux_work, machine_of
-from ..measurements import WorkKey, candidate_of
+from ..local_machine import machine_of
+from ..measurements import candidate_of
 from ..requests import WEIGHT_DTYPES, ModelSpec
 from ..strategy import ParallelStrategy
 from ..topology import Topology
@@ -55,32 +55,22 @@ def measure(
     file = inspect_flux(model)
     seen = read_topology().visible()
     topology = Topology((), source="none") if is_cpu(names) else _selected(seen, names)
-    work = flux_work(
-        file.dims,
-        file.tensor_bytes,
-        width=width,
-        height=height,
-        text=text,
-        batch=batch,
-        has_cfg=with_cfg,
-        steps=steps,
+    request = random_request(
+        file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
+    work = work_of(file, request)
     wanted = _wanted(strategies, work, file, len(names), engine)
     job = Job(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
         file=file,
-        request=random_request(
-            file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
-        ),
-        work=WorkKey.of(work),
+        request=request,
         engine=engine,
         devices=names,
-        ids=device_ids(names, seen),
         rounds=rounds,
         device_bytes=min((d.memory for d in topology.devices), default=0),
     )
-    fingerprint = take_fingerprint(topology)
-    rows, together, calibrations = run_rounds(job, wanted, CalibrationStore(fingerprint), say)
+    experience = Experience(names, seen)
+    rows, together, calibrations = run_rounds(job, wanted, experience, say)
     rows, band = _with_predictions(rows, work, topology)
     private = find_private()
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
@@ -89,7 +79,7 @@ def measure(
         model=_describe(file, weight_dtype),
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
         hardware=_hardware(topology),
-        software=fingerprint.software,
+        software=experience.fingerprint.software,
         rounds=rounds,
         interleaved=together,
         band=band,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,13 +10,11 @@ import torch
 
 from ..calibrate_once import calibrate_once
 from ..calibration import Calibration
-from ..calibration_store import CalibrationStore
 from ..client import Sidecar
 from ..errors import Cancelled, ParallelError
-from ..fingerprint import device_key
+from ..experience import Experience
 from ..flux_file import FluxFile
-from ..measurements import Kind, WorkKey, model_key, record, warm_step
-from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
+from ..requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ..strategy import ParallelStrategy
 from .outcome import Row
 
@@ -32,15 +29,13 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Job:
-    """What every strategy runs. `device_bytes`: memory of the smallest GPU, 0 on the CPU; `ids`: of the devices."""
+    """What every strategy runs. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
 
     spec: ModelSpec
     file: FluxFile
     request: SampleRequest
-    work: WorkKey
     engine: str
     devices: tuple[str, ...]
-    ids: tuple[str, ...]
     rounds: int
     device_bytes: float
 
@@ -78,14 +73,13 @@ def fits_side_by_side(job: Job, strategies: Sequence[ParallelStrategy]) -> bool:
 
 
 def run_rounds(
-    job: Job, strategies: Sequence[ParallelStrategy], store: CalibrationStore, say: Say
+    job: Job, strategies: Sequence[ParallelStrategy], experience: Experience, say: Say
 ) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
     together = fits_side_by_side(job, strategies)
     rows = {s: Row(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
-    loads: dict[ParallelStrategy, LoadInfo] = {}
     for block in _blocks(strategies, together):
         with ExitStack() as stack:
             groups: dict[Layout, Sidecar] = {}
@@ -100,12 +94,10 @@ def run_rounds(
                     sidecar, placement = groups[_layout(s)], Placement(s, job.engine)
                     say(f"{'warming up' if turn == 0 else f'round {turn} of {job.rounds}'}: {s.describe()}")
                     try:
-                        if turn == 0:
-                            loads[s] = sidecar.load(job.spec, s)
                         result = sidecar.sample(job.spec, job.request, placement)
                         if turn == 0 and s.world_size > 1:
-                            ids = job.ids[: s.world_size]
-                            calibrations.append(calibrate_once(sidecar, placement, store, ids))
+                            ids = experience.ids[: s.world_size]
+                            calibrations.append(calibrate_once(sidecar, placement, experience.store, ids))
                     except Cancelled:
                         raise
                     except ParallelError as error:
@@ -116,7 +108,7 @@ def run_rounds(
                         rows[s] = replace(rows[s], difference=_difference(result, reference))
                     else:
                         rows[s] = _with_run(rows[s], result.info)
-                        _remember(job, s, result.info, loads[s], store)
+                        experience.remember(job.spec, job.file, job.request, result.info)
     return [rows[s] for s in strategies], together, calibrations
 
 
@@ -148,22 +140,6 @@ def _with_run(row: Row, info: RunInfo) -> Row:
         step_seconds=(*row.step_seconds, *warm),
         sent_bytes=sum(info.bytes_sent) / max(1, len(info.step_seconds)),
     )
-
-
-def _remember(
-    job: Job, strategy: ParallelStrategy, info: RunInfo, load: LoadInfo, store: CalibrationStore
-) -> None:
-    seconds = warm_step(info.step_seconds)
-    if seconds is None:
-        return
-    kind = Kind(
-        model=model_key(job.file.dims, job.file.tensor_bytes, load.compute_dtype),
-        work=job.work,
-        strategy=strategy,
-        engine=info.engine,
-        devices=device_key(job.ids[: strategy.world_size]),
-    )
-    store.update(lambda known: record(known, kind, seconds, time.time()))
 
 
 def _difference(result: SampleResult, reference: torch.Tensor) -> float:

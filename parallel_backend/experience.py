@@ -1,0 +1,187 @@
+"""What this machine has seen: remembers step times of runs, and chooses a strategy by all that was measured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .calibration_store import CalibrationStore
+from .choice import Choice, choose
+from .cost_model import DEFAULT, Machine, fixed_seconds
+from .cost_traffic import Candidate, Work
+from .devices import is_cpu
+from .errors import RequestError
+from .fingerprint import device_ids, device_key, take_fingerprint
+from .flux_file import FluxFile
+from .hardware import Card, Link
+from .local_machine import Automatic, choose_here, flux_work, machine_of
+from .measurements import (
+    Kind,
+    Measurements,
+    WorkKey,
+    calibration_of,
+    measured,
+    model_key,
+    one_gpu_step,
+    record,
+    warm_step,
+)
+from .requests import ModelSpec, RunInfo, SampleRequest
+from .topology import Topology
+from .topology_probe import read_topology
+
+PIXELS_PER_LATENT = 8
+# Model calls in a step, where it is not one.
+CALLS = {"heun": 2}
+
+log = logging.getLogger(__name__)
+
+
+class Experience:
+    """The measurements of a set of devices. `devices`: names in rank order; `topology`: what this process can see."""
+
+    def __init__(
+        self, devices: Sequence[str], topology: Topology | None = None, store: CalibrationStore | None = None
+    ) -> None:
+        self._devices = tuple(devices)
+        seen = _visible() if topology is None else topology
+        self._ids = device_ids(self._devices, seen)
+        known = {device.uuid for device in seen.devices}
+        self._topology = (
+            Topology((), source="none")
+            if is_cpu(self._devices)
+            else seen.select([uuid for uuid in self._ids if uuid in known])
+        )
+        self.fingerprint = take_fingerprint(Topology((), source="none") if is_cpu(self._devices) else seen)
+        self._store = store or CalibrationStore(self.fingerprint)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """What tells these devices from others; only digests of it are kept."""
+        return self._ids
+
+    @property
+    def store(self) -> CalibrationStore:
+        return self._store
+
+    def remember(self, spec: ModelSpec, file: FluxFile, request: SampleRequest, info: RunInfo) -> bool:
+        """Keeps the median warm step of a run on the first of these devices; whether it reached the disk."""
+        seconds = warm_step(info.step_seconds)
+        if seconds is None:
+            return False
+        kind = Kind(
+            model=_model(spec, file),
+            work=WorkKey.of(work_of(file, request), CALLS.get(request.sampler, 1)),
+            strategy=info.strategy,
+            engine=info.engine,
+            devices=device_key(self._ids[: info.strategy.world_size]),
+        )
+        return self._store.update(lambda known: record(known, kind, seconds, time.time()))
+
+    def choose(
+        self,
+        spec: ModelSpec,
+        file: FluxFile,
+        work: Work,
+        *,
+        sampler: str = "euler",
+        engine: str = "auto",
+        approximation: str = "if_needed",
+    ) -> Automatic:
+        """The best strategy for `work` on these devices or the first few of them, by measurements and predictions.
+
+        `choice` is None where the rule must decide: an unknown card, or a CPU on which one rank and several have not
+        both been seen at this work.
+        """
+        known, now = self._store.read(), time.time()
+        about = {
+            "model": _model(spec, file),
+            "devices": self._ids,
+            "now": now,
+            "engine": "xfuser" if engine == "xfuser" else "native",
+        }
+        calls = CALLS.get(sampler, 1)
+        if is_cpu(self._devices):
+            return _among_measured(measured(known, work, calls=calls, **about), work, len(self._devices))
+        try:
+            machine, _ = machine_of(self._topology)
+        except RequestError as error:
+            return Automatic(None, (str(error),))
+        seen = measured(known, work, calls=calls, fixed_s=fixed_seconds(work, machine.card), **about)
+        return choose_here(
+            work,
+            file.shape,
+            self._topology,
+            engine=engine,
+            one_gpu_s=one_gpu_step(known, work, **about),
+            measured=seen,
+            calibrations=self._newest_calibration(known, now),
+            approximation=approximation,
+        )
+
+    def _newest_calibration(self, known: Measurements, now: float):
+        """Of a strategy over all of these devices, whichever was measured last."""
+        key = device_key(self._ids)
+        mine = [c for c in known.calibrated if c.devices == key]
+        newest = max(mine, key=lambda c: c.at, default=None)
+        if newest is None:
+            return ()
+        return calibration_of(known, self._ids, newest.ranks[0].strategy, now) or ()
+
+
+def work_of(file: FluxFile, request: SampleRequest) -> Work:
+    """The job of a request with a Flux file, for the cost model."""
+    batch, _, height, width = request.noise.shape
+    return flux_work(
+        file.dims,
+        file.tensor_bytes,
+        width=width * PIXELS_PER_LATENT,
+        height=height * PIXELS_PER_LATENT,
+        text=request.positive.context.shape[1],
+        batch=batch,
+        has_cfg=request.negative is not None and request.cfg != 1.0,
+        steps=len(request.sigmas) - 1,
+    )
+
+
+def remember(
+    devices: Sequence[str], spec: ModelSpec, file: FluxFile, request: SampleRequest, info: RunInfo
+) -> None:
+    """Experience.remember, which never costs a finished picture: whatever fails is only logged."""
+    try:
+        Experience(devices).remember(spec, file, request, info)
+    except Exception:
+        log.debug("a run's step times are not kept", exc_info=True)
+
+
+def _among_measured(seen: Mapping[Candidate, float], work: Work, count: int) -> Automatic:
+    """The choice on a CPU, which has no data sheet: the fastest that was seen, once one rank and several were."""
+    alone = seen.get(Candidate())
+    if alone is None or len(seen) < 2:
+        return Automatic(None, ("On the CPU only a measurement tells; `bench` takes it.",))
+    # What the model needs to be asked at all; every candidate is measured, so nothing of it decides.
+    rate = work.flop * work.steps / alone / 1e12 / DEFAULT.compiled
+    machine = Machine(Card("CPU", rate, memory=1e6, bandwidth=1e6), Link("gloo", "host", 10.0), count)
+    choice = choose(seen, work, machine, measured=seen, mode="compiled")
+    return Automatic(replace(choice, reason=_measured_reason(choice, work)))
+
+
+def _measured_reason(choice: Choice, work: Work) -> str:
+    ordered = [choice.best, *sorted(choice.ranked[1:], key=lambda e: e.seconds)]
+    times = ", ".join(f"{e.candidate.describe()} {e.seconds / work.steps:.3g} s" for e in ordered[:4])
+    name = choice.best.candidate.describe()
+    return f"{name} on the CPU: measured before, a step takes {times}."
+
+
+def _model(spec: ModelSpec, file: FluxFile) -> str:
+    # The dtype that ranks compute in follows from these and the device.
+    return model_key(file.dims, file.tensor_bytes, spec.weight_dtype)
+
+
+@functools.cache
+def _visible() -> Topology:
+    """Read once: devices do not change while a process lives, and NVML takes a while."""
+    return read_topology().visible()
