@@ -1,5 +1,8 @@
 """Parallel efficiency of 2 ranks x 1 thread against 1 rank x 1 thread: t(1) / (2 * t(2)), medians of interleaved runs.
 
+PipeFusion's number is of its steady state: steps with flowing patches but the one that fills the pipeline; its exact
+warm-up step, where one rank works while the other waits, is told apart.
+
 python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--json]
 """
 
@@ -18,7 +21,9 @@ CASES = {
     "ulysses_2": (ParallelStrategy(ulysses_degree=2), 1.0),
     "ring_2": (ParallelStrategy(ring_degree=2), 1.0),
     "cfg_2": (ParallelStrategy(cfg_degree=2), 4.0),
+    "pipefusion_2": (ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=4), 1.0),
 }
+WARM_UP = "pipefusion_2_warmup"
 
 
 def main() -> None:
@@ -27,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -39,11 +44,12 @@ def main() -> None:
             for tokens in args.tokens:
                 times = _measure(one, two, spec, tokens, args)
                 result[str(tokens)] = {
-                    name: round(median(times[name][0]) / (2 * median(times[name][1])), 3) for name in CASES
+                    name: round(median(single) / (2 * median(double)), 3)
+                    for name, (single, double) in times.items()
                 }
                 for name, (single, double) in times.items():
                     print(
-                        f"{tokens:5d} tokens  {name:10s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
+                        f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
                         f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
                     )
     finally:
@@ -54,7 +60,7 @@ def main() -> None:
 
 def _measure(one, two, spec, tokens, args):
     """Per case, the step times on one rank and on two, taken in turns so that both see the same machine."""
-    times = {name: ([], []) for name in CASES}
+    times = {name: ([], []) for name in (*CASES, WARM_UP)}
     for round_number in range(args.rounds + 1):
         for name, (strategy, cfg) in CASES.items():
             request = sample_request(tokens, args.steps, cfg)
@@ -62,7 +68,12 @@ def _measure(one, two, spec, tokens, args):
             double = two.sample(spec, request, Placement(strategy, args.engine))
             if round_number:  # the first round warms up
                 times[name][0].extend(single.info.step_seconds)
-                times[name][1].extend(double.info.step_seconds)
+                begin = 0
+                if strategy.pipefusion_degree > 1:
+                    begin = strategy.warmup_steps + 1
+                    times[WARM_UP][0].extend(single.info.step_seconds)
+                    times[WARM_UP][1].extend(double.info.step_seconds[: strategy.warmup_steps])
+                times[name][1].extend(double.info.step_seconds[begin:])
     return times
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from .ranks import RunRecord
 
 
@@ -42,6 +43,11 @@ def write_report(record: RunRecord) -> str:
     lines.append(f"device-seconds (GPU-seconds on GPUs): {sum(times) * len(record.devices):.3f}")
     notes = [note for decision in record.decisions for note in decision.notes]
     notes += [note for run in runs for note in run.notes]
+    if record.stepwise_because is not None and any(run.strategy.pipefusion_degree > 1 for run in runs):
+        notes.append(
+            "PipeFusion ran exactly and without its speed: in the stepwise way whole images pass the stages one after "
+            f"another; samplers whose patches can flow are {', '.join(RESIDENT_SAMPLERS)}"
+        )
     lines += [f"note: {note}" for note in dict.fromkeys(notes)]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
+AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
 OURS, STOCK = "ours", "stock"
 
 
@@ -38,14 +39,17 @@ class Graph:
             0,
         ]
 
-    def strategy(self, devices: str, engine: str = "auto", **degrees: int) -> list:
+    def strategy(self, devices: str, engine: str = "auto", **settings) -> list:
+        """`settings`: degrees by axis, and StrategySelector's optional inputs by their names; manual where there are
+        any, but for device_shares."""
         inputs = {f"{axis}_degree": 1 for axis in ("cfg", "pipefusion", "ring", "ulysses", "data")}
-        inputs |= {f"{axis}_degree": value for axis, value in degrees.items()}
-        mode = "manual" if degrees else "auto"
+        for name, value in settings.items():
+            inputs[f"{name}_degree" if name in AXES else name] = value
+        mode = "manual" if set(settings) - {"device_shares"} else "auto"
         return [self.add("StrategySelector", mode=mode, devices=devices, engine=engine, **inputs), 0]
 
     def parallel_loader(self, unet: str, devices: str, **choice) -> str:
-        """`choice`: engine, and degrees by axis."""
+        """`choice`: engine, and what `strategy` takes."""
         strategy = self.strategy(devices, **choice)
         return self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy)
 

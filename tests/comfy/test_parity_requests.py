@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
-from graphs import OURS, STOCK, Graph
+from graphs import AXES, OURS, STOCK, Graph
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
@@ -137,7 +139,7 @@ def test_the_report_tells_what_ran(comfy, files):
 
 
 @pytest.mark.parametrize(
-    "degrees",
+    "settings",
     [
         {"ulysses": 2},
         {"ring": 2},
@@ -147,18 +149,41 @@ def test_the_report_tells_what_ran(comfy, files):
         {"ulysses": 2, "ring": 2},
         {"cfg": 2, "ulysses": 2},
         {"data": 2, "cfg": 2},
+        {"tensor": 2},
+        {"tensor": 2, "cfg": 2},
+        {"ulysses": 2, "shard_weights": True},
+        {"cfg": 2, "offload_weights": True},
+        {"pipefusion": 2, "warmup_steps": 3},
+        {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
+        {"pipefusion": 2, "ring": 2, "warmup_steps": 3, "device_shares": "3,1,2,1"},
+        {"ring": 2, "device_shares": "3,1"},
     ],
-    ids=lambda degrees: " ".join(f"{axis}{degree}" for axis, degree in degrees.items()),
+    ids=lambda settings: " ".join(f"{name}{value}" for name, value in settings.items()),
 )
-def test_every_strategy_gives_the_stock_latent(comfy, files, degrees):
-    world_size = 1
-    for degree in degrees.values():
-        world_size *= degree
+def test_every_strategy_gives_the_stock_latent(comfy, files, settings):
+    world_size = prod(value for name, value in settings.items() if name in AXES)
     latents = sampled(
-        comfy, files, "inpainting a batch, odd sides, cfg", f"cpu:{world_size}", "euler", **degrees
+        comfy, files, "inpainting a batch, odd sides, cfg", f"cpu:{world_size}", "euler", **settings
     )
     assert_equal_to_stock(latents)
     assert "set by hand" in latents["report"].splitlines()[0]
+    assert "result: exact" in latents["report"]
+
+
+def test_flowing_patches_are_called_approximate_and_stock_samplers_stay_exact(comfy, files):
+    latents = sampled(comfy, files, "cfg", "cpu:2", "euler", pipefusion=2, num_pipeline_patch=3)
+    stock = latents["stock"]
+    assert (latents["stepwise"] - stock).abs().max() <= TOLERANCE * stock.abs().max()
+    assert (latents["parallel sampler"] - stock).abs().max() > TOLERANCE * stock.abs().max()
+    assert "result: approximate (PipeFusion: exact for the first 1 step(s)" in latents["report"]
+    assert "way: resident" in latents["report"]
+
+
+def test_a_sampler_that_cannot_run_patch_by_patch_is_exact_and_the_report_says_so(comfy, files):
+    latents = sampled(comfy, files, "cfg", "cpu:2", STEPWISE, pipefusion=2)
+    assert_equal_to_stock(latents)
+    assert "result: exact" in latents["report"]
+    assert "whole images pass the stages one after another" in latents["report"]
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=lambda degrees: next(iter(degrees)))
