@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from parallel_backend.engine import bands as bands_module
 from parallel_backend.engine.bands import Bands, split_rows
 from parallel_backend.engine.collectives import Traffic
 from parallel_backend.engine.groups import Axis
@@ -15,8 +16,8 @@ def on_bands(world, layer, x, shares=(), scale=1):
     """This rank's rows of layer(x); `scale`: rows of x per latent row."""
     n = world.world_size
     bands = Bands(Traffic())
-    bands.axis = Axis(tuple(range(n)), world.rank, world.group)
-    bands.rows = share(x.shape[2] // scale, n, shares)
+    axis = Axis(tuple(range(n)), world.rank, world.group)
+    bands.share_out(axis, share(x.shape[2] // scale, n, shares), world.device)
     split_rows(nn.Sequential(layer), bands)
     rows = tuple(scale * count for count in bands.rows)
     with torch.inference_mode():
@@ -50,6 +51,13 @@ def test_a_group_norm_has_the_statistics_of_the_whole_image():
         with torch.inference_mode():
             expected = norm(x)
         torch.testing.assert_close(together(3, norm, x, shares), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("elements", [1, 300])
+def test_a_large_group_norm_is_looked_at_in_slices(monkeypatch, elements):
+    monkeypatch.setattr(bands_module, "SLICE_ELEMENTS", elements)
+    norm, x = nn.GroupNorm(32, 96), drawn(2, 96, 7, 5)
+    torch.testing.assert_close(together(2, norm, x), norm(x).detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_group_norm_keeps_its_precision_far_from_zero():

@@ -11,7 +11,8 @@ from parallel_backend.client import Sidecar
 from parallel_backend.decoding import VaeWeights
 from parallel_backend.engine.band_traffic import expected_decode_bytes
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
-from parallel_backend.requests import ModelSpec
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
+from parallel_backend.strategy import ParallelStrategy
 from scripted import is_running
 from tiny_flux import write_tiny_flux
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
@@ -94,7 +95,12 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     spec = ModelSpec(path=str(write_tiny_flux(tmp_path / "flux.safetensors")))
     assert not ranks.load(spec).cached
     pids = ranks.pids
-    ranks.decode(Weights(FLUX).weights, random_latent(FLUX, 4, 4))
+    # An engine whose import changes what it finds of torch must not change how a VAE decodes.
+    prompt = Conditioning(torch.ones(1, 3, 64), torch.ones(1, 32), torch.tensor([3.5]))
+    call = PredictRequest(torch.ones(1, 16, 4, 4), torch.tensor([0.5]), prompt)
+    ranks.predict(spec, call, Placement(ParallelStrategy(ring_degree=2), engine="xfuser"))
+    vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
+    assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
     assert ranks.load(spec).cached and ranks.pids == pids
 
 

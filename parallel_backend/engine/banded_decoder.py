@@ -67,8 +67,8 @@ class BandedDecoder:
         self._on_part = on_part or _nothing
         try:
             if rows[world.rank]:
-                self._bands.axis = Axis(active, active.index(world.rank), group)
-                self._bands.rows = tuple(rows[rank] for rank in active)
+                axis = Axis(active, active.index(world.rank), group)
+                self._bands.share_out(axis, tuple(rows[rank] for rank in active), world.device)
                 band = latent[None, :, span(rows, world.rank)].to(world.device, self._vae.compute_dtype)
                 image = self._vae.decoder(band)[0].permute(1, 2, 0).contiguous()
             else:

@@ -18,20 +18,27 @@ from ..errors import RequestError
 from .collectives import Traffic, all_gather
 from .groups import Axis
 
-# Group norms look at their input in float32 this many slices at a time, so that half precision needs no whole copy.
-_SLICES = 8
+# A group norm looks at its input in up to 8 slices of at least this many elements, so that neither torch's scratch nor,
+# in half precision, a copy in float32 is as large as the input. Small inputs are worth no further launches.
+SLICE_ELEMENTS = 2**22
 
 
 class Bands:
-    """Who holds which rows now. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
+    """Who holds which rows. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
 
     Deeper layers have `scale` times the rows, everywhere alike, so that proportions are all that a layer needs.
     """
 
     def __init__(self, traffic: Traffic) -> None:
-        self.axis = Axis((0,), 0, None)
-        self.rows: tuple[int, ...] = (1,)
         self.traffic = traffic
+        self.share_out(Axis((0,), 0, None), (1,), torch.device("cpu"))
+
+    def share_out(self, axis: Axis, rows: tuple[int, ...], device: torch.device) -> None:
+        """Sets who holds which rows from now on."""
+        self.axis, self.rows = axis, rows
+        # Each band's part of the image, [ranks, 1, 1]: its weight in the mean of a group.
+        parts = torch.tensor(rows, dtype=torch.float64) / sum(rows)
+        self.parts = parts[:, None, None].to(device)
 
     def sizes(self, mine: int) -> tuple[int, ...]:
         """How much each rank has of what is proportional to rows, when this rank has `mine`."""
@@ -115,10 +122,9 @@ class BandGroupNorm(nn.GroupNorm):
         axis = self.bands.axis
         mine = torch.stack(_moments(x, self.num_groups))
         mean, var = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic).double().unbind(1)
-        weight = torch.tensor(self.bands.rows, dtype=torch.float64, device=x.device)[:, None, None]
-        weight = weight / weight.sum()
-        whole = (weight * mean).sum(0)
-        spread = (weight * (var + (mean - whole) ** 2)).sum(0)
+        parts = self.bands.parts
+        whole = (parts * mean).sum(0)
+        spread = (parts * (var + (mean - whole) ** 2)).sum(0)
         scale, shift = self._affine(whole, (spread + self.eps).rsqrt(), x.shape[1])
         ones = (1,) * (x.ndim - 2)
         # Computed in float32, as torch's own kernel does, and rounded once.
@@ -141,8 +147,9 @@ def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Mean and variance per image and group, [B, groups] float32, by torch's own group norm kernel."""
     batch, channels = x.shape[:2]
     each = channels // groups
+    slices = min(8, groups, max(1, x.numel() // SLICE_ELEMENTS))
     means, variances = [], []
-    for part in x.split(each * max(1, groups // _SLICES), dim=1):
+    for part in x.split(each * -(-groups // slices), dim=1):
         part = part.float().contiguous()
         here = part.shape[1] // each
         per_image = part[0].numel() // part.shape[1]

@@ -175,6 +175,17 @@ def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):
     _fallback(comfy, graph, graph.drawn(), vae, "another node has changed how it computes")
 
 
+def test_where_ranks_cannot_run_comfyui_decodes(comfy, vaes):
+    graph = DecodeGraph()
+    latent = [graph.add("TestOtherPlatform", latent=graph.drawn(draw=61), pretend=True), 0]
+    try:
+        _fallback(comfy, graph, latent, graph.vae(vaes["flux"]), "needs Linux; this is win32")
+    finally:
+        restore = DecodeGraph()
+        latent = [restore.add("TestOtherPlatform", latent=restore.drawn(draw=62), pretend=False), 0]
+        comfy.sample(restore.prompt, latent)
+
+
 def test_weights_that_change_in_place_are_sent_again(comfy):
     """The same VAE object before and after a node wrote into it."""
     name = _write(comfy, "to_be_scaled.safetensors", DIMS["flux"], 4)

@@ -5,7 +5,9 @@ They replace text encoder and VAE, which cannot be made tiny, so that a test com
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfy.sd
 import folder_paths
@@ -121,6 +123,25 @@ class TestCircularVAE(io.ComfyNode):
         return io.NodeOutput(vae)
 
 
+class TestOtherPlatform(io.ComfyNode):
+    """Passes a LATENT on; from then on the pack believes that it runs on Windows, or again where it does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestOtherPlatform",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent"), io.Boolean.Input("pretend")],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent, pretend) -> io.NodeOutput:
+        (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.supervisor"))
+        sys.modules[name].sys = SimpleNamespace(platform="win32") if pretend else sys
+        return io.NodeOutput(latent)
+
+
 class TestScaledVAE(io.ComfyNode):
     """A VAE with one of its weights doubled, in place."""
 
@@ -206,6 +227,7 @@ class InjectExtension(ComfyExtension):
             TestCircularVAE,
             TestConditioning,
             TestLatent,
+            TestOtherPlatform,
             TestSaveImage,
             TestSaveLatent,
             TestSaveText,
