@@ -25,8 +25,8 @@ FORMAT = 1
 FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
-LOCK_PATIENCE = 1.0  # s; another process holds the lock for milliseconds
-_POLL = 0.01  # s
+LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
+_POLL = 0.003  # s
 
 log = logging.getLogger(__name__)
 

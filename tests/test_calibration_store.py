@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import resource
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def _write(folder, name, count):
     store = CalibrationStore(BOX, Path(folder))
     for i in range(count):
         assert store.update(lambda known, i=i: record(known, kind(f"{name}{i}"), 1.0, NOW))
+        time.sleep(0.002)  # no picture is this fast; without it one writer can keep the other from its turn
 
 
 def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path):
