@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from .devices import is_cpu
@@ -22,7 +23,7 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
     if not wanted:
         return ()
     if wanted == BY_MEMORY:
-        return _by_memory(devices, read_topology().visible() if topology is None else topology)
+        return _by_memory(devices, topology or visible_topology())
     parts = re.split(r"[\s,:;]+", wanted.strip(",:; "))
     try:
         shares = tuple(float(part) for part in parts)
@@ -39,10 +40,34 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
     return shares
 
 
+def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -> str | None:
+    """What to tell a person whose devices differ in memory by more than a tenth and share evenly; None otherwise."""
+    if len(devices) < 2 or is_cpu(devices):
+        return None
+    by_name = _memory(topology or visible_topology())
+    sizes = [by_name[name] for name in devices if by_name.get(name)]
+    if len(sizes) < len(devices) or max(sizes) <= 1.1 * min(sizes):
+        return None
+    return (
+        f"the devices differ ({', '.join(f'{size / 2**30:.0f}' for size in sizes)} GiB) and share evenly, so the "
+        f"smallest sets the pace and the limit; device_shares memory, or numbers such as 3,2, gives each its part."
+    )
+
+
+@functools.cache
+def visible_topology() -> Topology:
+    """The devices that torch numbers, asked for once: every model call of the stepwise way comes by here."""
+    return read_topology().visible()
+
+
+def _memory(topology: Topology) -> dict[str, int]:
+    return {f"cuda:{i}": device.memory for i, device in enumerate(topology.devices)}
+
+
 def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:
     if is_cpu(devices):
         return ()  # ranks on the CPU share one memory
-    by_name = {f"cuda:{i}": device.memory for i, device in enumerate(topology.devices)}
+    by_name = _memory(topology)
     unknown = [name for name in devices if not by_name.get(name)]
     if unknown:
         raise StrategyError(

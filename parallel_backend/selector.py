@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .device_shares import read_shares
+from .device_shares import read_shares, unequal_remark
 from .errors import StrategyError
 from .strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
 
@@ -50,12 +50,12 @@ def resolve(
     if choice.mode == "auto":
         strategy, reason = _by_rule(model, request, len(devices))
         strategy, notes = _with_shares(strategy, shares)
-        return Decision(strategy, choice.engine, reason, tuple(notes))
+        return Decision(strategy, choice.engine, reason, tuple(notes + _remarks(strategy, devices)))
     strategy, notes = _resolve_weights(choice.strategy)
     strategy.check(model, len(devices), choice.engine)
     strategy, moved = _resolve_conflicts(strategy, model, request)
     strategy, shared = _with_shares(strategy, shares)
-    notes += moved + shared + _remarks(strategy)
+    notes += moved + shared + _remarks(strategy, devices)
     if strategy.world_size < len(devices):
         notes.append(
             f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
@@ -115,15 +115,18 @@ def _with_shares(strategy: ParallelStrategy, shares: tuple[float, ...]) -> tuple
     return strategy.replace(device_shares=()), [note] if strategy.world_size > 1 else []
 
 
-def _remarks(strategy: ParallelStrategy) -> list[str]:
+def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
     """What a strategy that can run will do worse than its owner may think."""
+    remarks = []
     if strategy.pipefusion_degree > strategy.pipeline_patches:
-        return [
+        remarks.append(
             f"num_pipeline_patch {strategy.pipeline_patches} is less than pipefusion_degree "
             f"{strategy.pipefusion_degree}: some devices wait at every step; "
             f"{strategy.pipefusion_degree} or more keep all busy."
-        ]
-    return []
+        )
+    if not strategy.device_shares and (remark := unequal_remark(devices[: strategy.world_size])):
+        remarks.append(remark)
+    return remarks
 
 
 def _resolve_conflicts(

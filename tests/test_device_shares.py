@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_backend.device_shares import read_shares
+from parallel_backend.device_shares import read_shares, unequal_remark
 from parallel_backend.errors import StrategyError
 from parallel_backend.topology import Device, Topology
 
@@ -46,3 +46,11 @@ def test_memory_follows_the_devices_in_their_order():
 def test_what_does_not_fit_is_named(text, devices, told):
     with pytest.raises(StrategyError, match=told):
         read_shares(text, devices, CARDS)
+
+
+def test_devices_that_differ_and_share_evenly_are_remarked_on():
+    assert "24, 16 GiB" in unequal_remark(TWO, CARDS)
+    same = Topology(tuple(Device(i, f"GPU-{i}", "4090", 24 * 2**30) for i in range(2)))
+    assert unequal_remark(TWO, same) is None
+    assert unequal_remark(("cuda:0",), CARDS) is None
+    assert unequal_remark(("cpu:0", "cpu:1"), CARDS) is None
