@@ -126,8 +126,10 @@ def plot(result: dict, path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for patches, rows in result.items():
         flowing = {int(w): row for w, row in rows.items() if int(w) < STEPS}
-        left.plot(flowing, [row["psnr"] for row in flowing.values()], marker="o", label=f"{patches} patches")
-        right.plot(flowing, [row["max_abs"] for row in flowing.values()], marker="o")
+        left.plot(
+            [*flowing], [row["psnr"] for row in flowing.values()], marker="o", label=f"{patches} patches"
+        )
+        right.plot([*flowing], [row["max_abs"] for row in flowing.values()], marker="o")
     left.set(xlabel=f"exact warm-up steps of {STEPS}", ylabel="PSNR of the image, dB")
     right.set(
         xlabel=f"exact warm-up steps of {STEPS}", ylabel="largest latent difference / max", yscale="log"

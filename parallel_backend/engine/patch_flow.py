@@ -58,7 +58,8 @@ class PatchFlow:
 
     def run(self, sigmas: Sequence[Tensor]) -> bool:
         """False when it was stopped."""
-        for turn in turns(self._items(sigmas), self._layout.pipe.size):
+        # As many items as stages would do if all took exactly as long; twice as many leave time for a late message.
+        for turn in turns(self._items(sigmas), 2 * self._layout.pipe.size):
             self._stage.turn(
                 turn,
                 self._enter,

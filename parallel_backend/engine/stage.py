@@ -1,8 +1,8 @@
 """One stage of a pipeline: takes what the stage before hands on, computes its chunks of blocks, hands on the result.
 
 A stage holds one or two chunks (stages.py); an image passes chunk 0 of all stages, then chunk 1. Items go in turns of
-as many as there are stages: all of a turn through chunk 0, then all through chunk 1. So no stage waits for another in
-the steady state, and each rank knows the order of all messages beforehand.
+at least as many as there are stages: all of a turn through chunk 0, then all through chunk 1. So no stage waits for
+another in the steady state, and each rank knows the order of all messages beforehand.
 """
 
 from __future__ import annotations
