@@ -78,13 +78,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tupl
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
     weights = _splittable(vae, latent)
-    devices = resolve_devices(choice.devices)
-    if choice.mode == "manual":
-        devices = devices[: choice.strategy.world_size]
-    sidecar = pool.running_within(resolve_devices(choice.devices)) or pool.get_sidecar(devices)
-    shares = choice.strategy.device_shares if choice.mode == "manual" else ()
-    if len(shares) != len(sidecar.devices):
-        shares = ()
+    sidecar, shares, notes = _choose_ranks(choice)
     _make_room(vae, latent, sidecar)
     progress = comfy.utils.ProgressBar(1)
     try:
@@ -99,7 +93,22 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tupl
             )
     except PlatformError as error:
         raise _CannotBeSplit(str(error)) from error
-    return _as_comfyuis(vae, result.image), _report(sidecar.devices, result.info, latent)
+    return _as_comfyuis(vae, result.image), [*_report(sidecar.devices, result.info, latent), *notes]
+
+
+def _choose_ranks(choice: StrategyChoice) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+    """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
+    chosen = devices = resolve_devices(choice.devices)
+    shares: tuple[float, ...] = ()
+    if choice.mode == "manual":
+        devices = chosen[: choice.strategy.world_size]
+        shares = choice.strategy.device_shares
+    running = pool.running_within(chosen)
+    if running is None or running.devices == devices:
+        return pool.get_sidecar(devices), shares, []
+    used = len(running.devices)
+    note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
+    return running, (), [note]
 
 
 def _splittable(vae: comfy.sd.VAE, latent: Tensor) -> VaeWeights:
