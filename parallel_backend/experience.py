@@ -34,6 +34,7 @@ from .topology import Topology
 from .topology_probe import read_topology
 
 PIXELS_PER_LATENT = 8
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 # Model calls in a step, where it is not one.
 CALLS = {"heun": 2}
 
@@ -132,12 +133,12 @@ class Experience:
         return calibration_of(known, self._ids, newest.ranks[0].strategy, now) or ()
 
 
-def work_of(file: FluxFile, request: SampleRequest) -> Work:
-    """The job of a request with a Flux file, for the cost model."""
+def work_of(file: FluxFile, request: SampleRequest, weight_dtype: str = "auto") -> Work:
+    """The job of a request with a Flux file, for the cost model. `weight_dtype`: as in ModelSpec."""
     batch, _, height, width = request.noise.shape
     return flux_work(
         file.dims,
-        file.tensor_bytes,
+        file.tensor_bytes * _BYTES.get(weight_dtype, _BYTES[file.dtype]) // _BYTES[file.dtype],
         width=width * PIXELS_PER_LATENT,
         height=height * PIXELS_PER_LATENT,
         text=request.positive.context.shape[1],

@@ -13,16 +13,20 @@ import pytest
 import fake_nvml
 from parallel_backend.__main__ import main
 from parallel_backend.bench import chart
+from parallel_backend.bench import measure as measurement
 from parallel_backend.bench.candidates import parse_strategies, possible_strategies
-from parallel_backend.bench.measure import _with_predictions
+from parallel_backend.bench.fitting import split_by_memory
+from parallel_backend.bench.measure import _machine, _predicted
 from parallel_backend.bench.outcome import Outcome, Row
 from parallel_backend.bench.rounds import Job, fits_side_by_side, random_request
 from parallel_backend.bench.table import as_text
 from parallel_backend.calibration_store import VARIABLE, CalibrationStore
+from parallel_backend.cost_model import Machine
 from parallel_backend.cost_traffic import Candidate
 from parallel_backend.errors import StrategyError
 from parallel_backend.fingerprint import device_ids, take_fingerprint
 from parallel_backend.flux_file import inspect_flux
+from parallel_backend.hardware import CARDS, find_link
 from parallel_backend.local_machine import flux_work
 from parallel_backend.measurements import measured, model_key
 from parallel_backend.requests import ModelSpec
@@ -128,6 +132,18 @@ def test_a_strategy_that_fails_costs_only_its_row(bench, no_leaks, monkeypatch):
     rows = json.loads((out / "bench.json").read_text())["rows"]
     assert all("nonsense" in row["problem"] for row in rows)
     assert "did not run" in printed.out and "Nothing ran." in printed.out
+
+
+def test_what_is_predicted_not_to_fit_is_listed_and_not_started(bench, monkeypatch):
+    card = CARDS["rtx4090"]
+    monkeypatch.setattr(
+        measurement, "_machine", lambda topology: Machine(card, find_link("pcie", card), 2, 1.0)
+    )
+    status, printed, out = bench()
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    assert status == 1 and rows[0]["name"] == "one device"
+    assert all("predicted not to fit" in row["problem"] for row in rows)
+    assert "Nothing ran." in printed.out
 
 
 @pytest.mark.parametrize(
@@ -239,13 +255,23 @@ def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
 
 
 def test_predictions_start_from_one_devices_measured_step(tmp_path):
-    box = read_topology(fake_nvml.h100_nvswitch(2), sys_root=tmp_path)
-    rows, band = _with_predictions([Row(ONE, step_seconds=(0.2, 0.2)), Row(ULYSSES)], flux(), box)
-    assert rows[0].predicted_s == pytest.approx(0.2)
-    assert 0.1 < rows[1].predicted_s < 0.2 and band == 0.3
-    (guessed,), band = _with_predictions([Row(ULYSSES)], flux(), box)
-    assert guessed.predicted_s > 0 and band == 0.6
-    assert _with_predictions([Row(ULYSSES)], flux(), Topology(())) == ([Row(ULYSSES)], None)
+    machine = _machine(read_topology(fake_nvml.h100_nvswitch(2), sys_root=tmp_path))
+    one = _predicted(Row(ONE, step_seconds=(0.2, 0.2)), flux(), machine, 0.2)
+    two = _predicted(Row(ULYSSES), flux(), machine, 0.2)
+    assert one.predicted_s == pytest.approx(0.2) and 0.1 < two.predicted_s < 0.2
+    assert _predicted(Row(ULYSSES), flux(), machine, None).predicted_s > 0
+    assert _machine(Topology(())) is None
+
+
+def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights(tmp_path):
+    machine = _machine(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    shape = ModelShape(24, 57)
+    sharded = ULYSSES.replace(shard_weights=True)
+    run, left_out = split_by_memory((ONE, ULYSSES, PIPE), flux(), machine, shape)
+    assert run == [sharded, PIPE] and set(left_out) == {ONE, ULYSSES}
+    assert all("predicted not to fit: 2" in reason for reason in left_out.values())
+    small = replace(flux(), storage=1.0)
+    assert split_by_memory((ONE, ULYSSES, PIPE), small, machine, shape) == ([ONE, ULYSSES, PIPE], {})
 
 
 def outcome(*rows, **changes):

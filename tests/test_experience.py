@@ -51,6 +51,7 @@ def test_a_request_is_the_work_that_the_model_knows():
     work = work_of(FILE, request(width=512, height=768, with_cfg=True))
     assert (work.width, work.height, work.rows, work.text_tokens, work.steps) == (512, 768, 2, 16, 20)
     assert work_of(FILE, replace(request(with_cfg=True), cfg=1.0)).rows == 1
+    assert work_of(FILE, request(), "bfloat16").weight_bytes == 2 * work_of(FILE, request()).weight_bytes
 
 
 def test_measured_times_overrule_the_rule_and_the_reason_says_so(gpus):

@@ -23,8 +23,11 @@ from ..strategy import ParallelStrategy
 from ..topology import Topology
 from ..topology_probe import read_topology
 from .candidates import parse_strategies, possible_strategies
+from .fitting import split_by_memory
 from .outcome import Outcome, Row
 from .rounds import Job, random_request, run_rounds
+
+_UNNAMED = ("", "all")
 
 
 def measure(
@@ -58,7 +61,7 @@ def measure(
     request = random_request(
         file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
-    work = work_of(file, request)
+    work = work_of(file, request, weight_dtype)
     wanted = _wanted(strategies, work, file, len(names), engine)
     job = Job(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
@@ -70,8 +73,15 @@ def measure(
         device_bytes=min((d.memory for d in topology.devices), default=0),
     )
     experience = Experience(names, seen)
+    machine = _machine(topology)
+    left_out: dict[ParallelStrategy, str] = {}
+    if machine is not None and strategies.strip().lower() in _UNNAMED:  # what a person names is tried
+        wanted, left_out = split_by_memory(wanted, work, machine, file.shape)
     rows, together, calibrations = run_rounds(job, wanted, experience, say)
-    rows, band = _with_predictions(rows, work, topology)
+    rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
+    alone = next((r.step_s for r in rows if r.strategy.world_size == 1), None)
+    if machine is not None:
+        rows = [_predicted(row, work, machine, alone) for row in rows]
     private = find_private()
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
     return Outcome(
@@ -82,13 +92,13 @@ def measure(
         software=experience.fingerprint.software,
         rounds=rounds,
         interleaved=together,
-        band=band,
+        band=None if machine is None else BAND_WITH_ONE_GPU if alone else BAND_WITHOUT,
         links=tuple(_links(c) for c in calibrations),
     )
 
 
 def _wanted(text: str, work: Work, file: FluxFile, count: int, engine: str) -> tuple[ParallelStrategy, ...]:
-    if text.strip().lower() in ("", "all"):
+    if text.strip().lower() in _UNNAMED:
         return possible_strategies(work, file.shape, count, engine=engine, fewer=bool(text.strip()))
     wanted = parse_strategies(text)
     for strategy in wanted:
@@ -107,19 +117,16 @@ def _selected(seen: Topology, names: tuple[str, ...]) -> Topology:
     return seen.select([known[name] for name in names if name in known])
 
 
-def _with_predictions(rows: list[Row], work: Work, topology: Topology) -> tuple[list[Row], float | None]:
-    """Rows with the cost model's step time, from one device's measured step where it ran; and the band of that."""
+def _machine(topology: Topology) -> Machine | None:
+    """The devices as the cost model knows them; None for a CPU, or a card without a data sheet."""
     try:
-        machine, _ = machine_of(topology)
-    except RequestError:  # a CPU, or a card without a data sheet
-        return rows, None
-    alone = next((r.step_s for r in rows if r.strategy.world_size == 1), None)
-    return [
-        _predicted(row, work, machine, alone) for row in rows
-    ], BAND_WITH_ONE_GPU if alone else BAND_WITHOUT
+        return machine_of(topology)[0]
+    except RequestError:
+        return None
 
 
 def _predicted(row: Row, work: Work, machine: Machine, alone: float | None) -> Row:
+    """With the cost model's step time and memory. `alone`: one device's measured step, where it ran."""
     candidate = candidate_of(row.strategy)
     if candidate is None:
         return row

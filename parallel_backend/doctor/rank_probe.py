@@ -19,7 +19,10 @@ from .parity import Parity
 DEMO_MODEL = Path(__file__).resolve().parent.parent.parent / "demo_model" / "transformer.safetensors"
 CAPTION = "a red circle left of a blue square"
 STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, what the demo model was trained on
-LINKS_S = 10.0  # seconds for all pairs of eight GPUs at two sizes
+LINKS_S, PAIR_S = (
+    10.0,
+    1.0,
+)  # most seconds for all at once, and for each pair: NCCL makes a connection for each
 # One strategy per way to split: tokens over all-to-all, tokens over a ring, the two prompts.
 STRATEGIES = (
     ParallelStrategy(ulysses_degree=2),
@@ -35,9 +38,11 @@ def probe_links(
     sidecar: Sidecar, on_phase: OnPhase | None, should_cancel: ShouldCancel | None
 ) -> tuple[Calibration, ...]:
     """A thorough calibration of all ranks of `sidecar`, one entry per rank."""
-    everyone = Placement(ParallelStrategy(ring_degree=len(sidecar.devices)))
+    count = len(sidecar.devices)
+    everyone = Placement(ParallelStrategy(ring_degree=count))
+    budget = LINKS_S + PAIR_S * count * (count - 1) / 2
     return sidecar.calibrate(
-        everyone, budget_s=LINKS_S, thorough=True, on_phase=on_phase, should_cancel=should_cancel
+        everyone, budget_s=budget, thorough=True, on_phase=on_phase, should_cancel=should_cancel
     )
 
 
