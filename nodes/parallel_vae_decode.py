@@ -14,6 +14,7 @@ from torch import Tensor
 from ..parallel_backend import pool
 from ..parallel_backend.client import Sidecar
 from ..parallel_backend.decoding import DecodeInfo, VaeWeights
+from ..parallel_backend.device_shares import read_shares
 from ..parallel_backend.devices import is_cpu, resolve_devices
 from ..parallel_backend.errors import PlatformError, RequestError
 from ..parallel_backend.selector import StrategyChoice
@@ -98,17 +99,18 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tupl
 
 def _choose_ranks(choice: StrategyChoice) -> tuple[Sidecar, tuple[float, ...], list[str]]:
     """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
-    chosen = devices = resolve_devices(choice.devices)
-    shares: tuple[float, ...] = ()
-    if choice.mode == "manual":
-        devices = chosen[: choice.strategy.world_size]
-        shares = choice.strategy.device_shares
-    running = pool.running_within(chosen)
-    if running is None or running.devices == devices:
-        return pool.get_sidecar(devices), shares, []
-    used = len(running.devices)
+    chosen = resolve_devices(choice.devices)
+    wanted = chosen[: choice.strategy.world_size] if choice.mode == "manual" else chosen
+    sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
+    share_of = dict(
+        zip(chosen, read_shares(choice.device_shares, chosen), strict=False)
+    )  # empty: equal shares
+    shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
+    if sidecar.devices == wanted:
+        return sidecar, shares, []
+    used = len(sidecar.devices)
     note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
-    return running, (), [note]
+    return sidecar, shares, [note]
 
 
 def _splittable(vae: comfy.sd.VAE, latent: Tensor) -> VaeWeights:

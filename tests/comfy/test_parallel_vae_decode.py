@@ -32,8 +32,8 @@ class DecodeGraph(Graph):
     def stock(self, latent: list, vae: list) -> list:
         return [self.add("VAEDecode", samples=latent, vae=vae), 0]
 
-    def ours(self, latent: list, vae: list, devices: str | None = "cpu:2") -> list:
-        strategy = {} if devices is None else {"strategy": self.strategy(devices)}
+    def ours(self, latent: list, vae: list, devices: str | None = "cpu:2", **choice: str) -> list:
+        strategy = {} if devices is None else {"strategy": self.strategy(devices, **choice)}
         return [self.add("ParallelVAEDecode", samples=latent, vae=vae, **strategy), 0]
 
 
@@ -139,6 +139,15 @@ def test_the_report_says_what_was_done(comfy, vaes):
     ):
         assert line in report
     assert "moved between devices: " in report and "moved between devices: 0.00" not in report
+
+
+def test_shares_of_the_devices_are_followed(comfy, vaes):
+    graph = DecodeGraph()
+    latent, vae = graph.drawn(draw=71), graph.vae(vaes["flux"])
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    image, report = decoded(comfy, graph, graph.ours(latent, vae, device_shares="2,1"))
+    assert "rows of the latent on each: 8, 4" in report
+    assert (image - expected).abs().max() <= TOLERANCE
 
 
 def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
