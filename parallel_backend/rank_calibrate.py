@@ -28,6 +28,7 @@ _SUM_ELEMENTS = 256 * 1024
 _REFUSED = 1e30  # stands for a difference that is no number
 
 Exchange = Callable[[], Tensor | None]
+Prepared = tuple[Exchange, Callable[[], Tensor], int]  # the exchange, what must arrive, bytes sent
 
 
 def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
@@ -65,9 +66,8 @@ class _Meter:
         self._ends = time.perf_counter() + budget_s
         self._share_s = budget_s * _SHARE
         self._thorough = thorough
-        self._last: dict[
-            str, tuple[int, float]
-        ] = {}  # kind -> size and seconds of its latest exchange, on rank 0
+        # Size and seconds of the latest exchange of each kind, as rank 0 saw it.
+        self._last: dict[str, tuple[int, float]] = {}
 
     def time_tiny_collective(self) -> float:
         """Seconds of an all_reduce of one int, the median batch."""
@@ -82,9 +82,9 @@ class _Meter:
         return median(self._batch(reduce, count) for _ in range(BATCHES)) if count else once
 
     def time_exchange(
-        self, kind: str, size: int, make: Callable[[], tuple[Exchange, Tensor, int]], peer: int = -1
+        self, kind: str, size: int, make: Callable[[], Prepared], peer: int = -1
     ) -> list[Transfer]:
-        """[the transfer], or [] where no time or no memory was left. `make()` gives exchange, expected, bytes sent."""
+        """[the transfer], or [] where no time or no memory was left."""
         try:
             exchange, expected, sent = make()
         except Exception as error:
@@ -95,7 +95,7 @@ class _Meter:
             return []
         arrived = exchange()
         self._batch(exchange, 0)
-        intact = not self._thorough or arrived is None or torch.equal(arrived, expected)
+        intact = not self._thorough or arrived is None or torch.equal(arrived, expected())
         began = time.perf_counter()
         once = self._batch(exchange, 1)
         self._meet()
@@ -152,7 +152,7 @@ class _Meter:
             torch.cuda.synchronize(self._world.device)
 
 
-def _to_next(size: int, axis: Axis, world: World) -> tuple[Exchange, Tensor, int]:
+def _to_next(size: int, axis: Axis, world: World) -> Prepared:
     """Every rank sends to the next and receives from the one before, as a ring does."""
     following, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
     send, receive = _pattern(world.rank, size, world), _empty(size, world)
@@ -168,10 +168,10 @@ def _to_next(size: int, axis: Axis, world: World) -> tuple[Exchange, Tensor, int
             work.wait()
         return receive
 
-    return exchange, _pattern(before, size, world), size
+    return exchange, lambda: _pattern(before, size, world), size
 
 
-def _to_all(size: int, axis: Axis, world: World) -> tuple[Exchange, Tensor, int]:
+def _to_all(size: int, axis: Axis, world: World) -> Prepared:
     """Every rank sends an equal part to every rank, itself included, as Ulysses does."""
     part = size // axis.size // _BLOCK * _BLOCK
     send, receive = _pattern(world.rank, part * axis.size, world), _empty(part * axis.size, world)
@@ -180,14 +180,16 @@ def _to_all(size: int, axis: Axis, world: World) -> tuple[Exchange, Tensor, int]
         dist.all_to_all_single(receive, send, group=axis.group)
         return receive
 
-    expected = torch.cat([_pattern(rank, part, world) for rank in axis.ranks])
+    def expected() -> Tensor:
+        return torch.cat([_pattern(rank, part, world) for rank in axis.ranks])
+
     return exchange, expected, part * (axis.size - 1)
 
 
-def _there_and_back(size: int, one: int, other: int, world: World) -> tuple[Exchange, Tensor, int]:
+def _there_and_back(size: int, one: int, other: int, world: World) -> Prepared:
     """`one` sends to `other`, which sends as much back; the other ranks do nothing."""
     if world.rank not in (one, other):
-        return lambda: None, torch.empty(0), 0
+        return lambda: None, lambda: torch.empty(0), 0
     peer = other if world.rank == one else one
     send, receive = _pattern(world.rank, size, world), _empty(size, world)
 
@@ -200,7 +202,7 @@ def _there_and_back(size: int, one: int, other: int, world: World) -> tuple[Exch
             dist.send(send, peer, world.group)
         return receive
 
-    return exchange, _pattern(peer, size, world), size
+    return exchange, lambda: _pattern(peer, size, world), size
 
 
 def _pattern(rank: int, size: int, world: World) -> Tensor:

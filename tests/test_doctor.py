@@ -105,6 +105,7 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
     _process(proc, 101, [*rank, "100"], 100)  # at work
     _process(proc, 102, [*rank, "99"], 1)  # its parent is gone
     _process(proc, 103, [*rank, "99"], 50)  # and adopted by a subreaper
+    _process(proc, 105, [*rank, "1"], 1)  # ComfyUI is the first process of a container
     _process(proc, 104, ["grep", "parallel_backend.rank"], 1)
     (proc / "self").mkdir()
     for name in ("parallel-backend-100-abc", "parallel-backend-99-def", "parallel-backend-x-y", "other-99-a"):
@@ -199,6 +200,25 @@ def test_it_can_be_cancelled(no_leaks):
             should_cancel=lambda: "measuring the links" in phases,
         )
     assert phases[0] == "looking at the installation"
+
+
+def test_a_driver_that_does_not_answer_is_one_broken_line(no_leaks, monkeypatch):
+    def lost():
+        raise RuntimeError("GPU is lost")
+
+    monkeypatch.setattr(examination, "read_topology", lost)
+    monkeypatch.setattr(examination, "_with_ranks", lambda *_: [])
+    broken = [v for v in examination.examine().verdicts if v.status == "broken"]
+    assert [v.name for v in broken] == ["driver"] and "GPU is lost" in broken[0].finding
+
+
+def test_a_machine_that_cannot_start_a_process_is_one_broken_line(no_leaks, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    broken = [v for v in examination.examine(("cpu:0", "cpu:1")).verdicts if v.status == "broken"]
+    assert [v.name for v in broken] == ["ranks"] and "temporarily unavailable" in broken[0].finding
 
 
 def test_another_system_is_one_line(monkeypatch):

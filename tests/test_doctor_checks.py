@@ -285,6 +285,10 @@ def test_missing_peer_access_is_slow_and_a_broken_promise_of_nvml_is_told(tmp_pa
     )
     assert promised.status == "slow" and "NVML promises it for 1" in promised.finding
     geforce = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
+    unknown = with_facts(
+        calibrations(facts=dataclasses.replace(FACTS, device_uuid="1")), 0, peers=(True, False)
+    )
+    assert named(check_links(unknown, None), "peer access").status == "slow"
     by_design = named(check_links(with_facts(calibrations(), 0, peers=(True, False)), geforce), "peer access")
     assert by_design.status == "slow" and "GeForce" in by_design.remedy
 

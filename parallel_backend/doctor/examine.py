@@ -48,14 +48,14 @@ def examine(
         return scrubbed(Report((platform_verdict,)), find_private())
     versions = probe_versions()
     torch_problem = probe_torch()
-    topology = Topology((), source="none") if torch_problem else read_topology().visible()
+    topology, driver_problem = _probe_topology(torch_problem)
     gpus = len(topology.devices)
     devices = devices or _usual_devices(gpus)
     on_gpus = devices[0].startswith("cuda")
     verdicts = [platform_verdict, *check_versions(versions, gpus, torch_problem)]
     verdicts += check_system(probe_system(), len(devices), on_gpus)
     verdicts.append(check_leftovers(probe_leftovers()))
-    verdicts += check_devices(topology, cpu_name())
+    verdicts += check_devices(topology, cpu_name(), driver_problem)
     if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
         verdicts.append(
             Verdict(SAMPLING, "ranks", "skipped", "the ranks cannot start without what is missing")
@@ -91,7 +91,7 @@ def _with_ranks(
             calibrations = probe_links(everyone, say, should_cancel)
         except Cancelled:
             raise
-        except ParallelError as error:
+        except (ParallelError, OSError) as error:
             verdicts.append(failed_start(len(devices), _cause(error)))
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
@@ -113,9 +113,19 @@ def _with_ranks(
             verdicts += check_parity(probe_parity(two, group(devices[:1]), dtypes, should_cancel))
         except Cancelled:
             raise
-        except ParallelError as error:
+        except (ParallelError, OSError) as error:
             verdicts.append(failed_start(2, _cause(error)))
     return verdicts
+
+
+def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
+    """(what this process can see, why the driver does not answer, or empty)."""
+    if not torch_problem:
+        try:
+            return read_topology().visible(), ""
+        except Exception as error:  # whatever the driver's library raises for a GPU that fell off the bus
+            return Topology((), source="none"), f"{type(error).__name__}: {error}"
+    return Topology((), source="none"), ""
 
 
 def _usual_devices(gpus: int) -> tuple[str, ...]:
@@ -136,7 +146,7 @@ def _of_ranks(topology: Topology, facts) -> Topology | None:
         return None
 
 
-def _cause(error: ParallelError) -> str:
+def _cause(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = lines if len(lines) <= _CAUSE_LINES else [lines[0], "…", *lines[-_CAUSE_LINES + 1 :]]
     return " ".join(kept)[:600]

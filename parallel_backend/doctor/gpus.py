@@ -10,8 +10,14 @@ NO_BF16 = (8, 0)  # compute capability below which bfloat16 is emulated
 SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
 
 
-def check_devices(topology: Topology, cpu: str) -> list[Verdict]:
-    """One verdict per device, and one for what they are together. `cpu`: the processor's name."""
+def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> list[Verdict]:
+    """One verdict per device, and one for what they are together.
+
+    `cpu`: the processor's name; `driver_problem`: why the driver does not answer, or empty.
+    """
+    if driver_problem:
+        remedy = "look at nvidia-smi and the kernel's log; a GPU that is lost comes back with a restart of the machine"
+        return [Verdict(GROUP, "driver", "broken", f"does not answer: {driver_problem}", remedy)]
     if not topology.devices:
         verdicts = [Verdict(GROUP, "CPU", "ok", cpu)]
         verdicts.append(

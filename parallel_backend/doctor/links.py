@@ -20,9 +20,9 @@ _CORRUPT = (
 
 
 def check_links(ranks: Sequence[Calibration], topology: Topology | None) -> list[Verdict]:
-    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None on the CPU."""
+    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known."""
     verdicts = [_all_reduce(ranks), _intact(ranks)]
-    if topology is not None:
+    if topology is not None or any(c.facts.device_uuid for c in ranks):
         verdicts.append(_peer_access(ranks, topology))
     return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks)]
 
@@ -58,7 +58,7 @@ def _intact(ranks: Sequence[Calibration]) -> Verdict:
     return Verdict(GROUP, "data", "ok", "arrives as it was sent, in every exchange that was tried")
 
 
-def _peer_access(ranks: Sequence[Calibration], topology: Topology) -> Verdict:
+def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
     missing = [
         (c.rank, other)
         for c in ranks
@@ -66,8 +66,10 @@ def _peer_access(ranks: Sequence[Calibration], topology: Topology) -> Verdict:
         if not can and c.rank < other
     ]
     total = len(ranks) * (len(ranks) - 1) // 2
-    ids = [d.uuid for d in topology.devices]
-    promised = sum(topology.pair(ids[a], ids[b]).peer is True for a, b in missing)
+    promised = 0
+    if topology is not None:
+        ids = [d.uuid for d in topology.devices]
+        promised = sum(topology.pair(ids[a], ids[b]).peer is True for a, b in missing)
     if not missing:
         return Verdict(GROUP, "peer access", "ok", f"all {total} pairs")
     finding = f"{len(missing)} of {total} pairs of GPUs have none, so data is copied through host memory"

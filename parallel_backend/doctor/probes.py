@@ -60,10 +60,7 @@ def probe_system(shm: Path = Path("/dev/shm")) -> System:
 
 def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Leftovers:
     """Ranks of this user whose parent is gone, and rendezvous folders whose process is gone."""
-    ranks = []
-    for entry in proc.iterdir():
-        if entry.name.isdigit() and (parent := _parent_of_rank(entry)) is not None and parent <= 1:
-            ranks.append(int(entry.name))
+    ranks = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _is_orphan(entry)]
     folders = [
         folder
         for folder in (temp or Path(tempfile.gettempdir())).glob(_FOLDERS)
@@ -74,18 +71,17 @@ def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Lef
     return Leftovers(tuple(sorted(ranks)), len(folders))
 
 
-def _parent_of_rank(entry: Path) -> int | None:
-    """The parent's process id of a rank of this user: 1, or less, once the process that started it is gone."""
+def _is_orphan(entry: Path) -> bool:
+    """Whether a process is a rank of this user that another process than the one that started it has adopted."""
     try:
         words = (entry / "cmdline").read_bytes().split(b"\0")
         if _RANK not in words or b"--parent" not in words or not _is_mine(entry):
-            return None
+            return False
         started_by = int(words[words.index(b"--parent") + 1])
-        now = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):  # it has just ended, or is no rank after all
-        return None
-    # A subreaper other than process 1 may have adopted it.
-    return now if now == started_by else 0
+        return False
+    return parent != started_by
 
 
 def _is_mine(path: Path) -> bool:
