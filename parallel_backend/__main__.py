@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from . import plan
@@ -22,10 +23,17 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=text, description=text))
     args = parser.parse_args(argv)
     try:
-        return COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return status
     except ParallelError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except (
+        BrokenPipeError
+    ):  # `… | head` has read enough; what is still buffered must not be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":
