@@ -37,6 +37,7 @@ class Hops:
         self._traffic = traffic
         self._most = most
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent_in_turn = 0
 
     def send(self, tensor: Tensor, to: int) -> None:
         """`to`: index in the axis."""
@@ -45,6 +46,7 @@ class Hops:
         tensor = tensor.contiguous()
         self._traffic.add(tensor.numel(), tensor)
         self._leaving.append((dist.isend(tensor, self._axis.ranks[to], self._axis.group), tensor))
+        self._sent_in_turn += 1
         if len(self._leaving) > self._most:
             self._leaving.popleft()[0].wait()
 
@@ -53,6 +55,15 @@ class Hops:
         if not tensor.numel():
             return Arriving(tensor, None)
         return Arriving(tensor, dist.irecv(tensor, self._axis.ranks[source], self._axis.group))
+
+    def end_turn(self) -> None:
+        """Waits until everything that was sent before the turn which ends now has left, so that its memory is free.
+
+        Who got as far as the end of a turn has had answers to all of the turn before: this holds nobody up.
+        """
+        while len(self._leaving) > self._sent_in_turn:
+            self._leaving.popleft()[0].wait()
+        self._sent_in_turn = 0
 
     def settle(self) -> None:
         """Waits until everything has left."""

@@ -145,6 +145,8 @@ class Stage:
                         inputs = self._entering(item, cut, enter)
                     outputs = self._through(chunk, item, cut, *inputs) if compute else None
                     self._hand_on(chunk, item, cut, outputs, leave)
+        self.onward.end_turn()
+        self.back.end_turn()
 
     def settle(self) -> None:
         """Waits until everything that was sent has left."""
