@@ -111,10 +111,12 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _available(entry: Ranked, work: Work) -> bool:
-    """Whether this version of the pack can run it, beside what other engines can."""
+    """Whether this version of the pack can run it, beside what other engines can. It loads Flux.1 only."""
+    if not work.family.name.startswith("flux1-"):
+        return False
     shape = ModelShape(work.family.heads, max(1, work.family.block_count), work.family.name)
-    s = entry.candidate.strategy
-    return not entry.candidate.shard_weights and not s.violations(shape, s.world_size)
+    strategy = entry.candidate.strategy.replace(shard_weights=entry.candidate.shard_weights)
+    return not strategy.violations(shape, strategy.world_size)
 
 
 def _as_table(choice: Choice, shown, one: Ranked, work: Work, machine: Machine, mode: str) -> str:

@@ -60,10 +60,14 @@ def test_json_labels_every_number_as_predicted_and_gives_a_band(capsys):
 
 def test_what_this_version_cannot_run_is_marked(capsys):
     rows = _json(capsys, "--rows", "100")["candidates"]
-    for row in rows:
-        s = row["strategy"]
-        beyond = s["tensor_degree"] > 1 or s["pipefusion_degree"] > 1 or row["shard_weights"]
-        assert row["available"] is not beyond
+    kinds = {(row["strategy"]["tensor_degree"] > 1, row["strategy"]["pipefusion_degree"] > 1) for row in rows}
+    assert {(True, False), (False, True)} <= kinds and any(row["shard_weights"] for row in rows)
+    assert all(row["available"] for row in rows)
+    main(["plan", "--model", "wan14b", "--gpus", "2", "--link", "nvlink", "--card", "h100", "--json"])
+    others = json.loads(capsys.readouterr().out)["candidates"]
+    assert not any(row["available"] for row in others)
+    main(["plan", "--model", "wan14b", "--gpus", "2", "--link", "nvlink", "--card", "h100"])
+    assert "not in this version of the pack" in capsys.readouterr().out
 
 
 def test_a_measured_step_replaces_the_guess_and_narrows_the_band(capsys):
