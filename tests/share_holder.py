@@ -1,12 +1,13 @@
 """A rank that loads its part of a model and says what memory of its own it gained.
 
-`python share_holder.py RANK STORE SMALL LARGE STRATEGY`: STRATEGY is JSON of ParallelStrategy, its world size the number
-of ranks. Fresh interpreters, because a forked one shares its heap with its parent. Prints one JSON object: bytes of
-anonymous memory gained by loading LARGE, still held after a forward that read every weight, and held at most meanwhile.
+`python share_holder.py RANK STORE SMALL LARGE STRATEGY`: STRATEGY is JSON of ParallelStrategy, for as many ranks. Fresh
+interpreters, because a forked one shares its heap with its parent. Prints one JSON object: bytes of anonymous memory
+gained by loading LARGE, still held after a forward that read every weight, and held at most meanwhile.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -35,12 +36,12 @@ def load(layouts: Layouts, path: str, strategy: ParallelStrategy):
 
 
 @torch.inference_mode()
-def call(model, forward) -> None:
+def call(model, forward) -> torch.Tensor:
     dims = model.file.dims
     prompt = Conditioning(
         torch.randn(1, 3, dims.context_dim), torch.randn(1, dims.pooled_dim), torch.tensor([3.5])
     )
-    forward([Rows(torch.randn(1, 16, 4, 4), torch.tensor([0.5]), prompt)])
+    return forward([Rows(torch.randn(1, 16, 4, 4), torch.tensor([0.5]), prompt)])[0]
 
 
 def main(rank: str, store: str, small: str, large: str, strategy: str) -> None:
@@ -55,6 +56,7 @@ def main(rank: str, store: str, small: str, large: str, strategy: str) -> None:
     )
     layouts = Layouts(world)
     call(*load(layouts, small, strategy))  # what every first use costs, weights aside
+    gc.collect()
     before = private_bytes()
     model, forward = load(layouts, large, strategy)
     loaded, peak = private_bytes() - before, [0]

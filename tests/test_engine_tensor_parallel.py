@@ -17,6 +17,7 @@ from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import CASES, DOUBLE, FEW_CASES, SINGLE, Subjects, difference, sample, sizes_of, tokens_of
+from test_models_flux import mapped_ranges
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -161,11 +162,7 @@ def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_
     path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
     slices = flux_slices.Slices(2, 1, lambda partial: partial, lambda columns: columns)
     model = load(ModelSpec(str(path)), torch.device("cpu"), slices=slices)
-    ranges = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            if line.endswith(f"{path}\n"):
-                ranges.append(tuple(int(end, 16) for end in line.split()[0].split("-")))
+    ranges = mapped_ranges(path)
     copies = {
         name
         for name, parameter in model.transformer.named_parameters()

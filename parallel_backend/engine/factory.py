@@ -7,10 +7,12 @@ from importlib.util import find_spec
 from ..models.flux import FluxModel
 from ..requests import Placement
 from .attention import kernel_for
+from .counting import Traffic
 from .forward import ParallelForward
 from .groups import Layout, Layouts
 from .native import NativeAttention
 from .pipeline import PipelineForward
+from .weights import notes_on_weights
 
 
 def make_forward(
@@ -22,17 +24,24 @@ def make_forward(
     it for what xfuser cannot compute exactly, and the notes say so.
     """
     layout = layouts.get(placement.strategy)
-    traffic = layouts.traffic
+    forward = _make_forward(model, layout, placement.engine, layouts.traffic)
+    forward.notes += notes_on_weights(layout)
+    return forward
+
+
+def _make_forward(
+    model: FluxModel, layout: Layout, engine: str, traffic: Traffic
+) -> ParallelForward | PipelineForward:
     kernel = kernel_for(model.device, model.compute_dtype)
     native = NativeAttention(layout, kernel, traffic)
     if layout.pipe.size > 1:
         pipeline = PipelineForward(model, layout, native, traffic)
-        if placement.engine == "xfuser":
+        if engine == "xfuser":
             pipeline.notes.append(
                 "engine xfuser stood back: its PipeFusion belongs to its own pipelines; native took its place"
             )
         return pipeline
-    if placement.engine != "xfuser":
+    if engine != "xfuser":
         return ParallelForward(model, layout, [native], traffic)
     reason = _why_not_xfuser(layout)
     if reason is None:

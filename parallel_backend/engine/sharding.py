@@ -65,13 +65,15 @@ class Sharding:
             for name, parameter in transformer.named_parameters()
         }
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def sit_out(self) -> None:
         """Takes part in gathering the weights for a model call that only other ranks make."""
         for transformer in self._transformers:
             for module in (transformer, *_blocks(transformer)):
                 module.unshard()
                 module.reshard()
-            self._end_call(transformer)
+        self._gather.free()
 
     def _end_call(self, transformer: FluxTransformer2DModel, *inputs_and_output: object) -> None:
         """Forgets what FSDP notes down for a backward pass that never comes; frees what the call gathered."""

@@ -32,6 +32,19 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     return replace(load(spec, device, None, slices, sharding.shard), sit_out=sharding.sit_out)
 
 
+def notes_on_weights(layout: Layout) -> list[str]:
+    """What of the wishes on weights changes nothing here, in words."""
+    strategy, on_cpu = layout.strategy, layout.world.device.type == "cpu"
+    notes = []
+    if strategy.offload_weights and on_cpu:
+        notes.append("offload_weights changes nothing on the CPU: weights are in host memory anyway")
+    if strategy.shard_weights and layout.shard.size == 1 and (on_cpu or not strategy.offload_weights):
+        notes.append(
+            f"shard_weights changes nothing under {strategy.describe()}: no two devices hold the same"
+        )
+    return notes
+
+
 def _is_worth_sharding(layout: Layout) -> bool:
     """A rank alone shares with nobody, and on the CPU there is nowhere to offload to."""
     alone = layout.shard.size == 1

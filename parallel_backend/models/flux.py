@@ -102,17 +102,27 @@ class FluxModel:
         if self.file.dims.guidance and guidance is None:
             guidance = torch.full_like(sigma, DEFAULT_GUIDANCE)
         transformer.time_text_embed.exact_timestep = sigma
-        (image,) = transformer(
-            hidden_states=img_tokens.to(dtype),
-            encoder_hidden_states=context.to(dtype),
-            pooled_projections=pooled.to(dtype),
-            timestep=sigma,
-            guidance=guidance.to(dtype) if self.file.dims.guidance else None,
-            img_ids=img_ids,
-            txt_ids=txt_ids,
-            return_dict=False,
-        )
+        with self._without_grad():
+            (image,) = transformer(
+                hidden_states=img_tokens.to(dtype),
+                encoder_hidden_states=context.to(dtype),
+                pooled_projections=pooled.to(dtype),
+                timestep=sigma,
+                guidance=guidance.to(dtype) if self.file.dims.guidance else None,
+                img_ids=img_ids,
+                txt_ids=txt_ids,
+                return_dict=False,
+            )
         return image, transformer.last_text.taken()
+
+    @contextmanager
+    def _without_grad(self) -> Iterator[None]:
+        """Weights that are gathered go where an earlier call left room for them, which inference mode forbids."""
+        with (
+            torch.inference_mode(torch.is_inference_mode_enabled() and self.sit_out is None),
+            torch.no_grad(),
+        ):
+            yield
 
 
 class _LastText(nn.Module):

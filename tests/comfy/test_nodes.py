@@ -104,7 +104,7 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
             ["3 does not divide the 2 attention heads", "ulysses_degree 1 with ring_degree 3"],
         ),
         ("cpu:3", {"pipefusion": 3}, ["pipefusion_degree 3", "2 blocks"]),
-        ("cpu:2", {"tensor": 2, "ulysses": 2}, ["needs 4 devices", "tensor_degree 1"]),
+        ("cpu:4", {"tensor": 2, "ulysses": 2}, ["2 attention heads", "tensor_degree 1"]),
         ("cpu:2", {"ring": 2, "device_shares": "3,1,1"}, ["device_shares", "2 device(s) are selected"]),
         ("cpu:4", {"cfg": 4, "ring": 2}, ["needs 8 devices", "cfg_degree 2"]),
         ("7", {}, ["devices '7'"]),
