@@ -1,0 +1,106 @@
+"""What one model call of Flux holds at its fullest moment on one rank, in closed form.
+
+The moments are those of diffusers' blocks and of engine/native.py: what is alive is counted variable by variable, and
+the fullest moment decides. A width is one number per token and channel: rows x tokens x hidden in the compute dtype.
+Norms, modulation and log-sum-exps are left out: a hundredth of a width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model call on one rank. `text`, `image`: its own tokens per row; `element`: bytes of the compute dtype.
+
+    `group`: tokens of its Ulysses group, which meet here for its share of the heads; `keys`: tokens whose keys and
+    values each member of its ring brings; `tensor`: ranks that share heads and feed-forward columns.
+    """
+
+    rows: int
+    text: int
+    image: int
+    hidden: int
+    mlp: int
+    head_dim: int
+    element: int
+    group: int
+    keys: tuple[int, ...]
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.text + self.image
+
+    def width(self, tokens: int) -> int:
+        return self.rows * tokens * self.hidden * self.element
+
+    @property
+    def rotary(self) -> int:
+        """Cosines and sines of all tokens of this rank, kept in float32 through the call."""
+        return 2 * self.tokens * self.head_dim * FP32
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
+
+    where: str
+    alive: int
+    exchanged: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.alive + self.exchanged
+
+
+def single_block(call: Call, cast: int = 0) -> Iterator[Moment]:
+    """Moments of a block with one stream. `cast`: bytes of its largest layer where layers are cast on use."""
+    width, part = call.width(call.tokens), call.width(call.tokens) // call.tensor
+    wide = width * call.mlp // call.hidden // call.tensor
+    held = 3 * width  # what comes in, the text and image joined, the normed
+    yield Moment("feed-forward", held + wide + max(wide, cast))
+    yield from _attention(call, held + wide + 3 * part, part)
+    joined = held + wide + part + (part + wide)  # attention and feed-forward, and both next to each other
+    yield Moment("output", joined + width + max(width, cast))
+
+
+def double_block(call: Call, cast: int = 0) -> Iterator[Moment]:
+    """Moments of a block with separate streams for text and image."""
+    text, image, width = call.width(call.text), call.width(call.image), call.width(call.tokens)
+    part, wider = width // call.tensor, call.mlp / call.hidden / call.tensor
+    yield from _attention(call, 2 * width + 3 * part + 3 * (text // call.tensor), part)
+    yield Moment(
+        "feed-forward", 2 * width + text + 3 * image + int(wider * image) + max(int(wider * image), cast)
+    )
+    wide = int(wider * text)
+    yield Moment("feed-forward of the text", 2 * width + 4 * image + 3 * text + wide + max(wide, cast))
+
+
+def _attention(call: Call, held: int, part: int) -> Iterator[Moment]:
+    """`held`: what is alive when queries, keys and values of all heads of this rank are there; `part`: one of them."""
+    in_float = FP32 // call.element  # rotation and the merging of partial results are computed in float32
+    yield Moment("rotation", held + part + 3 * in_float * part)
+    if call.ulysses == 1:
+        yield Moment("attention", held + part, _ring(call, part) - part)
+        return
+    mine = call.width(call.group) // call.tensor // call.ulysses  # all tokens of the group, this rank's heads
+    yield Moment("exchange of tokens for heads", held, 3 * part + 3 * mine)
+    yield Moment("attention", held + part, 3 * mine + _ring(call, mine) - part)
+    reordered = mine if call.rows > 1 else 0  # with one row it lies as it is sent
+    yield Moment("exchange of heads for tokens", held + part, 3 * mine + mine + reordered + part)
+
+
+def _ring(call: Call, queries: int) -> int:
+    """Bytes of attention's output, with what travels round a ring and the merging of its partial results."""
+    if len(call.keys) == 1:
+        return queries
+    shares = min(3, len(call.keys))  # its own, the one it works on, the one on its way
+    pair = 2 * call.width(max(call.keys)) // call.tensor // call.ulysses
+    merging = (4 * (FP32 // call.element) + 1) * queries
+    return shares * pair + merging
