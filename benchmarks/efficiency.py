@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 4096], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engine", default="auto")

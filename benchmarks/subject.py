@@ -22,7 +22,7 @@ from tiny_flux import write_tiny_flux  # noqa: E402
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
 # Latent height and width (in latent pixels, 2x2 per token) for each number of image tokens.
-SIZES = {512: (32, 64), 2048: (64, 128), 4096: (128, 128)}
+SIZES = {16: (8, 8), 128: (16, 32), 512: (32, 64), 2048: (64, 128), 4096: (128, 128)}
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def machine() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return (
         f"{os.cpu_count()} cores ({model}), {', '.join(gpus) or 'no GPU'}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {os.environ['OMP_NUM_THREADS']} thread(s) per rank"
+        f"torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', 'all cores shared out as')} thread(s) per rank"
     )
 
 

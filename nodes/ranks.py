@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,11 +12,14 @@ from comfy_execution.utils import get_executing_context
 
 from ..parallel_backend import pool
 from ..parallel_backend.client import Sidecar
-from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.cost_traffic import Work
+from ..parallel_backend.decide import Decided
 from ..parallel_backend.errors import Cancelled, OutOfMemory
+from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import LoadInfo, ModelSpec, Placement, RunInfo
-from ..parallel_backend.selector import Decision, StrategyChoice, resolve
-from ..parallel_backend.strategy import ModelShape, RequestShape
+from ..parallel_backend.selector import Decision, StrategyChoice
+from ..parallel_backend.strategy import ParallelStrategy
+from ..parallel_backend.trials import decide_with_trials
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ class RunRecord:
     """What a sampling run did, collected call by call for the report."""
 
     decisions: list[Decision] = field(default_factory=list)
+    decided: Decided | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
     runs: list[RunInfo] = field(default_factory=list)
     devices: tuple[str, ...] = ()
@@ -33,12 +37,24 @@ class RunRecord:
 
 
 def decide(
-    choice: StrategyChoice, model: ModelShape, request: RequestShape
-) -> tuple[Decision, tuple[str, ...]]:
-    """The strategy for a request and the devices that it uses."""
-    devices = resolve_devices(choice.devices)
-    decision = resolve(choice, model, request, devices)
-    return decision, devices[: decision.strategy.world_size]
+    choice: StrategyChoice,
+    spec: ModelSpec,
+    file: FluxFile,
+    work: Work,
+    try_out: Callable[[Sidecar, Placement], RunInfo],
+    *,
+    sampler: str = "euler",
+) -> Decided:
+    """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
+
+    def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
+        with ready_sidecar(spec, Decision(strategy, choice.engine, ""), devices, None) as (
+            sidecar,
+            placement,
+        ):
+            return try_out(sidecar, placement)
+
+    return decide_with_trials(choice, spec, file, work, on_ranks, sampler=sampler, say=say)
 
 
 @contextmanager

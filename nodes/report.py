@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+from ..parallel_backend.outlook import expected
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from .ranks import RunRecord
 
@@ -32,6 +33,7 @@ def write_report(record: RunRecord) -> str:
     times = [seconds for run in runs for seconds in run.step_seconds]
     if times:
         unit = "step" if record.stepwise_because is None else "model call"
+        lines += _foreseen(record, times, unit)
         lines.append(f"{unit}: median {median(times):.4f} s, first {times[0]:.4f} s, {len(times)} in all")
     lines.append(
         f"load: {sum(load.seconds for load in record.loads):.2f} s"
@@ -61,3 +63,21 @@ def summarise(record: RunRecord) -> str:
 
 def _strategy(record: RunRecord) -> str:
     return "; then ".join(dict.fromkeys(d.reason for d in record.decisions)) or "nothing ran"
+
+
+def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
+    """What was expected of time and memory, the first beside what it took."""
+    decided = record.decided
+    if decided is None:
+        return []
+    lines = [f"memory, predicted: {decided.memory.describe()} on the fullest device"]
+    outlook = expected(decided.outlooks, decided.decision.strategy)
+    took = median(times[1:] or times)
+    if outlook is not None and outlook.step_s > 0:
+        how = "measured before" if outlook.measured else f"predicted, ± {outlook.band:.0%}"
+        off = took / outlook.step_s - 1
+        lines.append(
+            f"expected: {outlook.step_s:.4f} s a {unit} ({how}); it took {took:.4f} s, "
+            f"{abs(off):.0%} {'more' if off > 0 else 'less'}"
+        )
+    return lines

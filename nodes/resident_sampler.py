@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import comfy.model_sampling
 import comfy.samplers
 import torch
 from torch import Tensor
 
-from ..parallel_backend.experience import remember
-from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, SampleRequest
+from ..parallel_backend.client import Sidecar
+from ..parallel_backend.experience import remember, work_of
+from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ..parallel_backend.selector import StrategyChoice
-from ..parallel_backend.strategy import RequestShape
 from .ranks import RunRecord, decide, interrupted, ready_sidecar, say
 from .stepwise_model import CHOICE, RECORD
 
@@ -78,7 +79,15 @@ class ResidentSampler(comfy.samplers.Sampler):
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
         )
         choice = options.get(CHOICE, StrategyChoice())
-        decision, devices = decide(choice, network.file.shape, RequestShape(batch=batch, has_cfg=has_cfg))
+        work = work_of(network.file, request, network.spec.weight_dtype)
+        # Three steps between the first two sigmas: enough for a warm one, whatever the request's own steps are.
+        trial = replace(request, sigmas=torch.linspace(*request.sigmas[:2].tolist(), 4))
+
+        def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
+            return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
+
+        decided = decide(choice, network.spec, network.file, work, try_out, sampler=self._name)
+        self._record.decided = decided
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
             if step == 1:
@@ -86,11 +95,14 @@ class ResidentSampler(comfy.samplers.Sampler):
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
-        with ready_sidecar(network.spec, decision, devices, self._record) as (sidecar, placement):
+        with ready_sidecar(network.spec, decided.decision, decided.devices, self._record) as (
+            sidecar,
+            placement,
+        ):
             result = sidecar.sample(
                 network.spec, request, placement, on_step=on_step, on_phase=say, should_cancel=interrupted
             )
-        remember(devices, network.spec, network.file, request, result.info)
+        remember(decided.devices, network.spec, network.file, work, result.info, self._name)
         self._record.runs.append(result.info)
         return result.latent.to(noise.device)
 

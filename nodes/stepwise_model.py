@@ -5,6 +5,8 @@ What such a call cannot honour yet is refused by the name of its effect, never d
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -12,10 +14,12 @@ import comfy.supported_models
 import torch
 from torch import Tensor, nn
 
+from ..parallel_backend.client import Sidecar
+from ..parallel_backend.decide import Decided
+from ..parallel_backend.experience import image_work
 from ..parallel_backend.flux_file import FluxFile
-from ..parallel_backend.requests import Conditioning, ModelSpec, PredictRequest
+from ..parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ..parallel_backend.selector import StrategyChoice
-from ..parallel_backend.strategy import RequestShape
 from .ranks import RunRecord, decide, interrupted, ready_sidecar
 from .refusals import refuse_effects
 from .stepwise_patcher import StepwisePatcher
@@ -74,6 +78,9 @@ class StepwiseFlux(nn.Module):
         self.file = file
         self.dtype = torch.float32
         self.patch_size = 2
+        self._decided: tuple[tuple, Tensor | None, Decided] | None = (
+            None  # its key, the run's sigmas, and what runs
+        )
         for key, shape in file.original_shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self
@@ -124,12 +131,40 @@ class StepwiseFlux(nn.Module):
             context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
         )
         request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning)
-        rows = options.get("cond_or_uncond", [0])
-        shape = RequestShape(batch=max(1, len(x) // len(rows)), has_cfg=len(set(rows)) > 1)
         record: RunRecord | None = options.get(RECORD)
-        decision, devices = decide(options.get(CHOICE, StrategyChoice()), self.file.shape, shape)
-        with ready_sidecar(self.spec, decision, devices, record) as (sidecar, placement):
+        decided = self._decide(request, options)
+        if record is not None:
+            record.decided = decided
+        with ready_sidecar(self.spec, decided.decision, decided.devices, record) as (sidecar, placement):
             velocity, info = sidecar.predict(self.spec, request, placement, should_cancel=interrupted)
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)
+
+    def _decide(self, request: PredictRequest, options: dict) -> Decided:
+        """Once for all like calls of a sampling run: what is measured meanwhile must not change it half-way."""
+        rows = options.get("cond_or_uncond", [0])
+        choice, sigmas = options.get(CHOICE, StrategyChoice()), options.get("sample_sigmas")
+        shape = (max(1, len(request.x) // len(rows)), *request.x.shape[1:])
+        text, has_cfg = request.conditioning.context.shape[1], len(set(rows)) > 1
+        key = (choice, shape, text, has_cfg)
+        if self._decided is not None and self._decided[0] == key and self._decided[1] is sigmas:
+            return self._decided[2]
+
+        def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
+            infos = [
+                sidecar.predict(self.spec, request, placement, should_cancel=interrupted)[1] for _ in range(3)
+            ]
+            return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
+
+        work = image_work(
+            self.file,
+            shape,
+            text=text,
+            has_cfg=has_cfg,
+            steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
+            weight_dtype=self.spec.weight_dtype,
+        )
+        decided = decide(choice, self.spec, self.file, work, try_out)
+        self._decided = (key, sigmas, decided)
+        return decided

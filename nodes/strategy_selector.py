@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..parallel_backend.choice import APPROXIMATION
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.selector import MODES, StrategyChoice, resolve
 from ..parallel_backend.strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape
@@ -67,6 +68,14 @@ _OPTIONAL = (
         tooltip="For devices that differ: how much of an image (or of the model, with PipeFusion) each takes, such as "
         "24,16; memory goes by their memory; empty shares evenly. Counts in both modes.",
     ),
+    io.Combo.Input(
+        "approximation",
+        options=list(APPROXIMATION),
+        default="if_needed",
+        optional=True,
+        tooltip="Whether auto may choose PipeFusion, which is approximate: never, only when nothing exact fits in "
+        "memory (if_needed), or also for speed where the links were measured and are slow (allowed).",
+    ),
 )
 
 
@@ -121,9 +130,17 @@ class StrategySelector(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, mode: str, devices: str, engine: str, device_shares: str = "", **settings: int | bool
+        cls,
+        mode: str,
+        devices: str,
+        engine: str,
+        device_shares: str = "",
+        approximation: str = "if_needed",
+        **settings: int | bool,
     ) -> io.NodeOutput:
-        choice = StrategyChoice(mode, devices, ParallelStrategy(**settings), engine, device_shares)
+        choice = StrategyChoice(
+            mode, devices, ParallelStrategy(**settings), engine, device_shares, approximation
+        )
         return io.NodeOutput(choice, _in_words(choice))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
@@ -103,18 +103,27 @@ def choose(
     measured: Mapping[Candidate, float] | None = None,
     approximation: str = "if_needed",
     links_measured: bool = False,
+    memory_of: Callable[[Candidate], float] | None = None,
 ) -> Choice:
     """Ranks `candidates` for `work` on `machine`; raises StrategyError when none is given or none is permitted.
 
     `one_gpu_s`: measured seconds of a step on one device; `measured`: seconds of whole requests seen before, which
     outrank predictions. `approximation`: PipeFusion never, only when nothing exact fits, or also for speed where the
-    links were measured and are slow. When nothing fits, the smallest comes first and the reason says so.
+    links were measured and are slow. `memory_of`: bytes on the fullest rank, where more is known of the model than its
+    family. When nothing fits, the smallest comes first and the reason says so.
     """
     if approximation not in APPROXIMATION:
         raise StrategyError(
             f"approximation {approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}."
         )
-    entries = _predictions(candidates, work, machine, constants, mode, one_gpu_s, dict(measured or {}))
+    predictions = [
+        predict(work, c, machine, constants, mode=mode, one_gpu_s=one_gpu_s)
+        for c in dict.fromkeys(candidates)
+        if c.strategy.world_size <= machine.count
+    ]
+    if memory_of is not None:
+        predictions = [replace(p, memory_bytes=memory_of(p.candidate)) for p in predictions]
+    entries = _entries(predictions, machine, dict(measured or {}))
     if not entries:
         raise StrategyError("No candidate strategy was given to choose from.")
     fitting = [e for e in entries if e.fits]
@@ -124,6 +133,10 @@ def choose(
         pool, forced = fitting, "nothing exact fits in memory, so the approximate PipeFusion is used"
     elif approximation == "allowed" and links_measured and _links_are_slow(exact):
         pool = fitting
+    elif approximation == "allowed":
+        pool = [
+            e for e in fitting if e.candidate.exact or e.measured
+        ]  # what was seen needs no model of the links
     if not pool:
         pool = [e for e in entries if e.candidate.exact or approximation != "never"]
         if not pool:
@@ -163,12 +176,9 @@ def _links_are_slow(exact: list[Ranked]) -> bool:
     return rule.transfer_s > SLOW_LINKS * rule.compute_s
 
 
-def _predictions(candidates, work, machine, constants, mode, one_gpu_s, measured) -> list[Ranked]:
-    predictions = [
-        predict(work, c, machine, constants, mode=mode, one_gpu_s=one_gpu_s)
-        for c in dict.fromkeys(candidates)
-        if c.strategy.world_size <= machine.count
-    ]
+def _entries(
+    predictions: list[Prediction], machine: Machine, measured: Mapping[Candidate, float]
+) -> list[Ranked]:
     # What was measured also tells how far the predictions are off for this work; the others are scaled by it.
     off = [measured[p.candidate] / p.total_s for p in predictions if p.candidate in measured]
     scale = median(off) if off else 1.0

@@ -60,6 +60,12 @@ def visible_topology() -> Topology:
     return read_topology().visible()
 
 
+def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
+    """Bytes of memory of each device; 0 where nobody could tell."""
+    by_name = _memory(topology or visible_topology())
+    return tuple(by_name.get(name, 0) for name in devices)
+
+
 def _memory(topology: Topology) -> dict[str, int]:
     return {f"cuda:{i}": device.memory for i, device in enumerate(topology.devices)}
 

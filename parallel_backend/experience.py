@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from .calibration_store import CalibrationStore
@@ -17,7 +17,7 @@ from .errors import RequestError
 from .fingerprint import device_ids, device_key, take_fingerprint
 from .flux_file import FluxFile
 from .hardware import Card, Link
-from .local_machine import Automatic, choose_here, flux_work, machine_of
+from .local_machine import Automatic, choose_here, flux_work, machine_of, neighbours_first
 from .measurements import (
     Kind,
     Measurements,
@@ -29,6 +29,7 @@ from .measurements import (
     record,
     warm_step,
 )
+from .outlook import outlooks_of
 from .requests import ModelSpec, RunInfo, SampleRequest
 from .topology import Topology
 from .topology_probe import read_topology
@@ -68,14 +69,16 @@ class Experience:
     def store(self) -> CalibrationStore:
         return self._store
 
-    def remember(self, spec: ModelSpec, file: FluxFile, request: SampleRequest, info: RunInfo) -> bool:
+    def remember(
+        self, spec: ModelSpec, file: FluxFile, work: Work, info: RunInfo, *, sampler: str = "euler"
+    ) -> bool:
         """Keeps the median warm step of a run on the first of these devices; whether it reached the disk."""
         seconds = warm_step(info.step_seconds)
         if seconds is None:
             return False
         kind = Kind(
             model=_model(spec, file),
-            work=WorkKey.of(work_of(file, request), CALLS.get(request.sampler, 1)),
+            work=WorkKey.of(work, CALLS.get(sampler, 1)),
             strategy=info.strategy,
             engine=info.engine,
             devices=device_key(self._ids[: info.strategy.world_size]),
@@ -91,6 +94,7 @@ class Experience:
         sampler: str = "euler",
         engine: str = "auto",
         approximation: str = "if_needed",
+        memory_of: Callable[[Candidate], float] | None = None,
     ) -> Automatic:
         """The best strategy for `work` on these devices or the first few of them, by measurements and predictions.
 
@@ -106,7 +110,8 @@ class Experience:
         }
         calls = CALLS.get(sampler, 1)
         if is_cpu(self._devices):
-            return _among_measured(measured(known, work, calls=calls, **about), work, len(self._devices))
+            seen = measured(known, work, calls=calls, **about)
+            return _among_measured(seen, work, len(self._devices), memory_of)
         try:
             machine, _ = machine_of(self._topology)
         except RequestError as error:
@@ -121,6 +126,7 @@ class Experience:
             measured=seen,
             calibrations=self._newest_calibration(known, now),
             approximation=approximation,
+            memory_of=memory_of,
         )
 
     def _newest_calibration(self, known: Measurements, now: float):
@@ -135,30 +141,64 @@ class Experience:
 
 def work_of(file: FluxFile, request: SampleRequest, weight_dtype: str = "auto") -> Work:
     """The job of a request with a Flux file, for the cost model. `weight_dtype`: as in ModelSpec."""
-    batch, _, height, width = request.noise.shape
+    return image_work(
+        file,
+        request.noise.shape,
+        text=request.positive.context.shape[1],
+        has_cfg=len(request.prompts) == 2,
+        steps=len(request.sigmas) - 1,
+        weight_dtype=weight_dtype,
+    )
+
+
+def image_work(
+    file: FluxFile,
+    latent_shape: Sequence[int],
+    *,
+    text: int,
+    has_cfg: bool,
+    steps: int,
+    weight_dtype: str = "auto",
+) -> Work:
+    """The job of denoising latents [B, C, H/8, W/8]. `text`: tokens of the prompt."""
+    batch, _, height, width = latent_shape
     return flux_work(
         file.dims,
         file.tensor_bytes * _BYTES.get(weight_dtype, _BYTES[file.dtype]) // _BYTES[file.dtype],
         width=width * PIXELS_PER_LATENT,
         height=height * PIXELS_PER_LATENT,
-        text=request.positive.context.shape[1],
+        text=text,
         batch=batch,
-        has_cfg=request.negative is not None and request.cfg != 1.0,
-        steps=len(request.sigmas) - 1,
+        has_cfg=has_cfg,
+        steps=steps,
     )
 
 
 def remember(
-    devices: Sequence[str], spec: ModelSpec, file: FluxFile, request: SampleRequest, info: RunInfo
+    devices: Sequence[str], spec: ModelSpec, file: FluxFile, work: Work, info: RunInfo, sampler: str = "euler"
 ) -> None:
     """Experience.remember, which never costs a finished picture: whatever fails is only logged."""
     try:
-        Experience(devices).remember(spec, file, request, info)
+        Experience(devices).remember(spec, file, work, info, sampler=sampler)
     except Exception:
         log.debug("a run's step times are not kept", exc_info=True)
 
 
-def _among_measured(seen: Mapping[Candidate, float], work: Work, count: int) -> Automatic:
+def in_good_order(devices: Sequence[str]) -> tuple[str, ...]:
+    """The same devices with well-joined ones next to each other, where ranks exchange most."""
+    if is_cpu(devices) or len(devices) < 3:
+        return tuple(devices)
+    seen = _visible()
+    uuids = device_ids(devices, seen)
+    if not set(uuids) <= {device.uuid for device in seen.devices}:
+        return tuple(devices)
+    names = dict(zip(uuids, devices, strict=True))
+    return tuple(names[uuid] for uuid in neighbours_first(seen.select(uuids)))
+
+
+def _among_measured(
+    seen: Mapping[Candidate, float], work: Work, count: int, memory_of: Callable[[Candidate], float] | None
+) -> Automatic:
     """The choice on a CPU, which has no data sheet: the fastest that was seen, once one rank and several were."""
     alone = seen.get(Candidate())
     if alone is None or len(seen) < 2:
@@ -166,8 +206,9 @@ def _among_measured(seen: Mapping[Candidate, float], work: Work, count: int) -> 
     # What the model needs to be asked at all; every candidate is measured, so nothing of it decides.
     rate = work.flop * work.steps / alone / 1e12 / DEFAULT.compiled
     machine = Machine(Card("CPU", rate, memory=1e6, bandwidth=1e6), Link("gloo", "host", 10.0), count)
-    choice = choose(seen, work, machine, measured=seen, mode="compiled")
-    return Automatic(replace(choice, reason=_measured_reason(choice, work)))
+    choice = choose(seen, work, machine, measured=seen, mode="compiled", memory_of=memory_of)
+    outlooks = outlooks_of(choice, work.steps, fixed_s=0.0)
+    return Automatic(replace(choice, reason=_measured_reason(choice, work)), (), outlooks)
 
 
 def _measured_reason(choice: Choice, work: Work) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .calibration import Calibration
 from .choice import Choice, choose, enumerate_candidates
-from .cost_model import DEFAULT, USABLE_MEMORY, Machine
+from .cost_model import DEFAULT, USABLE_MEMORY, Machine, fixed_seconds
 from .cost_traffic import Candidate, Work
 from .errors import RequestError
 from .families import Family, flux_family
 from .hardware import Card, Domain, Link, find_card
 from .measured_links import measured_constants
-from .strategy import ModelShape
+from .measurements import strategy_of
+from .outlook import Outlook, outlooks_of
+from .strategy import ModelShape, ParallelStrategy
 from .topology import PATHS, Topology
 
 # A socket's links to the other, nominal GB/s one way: about two or three UPI or xGMI links of 20 GB/s.
@@ -128,10 +130,19 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Automatic:
-    """`choice` is None where nothing can be predicted (CPU, unknown card): the rule decides. `notes`: in words."""
+    """`choice` is None where nothing can be predicted (CPU, unknown card): the rule decides. `notes`: in words.
+
+    `outlooks`: the candidates of `choice` for a person, in its order.
+    """
 
     choice: Choice | None
     notes: tuple[str, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
+
+    @property
+    def strategy(self) -> ParallelStrategy | None:
+        """What to run."""
+        return strategy_of(self.choice.best.candidate) if self.choice else None
 
 
 def flux_work(
@@ -162,11 +173,12 @@ def choose_here(
     mode: str = "eager",
     calibrations: Sequence[Calibration] = (),
     approximation: str = "if_needed",
+    memory_of: Callable[[Candidate], float] | None = None,
 ) -> Automatic:
     """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order.
 
     `calibrations`: what the ranks measured of the links between these devices, one entry per rank; then `approximation`
-    "allowed" may choose PipeFusion for speed.
+    "allowed" may choose PipeFusion for speed. `memory_of`: as choice.choose takes it.
     """
     try:
         machine, notes = machine_of(topology)
@@ -174,8 +186,8 @@ def choose_here(
         return Automatic(None, (str(error),))
     candidates = [
         c
-        for c in enumerate_candidates(work, machine.count, sharded=False)
-        if not c.strategy.violations(model, machine.count, engine)
+        for c in enumerate_candidates(work, machine.count)
+        if not strategy_of(c).violations(model, machine.count, engine)
     ]
     choice = choose(
         candidates,
@@ -187,5 +199,7 @@ def choose_here(
         constants=measured_constants(calibrations, machine.link) if calibrations else DEFAULT,
         links_measured=bool(calibrations),
         approximation=approximation,
+        memory_of=memory_of,
     )
-    return Automatic(choice, (*topology.notes, *notes))
+    fixed_s = fixed_seconds(work, machine.card)
+    return Automatic(choice, (*topology.notes, *notes), outlooks_of(choice, work.steps, fixed_s))

@@ -189,6 +189,15 @@ def candidate_of(strategy: ParallelStrategy) -> Candidate | None:
     )
 
 
+def strategy_of(candidate: Candidate) -> ParallelStrategy:
+    """The strategy that runs `candidate`: candidate_of, the other way."""
+    return candidate.strategy.replace(
+        shard_weights=candidate.shard_weights,
+        num_pipeline_patch=candidate.patches,
+        warmup_steps=candidate.warmup_steps,
+    )
+
+
 def _comparable(known: Measurements, model: str, engine: str, devices: Sequence[str], now: float):
     """(kind, median seconds) of recent runs of this model by this engine on the first of `devices`."""
     keys = {count: device_key(devices[:count]) for count in range(1, len(devices) + 1)}

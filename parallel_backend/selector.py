@@ -1,11 +1,13 @@
-"""Picks a strategy for a request, by the rule "CFG, then Ulysses, then Ring", and says why in words."""
+"""Picks a strategy for a request and says why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .choice import APPROXIMATION
 from .device_shares import read_shares, unequal_remark
 from .errors import StrategyError
+from .local_machine import Automatic
 from .strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
 
 MODES = ("auto", "manual")
@@ -16,7 +18,7 @@ class StrategyChoice:
     """What a person set on StrategySelector.
 
     `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
-    device_shares.read_shares, in both modes.
+    device_shares.read_shares, in both modes; `approximation` as in choice.choose, in `auto`.
     """
 
     mode: str = "auto"
@@ -24,12 +26,17 @@ class StrategyChoice:
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
     engine: str = "auto"
     device_shares: str = ""
+    approximation: str = "if_needed"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise StrategyError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.")
         if self.engine not in ENGINES:
             raise StrategyError(f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
+        if self.approximation not in APPROXIMATION:
+            raise StrategyError(
+                f"approximation {self.approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,26 @@ class Decision:
 
 
 def resolve(
-    choice: StrategyChoice, model: ModelShape, request: RequestShape, devices: tuple[str, ...]
+    choice: StrategyChoice,
+    model: ModelShape,
+    request: RequestShape,
+    devices: tuple[str, ...],
+    advice: Automatic | None = None,
 ) -> Decision:
-    """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks."""
+    """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks.
+
+    `advice`: what measurements and predictions say of this request; without it `auto` follows the rule.
+    """
     shares = read_shares(choice.device_shares, devices)
     if choice.mode == "auto":
         strategy, reason = _by_rule(model, request, len(devices))
+        advised = []
+        if advice is not None:
+            advised = list(advice.notes)
+            if advice.choice is not None:
+                strategy, reason = advice.strategy, advice.choice.reason
         strategy, notes = _with_shares(strategy, shares)
-        return Decision(strategy, choice.engine, reason, tuple(notes + _remarks(strategy, devices)))
+        return Decision(strategy, choice.engine, reason, tuple(advised + notes + _remarks(strategy, devices)))
     strategy, notes = _resolve_weights(choice.strategy)
     strategy.check(model, len(devices), choice.engine)
     strategy, moved = _resolve_conflicts(strategy, model, request)

@@ -58,8 +58,8 @@ def test_measured_times_overrule_the_rule_and_the_reason_says_so(gpus):
     work = work_of(FILE, request())
     before = gpus.choose(SPEC, FILE, work).choice
     assert before.best.candidate.strategy == ULYSSES and "nothing was measured yet" in before.reason
-    assert gpus.remember(SPEC, FILE, request(), run(ONE, 0.8))
-    assert gpus.remember(SPEC, FILE, request(), run(ULYSSES, 1.1))
+    assert gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ONE, 0.8))
+    assert gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ULYSSES, 1.1))
     after = gpus.choose(SPEC, FILE, work).choice
     assert after.best.candidate.strategy == ONE
     assert (
@@ -69,7 +69,7 @@ def test_measured_times_overrule_the_rule_and_the_reason_says_so(gpus):
 
 
 def test_one_devices_time_replaces_the_guess_for_other_sizes(gpus):
-    gpus.remember(SPEC, FILE, request(), run(ONE, 3.0))
+    gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ONE, 3.0))
     other = work_of(FILE, request(width=1536))
     ranked = gpus.choose(SPEC, FILE, other).choice.ranked
     alone = next(e for e in ranked if e.candidate.strategy == ONE)
@@ -79,8 +79,8 @@ def test_one_devices_time_replaces_the_guess_for_other_sizes(gpus):
 
 
 def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tmp_path):
-    gpus.remember(SPEC, FILE, request(), run(ONE, 0.1))
-    gpus.remember(SPEC, FILE, request(), run(ULYSSES, 9.0))
+    gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ONE, 0.1))
+    gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ULYSSES, 9.0))
     work = work_of(FILE, request())
     assert gpus.choose(SPEC, FILE, work).choice.best.candidate.strategy == ONE
     swapped = Experience(("cuda:1", "cuda:0"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
@@ -96,8 +96,8 @@ def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tm
 
 
 def test_a_path_does_not_matter(gpus):
-    gpus.remember(SPEC, FILE, request(), run(ONE, 0.1))
-    gpus.remember(SPEC, FILE, request(), run(ULYSSES, 9.0))
+    gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ONE, 0.1))
+    gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ULYSSES, 9.0))
     moved = replace(SPEC, path="/elsewhere/fine-tune.safetensors")
     assert gpus.choose(moved, FILE, work_of(FILE, request())).choice.best.candidate.strategy == ONE
 
@@ -123,16 +123,16 @@ def test_calibrated_links_count(gpus):
 def test_on_a_cpu_only_what_was_seen_decides(cpus):
     work = work_of(FILE, request())
     assert cpus.choose(SPEC, FILE, work).choice is None
-    cpus.remember(SPEC, FILE, request(), run(ULYSSES, 0.9))
+    cpus.remember(SPEC, FILE, work_of(FILE, request()), run(ULYSSES, 0.9))
     assert cpus.choose(SPEC, FILE, work).choice is None  # one rank was not seen
-    cpus.remember(SPEC, FILE, request(), run(ONE, 0.7))
+    cpus.remember(SPEC, FILE, work_of(FILE, request()), run(ONE, 0.7))
     one = cpus.choose(SPEC, FILE, work).choice
     assert one.best.candidate.strategy == ONE
     assert (
         one.reason
         == "one device on the CPU: measured before, a step takes one device 0.7 s, Ulysses 2 0.9 s."
     )
-    cpus.remember(SPEC, FILE, request(), run(ParallelStrategy(ring_degree=2), 0.4))
+    cpus.remember(SPEC, FILE, work_of(FILE, request()), run(ParallelStrategy(ring_degree=2), 0.4))
     assert cpus.choose(SPEC, FILE, work).choice.best.candidate.strategy.ring_degree == 2
 
 
@@ -147,13 +147,15 @@ def test_a_card_without_a_data_sheet_leaves_it_to_the_rule(tmp_path, monkeypatch
 
 
 def test_a_run_of_one_step_says_nothing_about_a_warm_step(cpus):
-    assert not cpus.remember(SPEC, FILE, request(), RunInfo("native", ONE, step_seconds=(1.0,)))
+    assert not cpus.remember(
+        SPEC, FILE, work_of(FILE, request()), RunInfo("native", ONE, step_seconds=(1.0,))
+    )
 
 
 def test_remembering_never_costs_a_finished_picture(monkeypatch):
     monkeypatch.setattr(module, "read_topology", lambda: 1 / 0)
     module._visible.cache_clear()
-    remember(CPUS, SPEC, FILE, request(), run(ONE, 1.0))
+    remember(CPUS, SPEC, FILE, work_of(FILE, request()), run(ONE, 1.0))
     module._visible.cache_clear()
 
 
@@ -170,7 +172,7 @@ def test_the_choice_on_two_real_ranks_is_the_fastest_that_was_measured(cpus, no_
         for strategy in (ONE, ULYSSES, CFG):
             result = groups[strategy.world_size].sample(spec, job, Placement(strategy))
             assert torch.isfinite(result.latent).all()
-            assert cpus.remember(spec, file, job, result.info)
+            assert cpus.remember(spec, file, work_of(file, job), result.info)
     finally:
         for group in groups.values():
             group.stop()

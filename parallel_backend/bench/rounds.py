@@ -12,7 +12,7 @@ from ..calibrate_once import calibrate_once
 from ..calibration import Calibration
 from ..client import Sidecar
 from ..errors import Cancelled, ParallelError
-from ..experience import Experience
+from ..experience import Experience, work_of
 from ..flux_file import FluxFile
 from ..requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ..strategy import ParallelStrategy
@@ -108,7 +108,7 @@ def run_rounds(
                         rows[s] = replace(rows[s], difference=_difference(result, reference))
                     else:
                         rows[s] = _with_run(rows[s], result.info)
-                        experience.remember(job.spec, job.file, job.request, result.info)
+                        experience.remember(job.spec, job.file, work_of(job.file, job.request), result.info)
     return [rows[s] for s in strategies], together, calibrations
 
 

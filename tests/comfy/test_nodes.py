@@ -31,6 +31,7 @@ OUR_NODES = {
         "num_pipeline_patch",
         "warmup_steps",
         "device_shares",
+        "approximation",
     ],
     "ParallelSampler": [
         "parallel_model",

@@ -1,0 +1,137 @@
+"""What runs for a request: the person's choice, what this machine has measured, and whether it fits, in one place."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from .capacity import Plan, check_capacity, fits
+from .choice import enumerate_candidates, rule_key
+from .cost_traffic import Candidate, Work
+from .devices import is_cpu, resolve_devices
+from .experience import PIXELS_PER_LATENT, Experience, in_good_order
+from .flux_file import FluxFile
+from .local_machine import Automatic
+from .memory_model import Job, RankMemory, fullest_rank, predict_memory
+from .outlook import Outlook
+from .requests import ModelSpec
+from .selector import Decision, StrategyChoice, resolve
+from .strategy import ModelShape, ParallelStrategy, RequestShape
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """`devices`: one per rank, in rank order; `memory`: predicted, of the fullest rank; `outlooks`: all candidates.
+
+    `trials`: strategies to try for a step or two before deciding again, because only that can tell (on the CPU); the
+    first and the last one tell most.
+    """
+
+    decision: Decision
+    devices: tuple[str, ...]
+    memory: RankMemory
+    outlooks: tuple[Outlook, ...] = ()
+    trials: tuple[ParallelStrategy, ...] = ()
+
+
+def decide(
+    choice: StrategyChoice, spec: ModelSpec, file: FluxFile, work: Work, *, sampler: str = "euler"
+) -> Decided:
+    """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started."""
+    devices = resolve_devices(choice.devices)
+    if choice.mode == "auto" and not choice.device_shares:
+        devices = in_good_order(devices)
+    job = job_of(work)
+    advice, trials = _advice(choice, spec, file, work, devices, sampler)
+    shape = RequestShape(batch=work.batch, has_cfg=work.rows == 2)
+    decision = resolve(choice, file.shape, shape, devices, advice)
+    used = devices[: decision.strategy.world_size]
+    plan = Plan(file, spec.weight_dtype, decision.strategy, job, used)
+    if choice.mode == "auto" and not fits(plan):
+        decision, plan = _offloaded(decision, plan)
+    return Decided(decision, used, check_capacity(plan), advice.outlooks, trials)
+
+
+def job_of(work: Work) -> Job:
+    """The same work for the memory model, which counts latent pixels."""
+    return Job(
+        height=-(-work.height // PIXELS_PER_LATENT),
+        width=-(-work.width // PIXELS_PER_LATENT),
+        text_tokens=work.text_tokens,
+        images=work.batch,
+        prompts=work.rows,
+        steps=work.steps,
+    )
+
+
+def _advice(
+    choice: StrategyChoice,
+    spec: ModelSpec,
+    file: FluxFile,
+    work: Work,
+    devices: tuple[str, ...],
+    sampler: str,
+) -> tuple[Automatic, tuple[ParallelStrategy, ...]]:
+    """What was measured and predicted, and what should be tried. Never the reason why a picture is not made."""
+
+    def memory_of(candidate: Candidate) -> float:
+        strategy = candidate.strategy.replace(shard_weights=candidate.shard_weights)
+        memories = predict_memory(
+            file.dims,
+            file.dtype,
+            strategy,
+            job_of(work),
+            weight_dtype=spec.weight_dtype,
+            on_cpu=is_cpu(devices),
+        )
+        return fullest_rank(memories).private_bytes
+
+    try:
+        experience = Experience(devices)
+        advice = experience.choose(
+            spec,
+            file,
+            work,
+            sampler=sampler,
+            engine=choice.engine,
+            approximation=choice.approximation,
+            memory_of=memory_of,
+        )
+    except Exception:
+        log.warning("parallel sampling: what was measured before does not count", exc_info=True)
+        return Automatic(None), ()
+    undecided = choice.mode == "auto" and advice.choice is None
+    if not (undecided and is_cpu(devices) and len(devices) > 1 and experience.store.path is not None):
+        return advice, ()
+    return replace(advice, notes=()), _trials(work, file.shape, len(devices), choice.engine)
+
+
+def _trials(work: Work, model: ModelShape, count: int, engine: str) -> tuple[ParallelStrategy, ...]:
+    """Exact strategies as they are worth a try: all devices by the rule first, one device last.
+
+    Those with as many ranks follow each other, since ranks start anew when their number changes.
+    """
+    candidates = [
+        candidate
+        for candidate in enumerate_candidates(work, count, sharded=False)
+        if candidate.exact
+        and candidate.strategy.tensor_degree == 1
+        and not candidate.strategy.violations(model, count, engine)
+    ]
+    return tuple(c.strategy for c in sorted(candidates, key=rule_key, reverse=True))
+
+
+def _offloaded(decision: Decision, plan: Plan) -> tuple[Decision, Plan]:
+    """With the weights in host memory, where that is what makes it fit."""
+    strategy = plan.strategy
+    if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
+        return decision, plan
+    alike = strategy.row_degree * strategy.sequence_degree
+    strategy = strategy.replace(shard_weights=alike > 1, offload_weights=True)
+    offloaded = replace(plan, strategy=strategy)
+    if not fits(offloaded):
+        return decision, plan
+    note = "offload_weights is on: nothing faster fits in the memory of these devices"
+    return replace(decision, strategy=strategy, notes=(*decision.notes, note)), offloaded
