@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
+import logging
 import os
 import platform
 import threading
@@ -13,23 +14,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from . import deadlines
 from .calibration import Calibration
+from .crash_history import CrashHistory
 from .decoding import DecodeResult, VaeWeights, check_decode
 from .errors import (
     Cancelled,
     CheckpointError,
+    DeviceError,
     RankFailed,
     RequestError,
     StrategyError,
     TransportError,
 )
 from .exchange import USER_ERRORS, Exchange
-from .payloads import predict_tensors, sample_tensors
+from .payloads import predict_tensors
 from .prompts import KnownPrompts
 from .protocol import (
     NO_REQUEST,
@@ -43,27 +47,42 @@ from .protocol import (
     Ready,
     Sample,
     Setup,
+    Sleep,
+    Wake,
 )
-from .requests import LoadInfo, ModelSpec, Placement, PredictRequest, RunInfo, SampleRequest, SampleResult
+from .requests import (
+    LoadInfo,
+    ModelSpec,
+    Placement,
+    PredictRequest,
+    RunInfo,
+    SampleRequest,
+    SampleResult,
+    SleepInfo,
+)
+from .resume import OnStep, SamplingJob
 from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
 from .transport import pack_tensors
 from .vae_client import VaeOnRanks
 
-OnStep = Callable[[int, int, Tensor | None], None]
 OnPhase = Callable[[str], None]
 ShouldCancel = Callable[[], bool]
 
-FAILURES_UNTIL_BROKEN = 3  # in a row, without a request that went well
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """DOWN -> STARTING -> READY <-> RUNNING; any -> FAILED -> STARTING; after repeated failures BROKEN."""
+    """DOWN -> STARTING -> READY <-> RUNNING; READY <-> ASLEEP; any -> FAILED -> STARTING; after three failures in ten
+    minutes BROKEN, until those are past or somebody resets it."""
 
     DOWN = "down"
     STARTING = "starting"
     READY = "ready"
     RUNNING = "running"
+    ASLEEP = "asleep"
     FAILED = "failed"
     BROKEN = "broken"
 
@@ -82,38 +101,48 @@ class _Held:
 class Sidecar:
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
-    Requests are served one after another; any thread may call. A group that died is started again, and its model
-    loaded again, by the next request. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
+    Requests are served one after another; any thread may call. When a rank crashes, the group is started again and its
+    model loaded again, and the request goes on where it was, once (`resumes`); the second crash is raised, and the next
+    request starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
     1-based step and a preview [1, C, h, w] or None, `on_phase(text)`. Whatever a callback raises ends the request on
     the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms.
     """
 
-    def __init__(self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE) -> None:
+    def __init__(
+        self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE, resumes: bool = True
+    ) -> None:
         if not devices:
             raise RequestError("A sidecar needs at least one device.")
+        twice = [name for name in devices if devices.count(name) > 1]
+        if twice:
+            raise DeviceError(f"{twice[0]} is named twice; each rank needs a device of its own.")
         self.devices = tuple(devices)
         self._rank_module = rank_module
+        self._resumes = resumes
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that serves a request
         self._cancel = threading.Event()
         self._activity = State.READY
         self._group: RankGroup | None = None
         self._requests = itertools.count(1)
-        self._failures = 0
+        self._crashes = CrashHistory()
         self._last_failure: RankFailed | None = None
-        self._broken_until = 0.0
+        self._asleep = 0  # level
+        self._woken_with: tuple[ModelSpec, ParallelStrategy] | None = None  # the model discarded at level 2
         self._vae = VaeOnRanks(self.devices)
         self._forget_model()
 
     @property
     def state(self) -> State:
         group = self._group
-        if time.monotonic() < self._broken_until:
+        if self._crashes.is_broken:
             return State.BROKEN
         if group is None:
             return State.DOWN if self._last_failure is None else State.FAILED
         if group.ended.is_set():
             return State.FAILED
+        if self._asleep and self._activity is State.READY:
+            return State.ASLEEP
         return self._activity
 
     @property
@@ -139,7 +168,9 @@ class Sidecar:
         Raises CheckpointError for a file they refuse; the group stays usable.
         """
         with self._turn(should_cancel) as cancelled:
-            return self._ensure_loaded(spec, strategy, on_phase, cancelled)
+            return self._through_a_crash(
+                lambda: self._ensure_loaded(spec, strategy, on_phase, cancelled), on_phase, cancelled
+            )
 
     def sample(
         self,
@@ -152,32 +183,43 @@ class Sidecar:
     ) -> SampleResult:
         """Runs a whole sampling job on the ranks, starting and loading first where needed."""
         self._check_placement(placement)
-        tensors = sample_tensors(request)
+        job = SamplingJob(request, on_step)
+        message = Sample(
+            placement=placement,
+            cfg=float(request.cfg),
+            sampler=request.sampler,
+            seed=request.seed,
+            previews=on_step is not None,
+            states=self._resumes,
+        )
+
         with self._turn(should_cancel) as cancelled:
-            self._ensure_loaded(spec, placement.strategy, on_phase, cancelled)
-            message = Sample(
-                placement=placement,
-                cfg=float(request.cfg),
-                sampler=request.sampler,
-                seed=request.seed,
-                previews=on_step is not None,
-            )
-            seconds: list[float] = []
 
-            def progress(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
-                self._expect(message, Progress, rank)
-                seconds.append(message.seconds)
-                if on_step is not None:
-                    on_step(message.step, message.steps, None if tensors is None else tensors["denoised"])
+            def attempt() -> SampleResult:
+                self._ensure_loaded(spec, placement.strategy, on_phase, cancelled)
+                return self._run(job, message, on_phase, cancelled)
 
-            exchange = self._exchange(cancelled)
-            self._send(exchange, message, tensors)
-            if on_phase is not None:
-                exchange.guard(lambda: on_phase("first step"))
-            done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
-            result = self._result(exchange, {"latent", "step_seconds"})
-            info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
-            return SampleResult(latent=result["latent"], info=info)
+            return self._through_a_crash(attempt, on_phase, cancelled, job.survive)
+
+    def _run(
+        self, job: SamplingJob, message: Sample, on_phase: OnPhase | None, cancelled: ShouldCancel
+    ) -> SampleResult:
+        """The job from where it is to its end, on ranks that hold its model."""
+        seconds: list[float] = []
+
+        def progress(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
+            self._expect(message, Progress, rank)
+            seconds.append(message.seconds)
+            job.take(message, tensors)
+
+        exchange = self._exchange(cancelled)
+        self._send(exchange, message, job.begin(self._held.identity))
+        if on_phase is not None:
+            exchange.guard(lambda: on_phase("first step"))
+        done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
+        result = self._result(exchange, {"latent", "step_seconds"})
+        info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
+        return SampleResult(latent=result["latent"], info=job.told(info))
 
     def predict(
         self,
@@ -189,23 +231,37 @@ class Sidecar:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
         with self._turn(should_cancel) as cancelled:
-            self._ensure_loaded(spec, placement.strategy, None, cancelled)
-            key, is_new = self._prompts.find(request.conditioning)
-            times = self._call_seconds[placement, tuple(request.x.shape)]
-            try:
-                tensors = predict_tensors(request, with_conditioning=is_new)
-                message = Predict(placement, conditioning=key, forget=self._prompts.take_forgotten())
-                exchange = self._exchange(cancelled)
-                self._send(exchange, message, tensors)
-                done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
-                velocity = self._result(exchange, {"velocity"})["velocity"]
-            except BaseException:
-                if is_new:  # who knows whether the ranks have it
-                    self._prompts.drop(key)
-                raise
-            seconds = _reports(done, "run")[0].seconds
-            times.append(seconds)
-            return velocity, _run_info(done, step_seconds=(seconds,))
+            notes: list[str] = []
+
+            def survive(error: RankFailed, device: str) -> str:
+                notes.append(f"rank {error.rank} on {device} failed; a model call was made again")
+                return notes[-1]
+
+            velocity, info = self._through_a_crash(
+                lambda: self._call_model(spec, request, placement, cancelled), None, cancelled, survive
+            )
+            return velocity, replace(info, notes=(*info.notes, *notes))
+
+    def _call_model(
+        self, spec: ModelSpec, request: PredictRequest, placement: Placement, cancelled: ShouldCancel
+    ) -> tuple[Tensor, RunInfo]:
+        self._ensure_loaded(spec, placement.strategy, None, cancelled)
+        key, is_new = self._prompts.find(request.conditioning)
+        times = self._call_seconds[placement, tuple(request.x.shape)]
+        try:
+            tensors = predict_tensors(request, with_conditioning=is_new)
+            message = Predict(placement, conditioning=key, forget=self._prompts.take_forgotten())
+            exchange = self._exchange(cancelled)
+            self._send(exchange, message, tensors)
+            done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
+            velocity = self._result(exchange, {"velocity"})["velocity"]
+        except BaseException:
+            if is_new:  # who knows whether the ranks have it
+                self._prompts.drop(key)
+            raise
+        seconds = _reports(done, "run")[0].seconds
+        times.append(seconds)
+        return velocity, _run_info(done, step_seconds=(seconds,))
 
     def decode(
         self,
@@ -219,13 +275,17 @@ class Sidecar:
         """The image of `latent` [B, C, h, w], its rows shared out over all ranks. The model they hold stays loaded."""
         check_decode(latent, shares, len(self.devices))
         with self._turn(should_cancel) as cancelled:
-            self._ensure_started(on_phase, cancelled)
-            self._activity = State.RUNNING
 
             def new_exchange(survivable: frozenset[str]) -> Exchange:
                 return self._exchange(cancelled, survivable)
 
-            return self._vae.decode(self._group.epoch, new_exchange, vae, latent, shares, on_step, on_phase)
+            def attempt() -> DecodeResult:
+                self._ensure_started(on_phase, cancelled)
+                self._activity = State.RUNNING
+                epoch = self._group.epoch
+                return self._vae.decode(epoch, new_exchange, vae, latent, shares, on_step, on_phase)
+
+            return self._through_a_crash(attempt, on_phase, cancelled)
 
     def calibrate(
         self,
@@ -248,6 +308,56 @@ class Sidecar:
             done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
             return tuple(_reports(done, "calibration"))
 
+    def sleep(self, level: int = 1) -> SleepInfo:
+        """Gives the ranks' device memory back and leaves them running; the next request wakes them.
+
+        Level 1 moves the weights to host memory; level 2 discards them, and waking loads them again. Ranks that do not
+        run have nothing to give back.
+        """
+        if level not in (1, 2):
+            raise RequestError(
+                f"A sleep of level {level} is unknown; 1 keeps weights in host memory, 2 discards them."
+            )
+        with self._turn(None) as cancelled:
+            if self._group is None or self._group.ended.is_set() or self._asleep >= level:
+                return SleepInfo(0.0, 0)
+            held = self._held
+            info = self._ask_all_to_move(Sleep(level), cancelled)
+            self._asleep = level
+            if level == 2:
+                self._forget_model()
+                self._vae.forget()
+                self._woken_with = None if held is None else (held.spec, held.weights)
+            return info
+
+    def wake(self, on_phase: OnPhase | None = None) -> SleepInfo:
+        """Gives the ranks back what `sleep` took, bit for bit; ranks that are awake need nothing."""
+        with self._turn(None) as cancelled:
+            level, model = self._asleep, self._woken_with
+            if not level or self._group is None or self._group.ended.is_set():
+                return SleepInfo(0.0, 0)
+            info = self._wake(cancelled)
+            if level == 2 and model is not None:
+                info = SleepInfo(self._ensure_loaded(*model, on_phase, cancelled).seconds, 0)
+            return info
+
+    def _wake(self, cancelled: ShouldCancel) -> SleepInfo:
+        level, self._asleep, self._woken_with = self._asleep, 0, None
+        return self._ask_all_to_move(Wake(), cancelled) if level == 1 else SleepInfo(0.0, 0)
+
+    def _ask_all_to_move(self, message: Sleep | Wake, cancelled: ShouldCancel) -> SleepInfo:
+        size = 0 if self._held is None else self._held.info.bytes
+        # As with a load, ranks agree before they report.
+        exchange = self._exchange(cancelled, survivable=USER_ERRORS | {"OutOfMemory"})
+        exchange.send(message)
+        try:
+            done = exchange.wait(lambda: deadlines.load_budget(size), self._refuse_message)
+        except BaseException:
+            self._forget_model()  # who knows where the weights are
+            raise
+        moved = _reports(done, "sleep")
+        return SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
+
     def cancel(self) -> None:
         """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
         self._cancel.set()
@@ -266,7 +376,8 @@ class Sidecar:
                 get_supervisor().stop(group)
         try:
             self._discard_group()
-            self._failures, self._last_failure, self._broken_until = 0, None, 0.0
+            self._crashes.clear()
+            self._last_failure = None
         finally:
             self._lock.release()
 
@@ -284,9 +395,10 @@ class Sidecar:
         self._owner = threading.get_ident()
         self._cancel.clear()
         try:
-            self._refuse_broken()
+            if self._crashes.is_broken:
+                raise self._crashes.refusal()
             yield lambda: self._cancel.is_set() or (should_cancel is not None and should_cancel())
-            self._failures, self._last_failure = 0, None
+            self._last_failure = None
         except RankFailed as error:
             self._count_failure(error)
             raise
@@ -297,28 +409,53 @@ class Sidecar:
             self._owner = None
             self._lock.release()
 
-    def _refuse_broken(self) -> None:
-        left = self._broken_until - time.monotonic()
-        if left > 0:
-            last = self._last_failure
-            raise RankFailed(
-                last.rank,
-                f"the ranks failed {self._failures} times in a row and rest for another {left:.0f} s; "
-                f"leave the device out, or stop and start the group to try at once. Last failure: {last.cause}",
-            )
-
     def _count_failure(self, error: RankFailed) -> None:
-        if self._broken_until > time.monotonic():
-            return  # this is the refusal itself
-        self._failures += 1
+        if not self._crashes.is_broken:  # else it is the refusal, or counted already
+            self._crashes.add(error)
         self._last_failure = error
-        if self._failures >= FAILURES_UNTIL_BROKEN:
-            self._broken_until = time.monotonic() + deadlines.BROKEN_REST
+
+    def _through_a_crash(
+        self,
+        attempt: Callable[[], T],
+        on_phase: OnPhase | None,
+        cancelled: ShouldCancel,
+        survive: Callable[[RankFailed, str], str] | None = None,
+    ) -> T:
+        """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
+
+        An error that the code raised would come again, and so would an out-of-memory: those are not tried again.
+        """
+        try:
+            return attempt()
+        except RankFailed as error:
+            if not (error.crashed and self._resumes):
+                raise
+            self._count_failure(error)
+            if self._crashes.is_broken:
+                raise
+            device = self.devices[error.rank]
+            text = survive(error, device) if survive is not None else f"rank {error.rank} on {device} failed"
+            log.warning("%s: %s", text, error.cause)
+            self._discard_group()
+            if on_phase is not None:
+                on_phase(text)
+            self._rest(cancelled)
+            return attempt()
+
+    def _rest(self, cancelled: ShouldCancel) -> None:
+        """Gives a driver time to recover when this is not the first crash lately."""
+        until = time.monotonic() + (deadlines.BACK_OFF if self._crashes.count > 1 else 0.0)
+        while time.monotonic() < until and not cancelled():
+            time.sleep(deadlines.POLL)
 
     # Start, load, end.
 
     def _ensure_started(self, on_phase: OnPhase | None, cancelled: ShouldCancel) -> float:
         if self._group is not None and not self._group.ended.is_set():
+            if self._asleep:
+                if on_phase is not None:
+                    on_phase("waking the ranks")
+                self._wake(cancelled)
             return 0.0
         self._discard_group()
         begun = time.monotonic()
@@ -342,7 +479,11 @@ class Sidecar:
             exchange.send_to(rank, setup)
 
         limit = begun + deadlines.START
-        exchange.wait(lambda: max(0.0, limit - time.monotonic()), answer)
+        try:
+            exchange.wait(lambda: max(0.0, limit - time.monotonic()), answer)
+        except RankFailed as error:
+            error.crashed = False  # ranks that do not even start are no better off for starting again
+            raise
         self._activity = State.READY
         return time.monotonic() - begun
 
@@ -392,7 +533,7 @@ class Sidecar:
         )
 
     def _discard_group(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._asleep, self._woken_with = self._group, None, 0, None
         if group is None:
             return
         get_supervisor().stop(group)

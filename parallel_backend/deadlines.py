@@ -18,7 +18,8 @@ REPORT = 0.4  # s for all ranks to report after the first failure; who does not 
 DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as end of file
 POLL = 0.05  # s between two looks at `should_cancel` while waiting
 SEND = 10.0  # s for a rank to take a request from its link's buffer
-BROKEN_REST = 60.0  # s that a group which failed again and again is left alone
+BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
+BACK_OFF = 1.0  # s before ranks that failed twice within that window start again: a driver may recover
 
 
 def load_budget(file_bytes: int) -> float:

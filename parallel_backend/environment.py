@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .faults import VARIABLE as FAULT
+
 _NAMES = {
     "PATH",
     "HOME",
@@ -21,6 +23,7 @@ _NAMES = {
     "PYTHONDONTWRITEBYTECODE",
     "HF_HOME",
     "DIFFUSERS_ATTN_BACKEND",
+    FAULT,  # set by tests and benchmarks only
 }
 _PREFIXES = (
     "LC_",

@@ -42,14 +42,19 @@ class TransportError(ParallelError):
 class RankFailed(ParallelError):
     """A rank died, stopped answering, or raised something unforeseen.
 
-    `rank` is the one that failed first (not its victims), `cause` says how in words.
+    `rank` is the one that failed first (not its victims), `cause` says how in words. `crashed`: its process, device or
+    link failed, which may go well the next time; False for an error that the code raised and would raise again.
     """
 
-    def __init__(self, rank: int, cause: str) -> None:
+    def __init__(self, rank: int, cause: str, *, crashed: bool = False) -> None:
         super().__init__(f"rank {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
+        self.crashed = crashed
 
+
+# Under which a rank reports that its device or the link to its peers failed.
+RANK_CRASHED = "RankCrashed"
 
 # Errors a rank may report over the link by name; anything else arrives as RankFailed.
 _WIRE_ERRORS = {
@@ -79,4 +84,4 @@ def from_wire(kind: str, message: str, rank: int) -> ParallelError:
     """The error a rank reported, as the type the caller can catch."""
     if kind in _WIRE_ERRORS:
         return _WIRE_ERRORS[kind](message)
-    return RankFailed(rank, message)
+    return RankFailed(rank, message, crashed=kind == RANK_CRASHED)

@@ -21,10 +21,11 @@ from pathlib import Path
 from torch import Tensor
 
 from . import deadlines
-from .errors import Cancelled, ParallelError, RankFailed, TransportError, from_wire
+from .errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
 from .protocol import PEER_FAILED, Cancel, Done, Envelope, Failed, Message, Ready
 from .supervisor import RankGroup, get_supervisor
 from .transport import LinkClosed, LinkFull, close_all, unpack_tensors
+from .whereabouts import find_laggard, in_words
 
 # Errors that every rank raises at a point they all reach, so that no collective is left half done.
 USER_ERRORS = frozenset(
@@ -74,7 +75,9 @@ class Exchange:
         except LinkClosed:
             raise self._group_ended(rank) from None
         except LinkFull:
-            raise self._kill(RankFailed(rank, f"took no request for {deadlines.SEND:g} s")) from None
+            raise self._kill(
+                RankFailed(rank, f"took no request for {deadlines.SEND:g} s", crashed=True)
+            ) from None
 
     def wait(self, budget: Callable[[], float], on_message: OnMessage) -> dict[int, Done | Ready]:
         """Every rank's terminal message. `budget()` is the seconds allowed until the next sign of life.
@@ -196,13 +199,13 @@ class Exchange:
         reported = list(self._failed.items())
         own = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
         rank, failed = own[0]
-        detail = f"\n{failed.detail}" if failed.kind == "RankFailed" and failed.detail else ""
+        detail = f"\n{failed.detail}" if failed.kind in ("RankFailed", RANK_CRASHED) and failed.detail else ""
         return from_wire(failed.kind, failed.message + detail, rank)
 
     def _group_ended(self, rank: int | None) -> BaseException:
         """The error for a group that died or was stopped; `rank`: whose link closed, if that is how we know."""
         if not self._group.ended.wait(deadlines.DEATH_NOTICE):
-            return self._kill(RankFailed(rank or 0, "closed its control link"))
+            return self._kill(RankFailed(rank or 0, "closed its control link", crashed=True))
         death = self._group.death
         self._collect_reports()
         get_supervisor().kill(self._group)
@@ -229,9 +232,13 @@ class Exchange:
             return self._kill(self._interrupt or self._first_failure())
         if self._interrupt is not None:
             return self._kill(self._interrupt)
-        rank = min(self._pending, key=lambda r: (not _is_stopped(self._group, r), r))
-        how = "was stopped by a signal" if _is_stopped(self._group, rank) else "gave no sign of life"
-        return self._kill(RankFailed(rank, f"{how}; the limit here is {allowed:.0f} s"))
+        notes = [self._group.whereabouts.read(rank) for rank in range(self._group.world_size)]
+        stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
+        rank = stopped[0] if stopped else find_laggard(notes)
+        how = "was stopped by a signal" if stopped else "gave no sign of life"
+        where = in_words(notes, rank)
+        cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
+        return self._kill(RankFailed(rank, cause, crashed=True))
 
     def _kill(self, error: BaseException | None) -> BaseException | None:
         get_supervisor().kill(self._group)

@@ -6,7 +6,7 @@ import torch
 
 from .errors import RequestError, TransportError
 from .protocol import Sample
-from .requests import Conditioning, PredictRequest, SampleRequest
+from .requests import Conditioning, PredictRequest, SampleRequest, SamplerState
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,6 +40,38 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
     _refuse_rest(left)
     check_sample(request)
     return request
+
+
+def state_tensors(state: SamplerState) -> Tensors:
+    """A sampler's state, numbers and all."""
+    tensors = {
+        "state.step": torch.tensor(state.step),
+        "state.x": state.x,
+        "state.generator": state.generator,
+        "state.exact": torch.tensor(state.exact),
+    }
+    return tensors if state.denoised is None else tensors | {"state.denoised": state.denoised}
+
+
+def take_state(tensors: Tensors) -> SamplerState | None:
+    """Takes what `state_tensors` made out of `tensors`; None where there is none. Raises TransportError for part of
+    one, or one of the wrong dtypes."""
+    if "state.x" not in tensors:
+        return None
+    state = {name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact")} | {
+        "denoised": tensors.pop("state.denoised", None)
+    }
+    x, denoised = state["x"], state["denoised"]
+    fits = (
+        (state["step"].dtype, state["step"].shape) == (torch.int64, ())
+        and (state["exact"].dtype, state["exact"].shape) == (torch.bool, ())
+        and (state["generator"].dtype, state["generator"].ndim) == (torch.uint8, 1)
+        and x.dtype == torch.float32
+        and (denoised is None or (denoised.dtype, denoised.shape) == (x.dtype, x.shape))
+    )
+    if not fits:
+        raise TransportError("a sampler's state in a payload has the wrong shapes or dtypes")
+    return SamplerState(**state | {"step": int(state["step"]), "exact": bool(state["exact"])})
 
 
 def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:

@@ -39,6 +39,14 @@ def all_sidecars() -> tuple[Sidecar, ...]:
         return tuple(_sidecars.values())
 
 
+def reset() -> tuple[tuple[str, ...], ...]:
+    """Lets groups that failed too often start again; returns the devices of those that were BROKEN."""
+    broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
+    for sidecar in broken:
+        sidecar.stop()  # which forgets its failures
+    return tuple(sidecar.devices for sidecar in broken)
+
+
 def stop_all() -> None:
     """Ends every rank of this process and empties the registry."""
     with _lock:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .calibration import Calibration
 from .decoding import RankDecode
 from .errors import TransportError
-from .requests import LoadInfo, ModelSpec, Placement
+from .requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from .strategy import ParallelStrategy
 from .strict_json import from_json, parse, shown, to_json
 
@@ -61,13 +61,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Sample:
-    """Parent to all ranks: a whole sampling job; its tensors are in the payload. `previews`: send denoised latents."""
+    """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
+    resumed. `previews`: send denoised latents; `states`: send the sampler's states."""
 
     placement: Placement
     cfg: float
     sampler: str
     seed: int
     previews: bool
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,26 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Parent to all ranks: give device memory back. `level` 1: weights go to host memory; 2: they are discarded."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Parent to all ranks: take the weights back from host memory."""
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Parent to rank 0: end the request named in the envelope at its next step boundary."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, is the denoised preview."""
+    """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, has the denoised preview
+    or the sampler's state."""
 
     step: int
     steps: int
@@ -148,6 +163,7 @@ class Done:
     run: RankRun | None = None
     calibration: Calibration | None = None
     decode: RankDecode | None = None
+    sleep: SleepInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,8 @@ Message = (
     | Calibrate
     | LoadVae
     | Decode
+    | Sleep
+    | Wake
     | Cancel
     | Progress
     | Done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import platform
 import signal
@@ -25,7 +26,9 @@ def main(make_jobs=None) -> None:
     parser.add_argument(
         "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
     )
+    parser.add_argument("--whereabouts", type=int, required=True, help="the inherited page for notes")
     arguments = parser.parse_args()
+    faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
     die_with_parent(arguments.parent)
 
     # Only now what takes a second: the parent may die during the import of torch as well.
@@ -34,7 +37,7 @@ def main(make_jobs=None) -> None:
     link = Link.from_descriptor(arguments.fd)
     os.set_inheritable(arguments.fd, False)
     try:
-        jobs = _join(link, arguments.epoch, make_jobs, begun)
+        jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.whereabouts)
         serve(link, arguments.epoch, jobs)
     except LinkClosed:
         pass
@@ -51,12 +54,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def _join(link, epoch: int, make_jobs, begun: float):
+def _join(link, epoch: int, make_jobs, begun: float, page: int):
     """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
     import torch
 
+    from .faults import arm
     from .protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
     from .rank_errors import failure
+    from .whereabouts import here
 
     def say(message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
@@ -65,6 +70,9 @@ def _join(link, epoch: int, make_jobs, begun: float):
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
+    here.share(page, setup.rank)
+    arm(setup.rank, here)
+    here.point("start")
     try:
         if make_jobs is None:
             from .rank_jobs import RankJobs as make_jobs
@@ -93,8 +101,10 @@ def serve(link, epoch: int, jobs) -> None:
     from .deadlines import SEND
     from .protocol import Cancel, Envelope
     from .transport import close_all, pack_tensors
+    from .whereabouts import here
 
     while True:
+        here.point("idle")
         envelope, descriptors = _receive(link, epoch)
         if isinstance(envelope.message, Cancel):
             continue  # its request ended before it came
@@ -109,14 +119,16 @@ def serve(link, epoch: int, jobs) -> None:
 def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
     from .errors import TransportError
-    from .protocol import Calibrate, Decode, Done, Load, LoadVae, Predict, Sample
+    from .protocol import Calibrate, Decode, Done, Load, LoadVae, Predict, Sample, Sleep, Wake
     from .rank_errors import failure
     from .step_boundary import StepBoundary
     from .transport import LinkClosed, close_all, unpack_tensors
+    from .whereabouts import here
 
     message, world = envelope.message, jobs.world
+    here.steps_done(0)
 
-    def boundary(steps: int, previews: bool) -> StepBoundary:
+    def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
         return StepBoundary(
             link,
             envelope.epoch,
@@ -126,6 +138,7 @@ def _answer(link, envelope, descriptors, jobs):
             device=world.device,
             steps=steps,
             previews=previews,
+            states=states,
         )
 
     try:
@@ -138,7 +151,8 @@ def _answer(link, envelope, descriptors, jobs):
                 return Done(load=jobs.load(message.spec, message.strategy)), None
             case Sample():
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
-                result, run = jobs.sample(message, tensors, boundary(steps, message.previews))
+                on_step = boundary(steps, message.previews, message.states)
+                result, run = jobs.sample(message, tensors, on_step)
                 return Done(run=run), result
             case Predict():
                 result, run = jobs.predict(message, tensors)
@@ -149,6 +163,10 @@ def _answer(link, envelope, descriptors, jobs):
                 on_step = boundary(jobs.vae.steps(tensors), previews=False)
                 result, decode = jobs.vae.decode(message, tensors, on_step)
                 return Done(decode=decode), result
+            case Sleep():
+                return Done(sleep=jobs.sleep(message.level)), None
+            case Wake():
+                return Done(sleep=jobs.wake()), None
             case Calibrate():
                 return Done(calibration=jobs.calibrate(message)), None
             case _:

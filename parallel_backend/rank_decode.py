@@ -35,7 +35,7 @@ class VaeJobs:
     def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
         """Holds this VAE in place of another, on every rank or on none."""
         begun = time.perf_counter()
-        self._drop()
+        self.drop()
         model = error = None
         try:
             from .engine.banded_decoder import BandedDecoder
@@ -47,7 +47,7 @@ class VaeJobs:
             error = failure
         if not self._all_good(error):
             model = None
-            self._drop()
+            self.drop()
             raise error or PeerFailed("another rank could not hold the VAE")
         self._identity = message.identity
         return LoadInfo(
@@ -96,7 +96,7 @@ class VaeJobs:
         _give_back(device)  # the sampler's next step may need what the largest layers took
         return None if images is None else {"image": images}, run
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         self._decoder = None
         gc.collect()  # a decoder and the hooks on its layers refer to each other
         _give_back(self._world.device)

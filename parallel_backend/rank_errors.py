@@ -5,8 +5,9 @@ from __future__ import annotations
 import traceback
 
 import torch
+import torch.distributed as dist
 
-from .errors import ParallelError, to_wire
+from .errors import RANK_CRASHED, ParallelError, to_wire
 from .protocol import PEER_FAILED, Failed
 
 _CHARACTERS = 4000  # of the message, and of the last traceback frames; a datagram holds 64 KiB
@@ -23,6 +24,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def is_device_failure(error: BaseException) -> bool:
+    """The device, or the link to another rank, failed under code that was right."""
+    kinds = tuple(filter(None, (getattr(torch, "AcceleratorError", None), dist.DistError)))
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+
+
 def failure(error: Exception, rank: int, device: str) -> Failed:
     """The terminal message for `error`."""
     if is_out_of_memory(error):
@@ -35,5 +42,7 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
         kind, message = PEER_FAILED, str(error)
     else:
         kind, message = to_wire(error)
+        if kind == "RankFailed" and is_device_failure(error):
+            kind = RANK_CRASHED
     detail = "".join(traceback.format_exception(error))
     return Failed(kind, message[:_CHARACTERS], detail[-_CHARACTERS:])

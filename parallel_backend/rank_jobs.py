@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,15 @@ from torch import Tensor
 
 from .calibration import Calibration
 from .engine.groups import Layouts, World
-from .errors import RequestError
-from .payloads import Tensors, predict_parts, sample_request
+from .errors import DeviceError, RequestError
+from .payloads import Tensors, predict_parts, sample_request, take_state
 from .protocol import Calibrate, Predict, RankRun, Sample, Setup
 from .rank_decode import VaeJobs
 from .rank_errors import PeerFailed, is_out_of_memory
-from .requests import Conditioning, LoadInfo, ModelSpec, Placement
+from .requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
 from .step_boundary import StepBoundary
 from .strategy import ParallelStrategy
+from .whereabouts import here
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -74,15 +76,19 @@ class RankJobs:
         from .sampling.denoise import denoise
 
         begun = time.perf_counter()
+        state = take_state(tensors)
+        if state is not None:
+            here.steps_done(state.step)
         request = sample_request(message, tensors)
         forward = self._forward(message.placement)
         sent = forward.bytes_sent
-        latent = denoise(forward, request, on_step)
+        latent = denoise(forward, request, on_step, state=state, keep=on_step.keep)
         result = {
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        return result, _run(forward, message.placement, begun, sent)
+        run = _run(forward, message.placement, begun, sent)
+        return result, run if state is None else replace(run, exact=run.exact and state.exact)
 
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors) -> tuple[Tensors, RankRun]:
@@ -110,6 +116,33 @@ class RankJobs:
 
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
+    def sleep(self, level: int) -> SleepInfo:
+        """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded."""
+        if level == 1:
+            return self._move(torch.device("cpu"))
+        begun, before = time.perf_counter(), _allocated(self.world.device)
+        self._drop_model()
+        self.vae.drop()
+        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
+
+    def wake(self) -> SleepInfo:
+        """Takes the weights back from host memory, bit for bit."""
+        return self._move(self.world.device)
+
+    def _move(self, device: torch.device) -> SleepInfo:
+        """Moves the weights, on every rank; where one has no room, all drop them."""
+        begun, before, error = time.perf_counter(), _allocated(self.world.device), None
+        try:
+            for chunk in () if self._model is None else self._model.chunks:
+                chunk.to(device)
+        except Exception as failure:
+            error = failure
+        if self._agree(error) != _GOOD:
+            self._drop_model()
+            raise error or PeerFailed("another rank could not move its weights")
+        _collect(self.world.device)
+        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
+
     def _forward(self, placement: Placement):
         if self._model is None:
             raise RequestError("the ranks hold no model; load one first.")
@@ -125,6 +158,7 @@ class RankJobs:
     def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
+            here.point("load")
             return self._read_model(spec, strategy), None
         except Exception as error:
             return None, error
@@ -140,7 +174,8 @@ class RankJobs:
         mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
         flag = torch.tensor([mine], dtype=torch.int32)
         if self.world.control is not None:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
+            with here.inside("the agreement on a load", range(self.world.world_size)):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
 
     def _drop_model(self) -> None:
@@ -170,8 +205,19 @@ def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
 
 
 def _device(name: str) -> torch.device:
-    """cpu:0, cpu:1, … name ranks; to torch there is one CPU."""
-    return torch.device("cpu" if name.startswith("cpu") else name)
+    """cpu:0, cpu:1, … name ranks; to torch there is one CPU. Raises DeviceError for a device that has gone."""
+    device = torch.device("cpu" if name.startswith("cpu") else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
+            f"an Xid in the kernel's log), or CUDA_VISIBLE_DEVICES was changed. Take it out of the Strategy Selector's "
+            f"devices, or restart ComfyUI."
+        )
+    return device
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _collect(device: torch.device) -> None:

@@ -70,6 +70,21 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
+class SamplerState:
+    """All that the rest of a sampling job depends on beside its request, after `step` steps.
+
+    x: [B, C, H/8, W/8] float32; denoised: of the step before like x, or None; generator: [n] uint8, the state of the
+    source of noise; exact: everything so far was what one device computes.
+    """
+
+    step: int
+    x: torch.Tensor
+    denoised: torch.Tensor | None
+    generator: torch.Tensor
+    exact: bool = True
+
+
+@dataclass(frozen=True)
 class PredictRequest:
     """One model call for the stepwise way: R rows (cond and uncond arrive as one batch).
 
@@ -99,6 +114,15 @@ class SampleResult:
 
     latent: torch.Tensor
     info: RunInfo
+
+
+@dataclass(frozen=True)
+class SleepInfo:
+    """What going to sleep or waking did. seconds: slowest rank; freed_bytes: of all ranks' device memory, negative for
+    what waking took; on the CPU, where weights are the mapped file, 0."""
+
+    seconds: float
+    freed_bytes: int
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import Cancelled, TransportError
+from .payloads import state_tensors
 from .protocol import Cancel, Envelope, Progress
+from .requests import SamplerState
 from .transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
+from .whereabouts import here
+
+STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
 
 
 @dataclass
@@ -50,6 +56,7 @@ class StepBoundary:
         device: torch.device,
         steps: int,
         previews: bool,
+        states: bool = False,
     ) -> None:
         self._link = link
         self._epoch = epoch
@@ -59,7 +66,10 @@ class StepBoundary:
         self._device = device
         self._steps = steps
         self._previews = previews
-        self._begun = time.perf_counter()
+        self._states = states
+        self._state: Callable[[], SamplerState] | None = None
+        self._states_seconds = self._last_state_seconds = 0.0
+        self._request_begun = self._begun = time.perf_counter()
         self._asked: deque[_Question] = deque()
         self._stopped = False
         self.seconds: list[float] = []
@@ -72,11 +82,21 @@ class StepBoundary:
         self._take_time()
         flag = self._flag()
         if self._control is not None:
-            dist.all_reduce(flag, group=self._control)
+            with here.inside("the agreement after a step", range(self._control.size())):
+                dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
+        here.steps_done(i + 1)
         if flag.item():
             raise Cancelled(f"The request was cancelled after step {i + 1} of {self._steps}.")
+
+    def keep(self, state: Callable[[], SamplerState]) -> None:
+        """Has the coming step boundary send the sampler's state, unless that costs too much of the request's time."""
+        if not (self._states and self._rank == 0):
+            return
+        allowed = STATES_COST * (time.perf_counter() - self._request_begun)
+        if self._states_seconds + self._last_state_seconds <= allowed:
+            self._state = state
 
     def passed(self, i: int, denoised: Tensor) -> None:
         """The same for a step of patches that flow on: nobody waits for the other ranks. Ranks without a sampler have
@@ -84,6 +104,7 @@ class StepBoundary:
         self._take_time()
         if self._rank == 0:
             self._show(i + 1, denoised)
+        here.steps_done(i + 1)
 
     def is_stopped(self, lag: int) -> bool:
         """Whether the request was cancelled, as known `lag` questions ago, the same on all ranks.
@@ -120,9 +141,13 @@ class StepBoundary:
         return False
 
     def _show(self, step: int, denoised: Tensor) -> None:
-        """Sends progress, with the first image as preview. Never waits: what does not fit is dropped."""
-        preview = pack_tensors({"denoised": denoised[:1].float()}) if self._previews else None
-        descriptors = () if preview is None else (preview,)
+        """Sends progress, with the first image as preview and the sampler's state. Never waits: what does not fit is
+        dropped."""
+        tensors = {"denoised": denoised[:1].float()} if self._previews else {}
+        begun, state, self._state = time.perf_counter(), self._state, None
+        if state is not None:
+            tensors |= state_tensors(state())
+        descriptors = (pack_tensors(tensors),) if tensors else ()
         message = Progress(step=step, steps=self._steps, seconds=self.seconds[-1])
         try:
             self._link.send(Envelope(self._epoch, self._request, message), descriptors)
@@ -132,3 +157,6 @@ class StepBoundary:
             os._exit(0)  # ComfyUI is gone; nobody waits for this request
         finally:
             close_all(descriptors)
+        if state is not None:
+            self._last_state_seconds = time.perf_counter() - begun
+            self._states_seconds += self._last_state_seconds

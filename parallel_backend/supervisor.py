@@ -26,28 +26,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import deadlines
+from .endings import Ending, count_oom_kills, describe_ending
 from .environment import rank_environment
 from .errors import PlatformError, RankFailed
 from .transport import Link, link_pair
+from .whereabouts import Page
 
 PACK_ROOT = Path(__file__).resolve().parent.parent
 RANK_MODULE = "parallel_backend.rank"
 OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
 _READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
-_TRACEBACK_LINES = 12
 
 log = logging.getLogger("parallel_backend.ranks")
 
 
 @dataclass(frozen=True)
 class Death:
-    """The first rank of a group that ended, and how in words."""
+    """The first rank of a group that ended, and how."""
 
     rank: int
-    cause: str
+    ending: Ending
+
+    @property
+    def cause(self) -> str:
+        return self.ending.words
 
     def error(self) -> RankFailed:
-        return RankFailed(self.rank, self.cause)
+        # Where memory ran out once it would again.
+        return RankFailed(self.rank, self.cause, crashed=not self.ending.out_of_memory)
 
 
 class RankProcess:
@@ -59,6 +65,7 @@ class RankProcess:
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
         self.output = bytearray()
+        self._oom_kills = count_oom_kills()
         self._line = b""
         os.set_blocking(process.stdout.fileno(), False)
 
@@ -81,17 +88,23 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def reap(self) -> str:
+    def reap(self) -> Ending:
         """Collects the ended process and closes what belonged to it; says how it ended."""
         self.signal(signal.SIGKILL)  # compile workers and the like
-        code = self.process.wait()
+        _, status, usage = os.wait4(self.pid, 0)
+        self.process.returncode = code = os.waitstatus_to_exitcode(status)
         # Not until end of file: a grandchild may have kept the pipe.
         for _ in range(OUTPUT_KEPT // _READ + 1):
             if not self.drain():
                 break
         self.process.stdout.close()
         os.close(self.pidfd)
-        return _ending(code, bytes(self.output))
+        oom_kills = count_oom_kills()
+        if oom_kills is not None and self._oom_kills is not None:
+            oom_kills -= self._oom_kills
+        return describe_ending(
+            code, bytes(self.output), oom_kills=oom_kills, peak_bytes=usage.ru_maxrss * 1024
+        )
 
 
 class RankGroup:
@@ -100,7 +113,8 @@ class RankGroup:
     def __init__(self, epoch: int, devices: tuple[str, ...]) -> None:
         self.epoch = epoch
         self.devices = devices
-        self.directory = tempfile.mkdtemp(prefix=f"parallel-backend-{os.getpid()}-")  # mode 0700
+        self.directory = _make_directory()
+        self.whereabouts = Page()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
         self.death: Death | None = None
@@ -139,6 +153,7 @@ class RankGroup:
         """Closes the caller's ends, once the group is gone and nobody waits on it."""
         for link in self.links:
             link.close()
+        self.whereabouts.close()
         os.close(self.alarm)
 
 
@@ -240,12 +255,12 @@ class Supervisor:
         if member.process.stdout.fileno() in self._selector.get_map():
             self._selector.unregister(member.process.stdout)
         first = not group.ended.is_set()
-        cause = member.reap()
+        ending = member.reap()
         group.ranks = [other for other in group.ranks if other is not member]
         if first:
             _signal_all(group, signal.SIGKILL)
-            group.end(Death(member.rank, cause))
-            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], cause)
+            group.end(Death(member.rank, ending))
+            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], ending.words)
         if not group.ranks:
             self._bury(group)
 
@@ -288,7 +303,8 @@ def require_linux() -> None:
 
 def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen:
     command = [sys.executable, "-m", module, "--fd", str(link.fileno()), "--parent", str(os.getpid())]
-    command += ["--epoch", str(group.epoch)]
+    page = group.whereabouts.descriptor
+    command += ["--epoch", str(group.epoch), "--whereabouts", str(page)]
     return subprocess.Popen(
         command,
         cwd=PACK_ROOT,  # `-m` looks there first, whatever the folder is called
@@ -296,28 +312,29 @@ def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(link.fileno(),),
+        pass_fds=(link.fileno(), page),
         start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
     )
+
+
+def _make_directory() -> str:
+    """A private folder in which files can be written. Raises PlatformError where there is none."""
+    directory = None
+    try:
+        directory = tempfile.mkdtemp(prefix=f"parallel-backend-{os.getpid()}-")  # mode 0700
+        probe = Path(directory, "probe")
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+    except OSError as error:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise PlatformError(
+            f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet over a "
+            f"small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be written."
+        ) from None
+    return directory
 
 
 def _signal_all(group: RankGroup, number: int) -> None:
     for member in group.ranks:
         member.signal(number)
-
-
-def _ending(code: int, output: bytes) -> str:
-    """How a process ended, in words, with the last lines it printed."""
-    if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        words = f"killed by {name}"
-        if -code == signal.SIGKILL:
-            words += " (the system does this when memory runs out)"
-    else:
-        words = f"exited with code {code}"
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-    tail = "\n".join(line[:500] for line in lines[-_TRACEBACK_LINES:])
-    return f"{words}\n{tail}" if tail else words

@@ -28,6 +28,10 @@ class VaeOnRanks:
         self._held: tuple[int, str] | None = None  # epoch and identity
         self._info: LoadInfo | None = None
 
+    def forget(self) -> None:
+        """The ranks have discarded it."""
+        self._held = None
+
     def decode(
         self,
         epoch: int,

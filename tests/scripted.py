@@ -14,8 +14,8 @@ from parallel_backend.strategy import ParallelStrategy
 QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
 
 
-def scripted_sidecar(devices=("cpu:0", "cpu:1")) -> Sidecar:
-    return Sidecar(devices, rank_module="tests.scripted_rank")
+def scripted_sidecar(devices=("cpu:0", "cpu:1"), resumes=False) -> Sidecar:
+    return Sidecar(devices, rank_module="tests.scripted_rank", resumes=resumes)
 
 
 def scripted_weights(path: Path, script: str) -> ModelSpec:

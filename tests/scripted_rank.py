@@ -26,6 +26,7 @@ sys.modules[_engine.__name__] = _engine
 from parallel_backend.errors import CheckpointError  # noqa: E402
 from parallel_backend.rank import main  # noqa: E402
 from parallel_backend.rank_jobs import RankJobs  # noqa: E402
+from parallel_backend.whereabouts import here  # noqa: E402
 from tests.scripted import CRASH, FLOOD, NO_MEMORY, RAISE, RAISE_ALL, SLOW, STUCK  # noqa: E402
 
 
@@ -51,7 +52,8 @@ class ScriptedForward:
         behave(int(rows[0].conditioning.pooled[0, 0]), self.world.rank, self.calls)
         share = torch.tensor([self.scale / self.world.world_size])
         if self.world.control is not None:
-            dist.all_reduce(share, group=self.world.control)
+            with here.inside("an all-reduce", range(self.world.world_size)):
+                dist.all_reduce(share, group=self.world.control)
         self.bytes_sent += share.nbytes
         return [row.x.float() * share * row.conditioning.context.float().mean() for row in rows]
 
@@ -84,7 +86,11 @@ class ScriptedJobs(RankJobs):
             raise MemoryError("tried to load a lot")
         scale = float(script[-1])
         return SimpleNamespace(
-            scale=scale, bytes=4, compute_dtype=torch.float32, file=SimpleNamespace(dtype="float32")
+            scale=scale,
+            chunks=(),
+            bytes=4,
+            compute_dtype=torch.float32,
+            file=SimpleNamespace(dtype="float32"),
         )
 
     def _make_forward(self, placement):

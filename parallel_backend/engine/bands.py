@@ -15,6 +15,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from ..errors import RequestError
+from ..whereabouts import here
 from .collectives import Traffic, all_gather
 from .groups import Axis
 
@@ -63,10 +64,12 @@ class Bands:
             operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
             operations.append(dist.P2POp(dist.irecv, received[-1], peer, axis.group))
         works = dist.batch_isend_irecv(operations)
+        neighbours = axis.ranks[max(axis.index - 1, 0) : axis.index + 2]
 
         def wait() -> tuple[Tensor | None, Tensor | None]:
-            for work in works:
-                work.wait()
+            with here.inside("an exchange of edge rows", neighbours):
+                for work in works:
+                    work.wait()
             operations.clear()  # held until here: what they send must outlive the sending
             return received[0], received[1]
 

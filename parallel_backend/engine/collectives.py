@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..whereabouts import here
 from .counting import Traffic
 from .groups import Axis
 
@@ -22,7 +23,8 @@ def all_to_all(
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
-    dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=axis.group)
+    with here.inside("an all-to-all", axis.ranks):
+        dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=axis.group)
     return received
 
 
@@ -36,7 +38,8 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
         padded = torch.cat([mine, mine.new_zeros(largest - len(mine), *mine.shape[1:])])
     gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
     traffic.add(padded.numel() * (axis.size - 1), padded)
-    dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
+    with here.inside("an all-gather", axis.ranks):
+        dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
     if min(sizes) == largest:
         return gathered
     return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
@@ -48,7 +51,8 @@ def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tens
         return tensor
     if axis.index == source:
         traffic.add(tensor.numel() * (axis.size - 1), tensor)
-    dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    with here.inside("a broadcast", axis.ranks):
+        dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
 
@@ -59,7 +63,8 @@ def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
     """
     if axis.group is not None and tensor.numel():
         traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
-        dist.all_reduce(tensor, group=axis.group)
+        with here.inside("an all-reduce", axis.ranks):
+            dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
@@ -82,6 +87,8 @@ def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traff
                 ]
             )
         yield current
-        for work in waiting:
-            work.wait()
+        if waiting:
+            with here.inside("a ring step", (ranks[index], ranks[(index - 1) % size])):
+                for work in waiting:
+                    work.wait()
         current = following

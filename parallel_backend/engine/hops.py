@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from ..whereabouts import here
 from .collectives import Traffic
 from .groups import Axis
 
@@ -18,10 +19,12 @@ class Arriving:
 
     tensor: Tensor
     work: dist.Work | None
+    ranks: tuple[int, ...] = ()  # this one and the sender
 
     def taken(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with here.inside("a PipeFusion hop", self.ranks):
+                self.work.wait()
         return self.tensor
 
 
@@ -54,7 +57,9 @@ class Hops:
         """Begins to fill `tensor` with the next message of `source`, an index in the axis."""
         if not tensor.numel():
             return Arriving(tensor, None)
-        return Arriving(tensor, dist.irecv(tensor, self._axis.ranks[source], self._axis.group))
+        ranks = self._axis.ranks
+        work = dist.irecv(tensor, ranks[source], self._axis.group)
+        return Arriving(tensor, work, (ranks[self._axis.index], ranks[source]))
 
     def end_turn(self) -> None:
         """Waits until everything that was sent before the turn which ends now has left, so that its memory is free.

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ..errors import RequestError
+from ..whereabouts import here
 from .counting import Traffic
 from .groups import Axis
 
@@ -132,8 +133,9 @@ class _CountedGather:
         for peer in ((index + hop) % size for hop in range(1, size)):
             waiting.append(dist.irecv(shares[peer], ranks[peer], group=group))
             waiting.append(dist.isend(mine, ranks[peer], group=group))
-        for work in waiting:
-            work.wait()
+        with here.inside("a gather of weights", ranks):
+            for work in waiting:
+                work.wait()
 
     def free(self) -> None:
         """Gives memory back to the system between model calls."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models.packing import pack, unpack
+from ..requests import SamplerState
 from .guidance import Guidance
 from .samplers import History, Step
 
@@ -62,6 +63,11 @@ class _Patch:
         self._running = self._step(self.x, self._sigmas, self.steps_done, self._history)
         self.wish = next(self._running)
 
+    @property
+    def past(self) -> Tensor | None:
+        """What the sampler keeps of the step before the next one."""
+        return self._history.denoised
+
     def answer(self, denoised: Tensor) -> bool:
         """Goes on with the denoised patch; whether that ended a step."""
         try:
@@ -74,6 +80,20 @@ class _Patch:
         if self.steps_done < len(self._sigmas) - 1:
             self._begin()
         return True
+
+
+class _Ended:
+    """The patches that have ended one step, in order. `generator`: the state of the source of noise by then."""
+
+    def __init__(self, generator: Tensor) -> None:
+        self._generator = generator
+        self.x: list[Tensor] = []
+        self.denoised: list[Tensor | None] = []
+
+    def state(self, step: int, size: tuple[int, int]) -> SamplerState:
+        whole = unpack(torch.cat(self.x, dim=1), *size)
+        denoised = None if self.denoised[0] is None else unpack(torch.cat(self.denoised, dim=1), *size)
+        return SamplerState(step, whole, denoised, self._generator, exact=False)
 
 
 class PatchSampling:
@@ -93,6 +113,7 @@ class PatchSampling:
         on_step,
         *,
         lag: int,
+        keep: Callable[[Callable[[], SamplerState]], None] | None = None,
     ) -> None:
         self._size = x.shape[-2:]
         self._inputs = pack(x)  # of each patch what its last model call saw, or will see first
@@ -104,6 +125,11 @@ class PatchSampling:
         self._guidance = guidance.part(pack)
         self._on_step = on_step
         self._lag = lag
+        self._keep = keep
+        self._generator = history.generator
+        self._ended: dict[
+            int, _Ended
+        ] = {}  # by steps done, those that some patches have ended and others not
         self._patches: dict[int, _Patch] = {}
 
     @property
@@ -124,8 +150,24 @@ class PatchSampling:
         state = self._patches[patch.start]
         _, sigma = state.wish
         ended = state.answer(self._part(patch).denoised(self._inputs[:, patch], sigma, velocities))
+        if ended and self._keep is not None:
+            self._note_end(state, patch)
         if ended and patch.stop == self._inputs.shape[1]:
             self._on_step.passed(state.steps_done - 1, self._together("denoised"))
+
+    def _note_end(self, state: _Patch, patch: slice) -> None:
+        """Patches that lead are a step ahead, so a step's latent is put together from what each had at its end."""
+        step = state.steps_done
+        if step not in self._ended:  # the leader: the noise of this step is drawn, and none of the next
+            self._ended[step] = _Ended(self._generator.get_state())
+        ended = self._ended[step]
+        ended.x.append(state.x)
+        ended.denoised.append(state.past)
+        if patch.stop < self._inputs.shape[1]:
+            return
+        del self._ended[step]
+        if step < len(self._sigmas) - 1:
+            self._keep(lambda: ended.state(step, self._size))
 
     def is_stopped(self) -> bool:
         return self._on_step.is_stopped(self._lag)

@@ -1,0 +1,58 @@
+"""When a group's ranks failed, and whether that was too often to start them again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from .deadlines import BROKEN_WINDOW
+from .errors import RankFailed
+
+FAILURES_UNTIL_BROKEN = 3  # within deadlines.BROKEN_WINDOW
+
+
+class CrashHistory:
+    """The failures of the last ten minutes; `clock` gives seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._crashes: deque[tuple[float, RankFailed]] = deque(maxlen=FAILURES_UNTIL_BROKEN)
+
+    def add(self, error: RankFailed) -> None:
+        self._crashes.append((self._clock(), error))
+
+    def clear(self) -> None:
+        self._crashes.clear()
+
+    @property
+    def count(self) -> int:
+        """Failures within the window that ends now."""
+        now = self._clock()
+        return sum(now - at < BROKEN_WINDOW for at, _ in self._crashes)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether FAILURES_UNTIL_BROKEN failures lie within the window that ends now."""
+        return self.count >= FAILURES_UNTIL_BROKEN
+
+    def refusal(self) -> RankFailed:
+        """The error for a request to a broken group: the history, and what to do."""
+        now = self._clock()
+        history = "\n".join(
+            f"- {now - at:.0f} s ago, rank {error.rank}: {_first_line(error.cause)}"
+            for at, error in self._crashes
+        )
+        left = BROKEN_WINDOW - (now - self._crashes[0][0])
+        last = self._crashes[-1][1]
+        return RankFailed(
+            last.rank,
+            f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
+            f"again by themselves for another {left:.0f} s. Leave the device that fails out in the Strategy "
+            f"Selector's devices, look with `python -m parallel_backend doctor`, or restart ComfyUI to try at once."
+            f"\n{history}",
+        )
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0]

@@ -1,0 +1,96 @@
+"""How a rank's process ended, in words: its exit code or signal, whether host memory ran out, its last lines."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_LINES = 12  # of a rank's output in an error message
+_UNLIMITED = 2**60  # bytes; a control group without a limit says something larger
+
+
+@dataclass(frozen=True)
+class Ending:
+    """`words` for people; `out_of_memory`: the system's out-of-memory killer ended it."""
+
+    words: str
+    out_of_memory: bool
+
+
+def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> Ending:
+    """`code`: as subprocess has it, negative for a signal. `oom_kills`: how many processes of this machine the system
+    has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
+    out_of_memory = code == -signal.SIGKILL and bool(oom_kills)
+    if out_of_memory:
+        words = (
+            f"killed by SIGKILL: host memory ran out, and the system ended this rank, which held up to "
+            f"{_gib(peak_bytes)} of the {_gib(host_memory_limit())} there are. Use fewer ranks or a smaller "
+            f"weight_dtype, close other programs, or give the container more memory"
+        )
+    elif code < 0:
+        words = f"killed by {_signal_name(-code)}"
+        if code == -signal.SIGKILL and oom_kills is None:
+            words += " (the system does this when memory runs out)"
+    else:
+        words = f"exited with code {code}"
+    tail = "\n".join(line[:500] for line in _last_words(output))
+    return Ending(f"{words}\n{tail}" if tail else words, out_of_memory)
+
+
+def _last_words(output: bytes) -> list[str]:
+    """The lines that tell most: the innermost frames of a crash (faulthandler prints them first), else the last."""
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+    crashes = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    return lines[crashes[-1] :][:_LINES] if crashes else lines[-_LINES:]
+
+
+def count_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Processes that the system has killed for memory since it started, those of control groups among them."""
+    try:
+        for line in vmstat.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def host_memory_limit() -> int:
+    """Bytes of host memory that this process may use: the machine's, or what its control group leaves of it."""
+    total = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+    return min([total, *_group_limits()])
+
+
+def _group_limits() -> list[int]:
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.max"
+        elif "memory" in controllers.split(","):
+            file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.limit_in_bytes"
+        else:
+            continue
+        try:
+            limit = int(file.read_text())
+        except (OSError, ValueError):  # "max", or a container that sees its group under another path
+            continue
+        if limit < _UNLIMITED:
+            limits.append(limit)
+    return limits
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

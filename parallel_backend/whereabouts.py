@@ -1,0 +1,174 @@
+"""Where each rank is: which collective it is in and with whom, on a page of memory that the parent reads unasked.
+
+A rank that hangs answers no question, so it notes down each collective as it enters and leaves it, in memory that it
+shares with the supervisor. When a deadline passes, the parent follows who waits for whom to the rank that keeps the
+others waiting. A note costs about a microsecond.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MOST_RANKS = 64  # bits of `waits_for`
+PAGE_BYTES = 4096
+
+# What a rank may be in, by its place on the page; "" is nothing yet.
+COLLECTIVES = (
+    "",
+    "an all-to-all",
+    "a ring step",
+    "a PipeFusion hop",
+    "an all-gather",
+    "a broadcast",
+    "an all-reduce",
+    "a gather of weights",
+    "an exchange of edge rows",
+    "the agreement after a step",
+    "the agreement on a load",
+)
+_CODES = {name: code for code, name in enumerate(COLLECTIVES)}
+# inside, collective, steps done in this request, collectives entered, ranks it waits for, time.monotonic() of the note
+_NOTE = struct.Struct("<BBxxIQQd")
+assert _NOTE.size * MOST_RANKS <= PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank noted down last. `waits_for`: the ranks of the collective, itself among them; `since`:
+    time.monotonic() of the machine."""
+
+    inside: bool
+    collective: str
+    step: int
+    entered: int
+    waits_for: frozenset[int]
+    since: float
+
+
+class Whereabouts:
+    """This process's own notes; kept to itself until `share`. `observer` sees each collective before it is entered."""
+
+    def __init__(self) -> None:
+        self._page: mmap.mmap | bytearray = bytearray(PAGE_BYTES)
+        self._offset = 0
+        self._now = (0, 0)  # collective, ranks
+        self._entered = 0
+        self._step = 0
+        self.observer: Callable[[str, int], None] | None = None
+
+    def share(self, descriptor: int, rank: int) -> None:
+        """Goes on in the page that was inherited under `descriptor`, which is closed."""
+        self._page = mmap.mmap(descriptor, PAGE_BYTES)
+        os.close(descriptor)
+        self._offset = rank * _NOTE.size
+
+    def steps_done(self, count: int) -> None:
+        """How many steps of the request that runs are behind this rank; 0 as it begins."""
+        self._step = count
+        self._write(inside=0)
+        if self.observer is not None and count:
+            self.observer("step", count)
+
+    def point(self, name: str) -> None:
+        """A place that is no collective, for the observer alone."""
+        if self.observer is not None:
+            self.observer(name, self._step)
+
+    def inside(self, collective: str, ranks: Sequence[int]) -> Whereabouts:
+        """`with inside(...):` around what blocks; not nested."""
+        if self.observer is not None:
+            self.observer(collective, self._step)
+        self._now = (_CODES[collective], sum(1 << rank for rank in ranks))
+        self._entered += 1
+        return self
+
+    def __enter__(self) -> None:
+        self._write(inside=1)
+
+    def __exit__(self, *error: object) -> None:
+        self._write(inside=0)
+
+    def _write(self, inside: int) -> None:
+        collective, ranks = self._now
+        _NOTE.pack_into(
+            self._page, self._offset, inside, collective, self._step, self._entered, ranks, time.monotonic()
+        )
+
+
+here = Whereabouts()  # a process is one rank
+
+
+class Page:
+    """The page of a group as its parent sees it; owns the descriptor that the ranks inherit, until `close`."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("parallel-backend-whereabouts", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, PAGE_BYTES)
+        self._page = mmap.mmap(self.descriptor, PAGE_BYTES)
+
+    def read(self, rank: int) -> Note:
+        """Whatever a rank wrote there is read as numbers; an unknown collective is none."""
+        inside, code, step, entered, ranks, since = _NOTE.unpack_from(self._page, rank * _NOTE.size)
+        return Note(
+            inside=inside == 1,
+            collective=COLLECTIVES[code] if code < len(COLLECTIVES) else "",
+            step=step,
+            entered=entered,
+            waits_for=frozenset(r for r in range(MOST_RANKS) if ranks >> r & 1),
+            since=since,
+        )
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+def find_laggard(notes: Sequence[Note]) -> int:
+    """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
+
+    Where all are in the same one, or wait for each other in a circle, or none is in any (collectives on a device do
+    not hold up the host), the one that has entered the fewest.
+    """
+    ranks = range(len(notes))
+    for start in ranks:
+        rank, seen = start, set()
+        while notes[rank].inside and rank not in seen:
+            seen.add(rank)
+            absent = [
+                r for r in sorted(notes[rank].waits_for) if r in ranks and not _together(notes, rank, r)
+            ]
+            # One in no collective at all is the end of the chain.
+            rank = min(absent, key=lambda r: (notes[r].inside, r), default=rank)
+        if rank != start and not notes[rank].inside:
+            return rank
+    return min(ranks, key=lambda r: (notes[r].entered, r))
+
+
+def _together(notes: Sequence[Note], one: int, other: int) -> bool:
+    a, b = notes[one], notes[other]
+    return one == other or (b.inside and a.collective == b.collective and a.waits_for == b.waits_for)
+
+
+def in_words(notes: Sequence[Note], rank: int) -> str:
+    """Where `rank` is and who waits for it, for an error message; empty when it noted nothing down."""
+    note = notes[rank]
+    if not note.collective:
+        return ""
+    waiting = [r for r in range(len(notes)) if r != rank and notes[r].inside and rank in notes[r].waits_for]
+    if note.inside:
+        beside = [r for r in waiting if _together(notes, rank, r)]
+        words = f"inside {note.collective}" + (f", beside {_named(beside)}" if beside else "")
+    else:
+        words = f"the last collective that it entered was {note.collective}"
+        if waiting:
+            words += f"; missed in {notes[waiting[0]].collective} by {_named(waiting)}"
+    return f"{words}, after {note.step} step{'' if note.step == 1 else 's'}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

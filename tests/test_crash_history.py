@@ -1,0 +1,49 @@
+"""When failures become too many, and what the refusal says."""
+
+from parallel_backend.crash_history import FAILURES_UNTIL_BROKEN, CrashHistory
+from parallel_backend.deadlines import BROKEN_WINDOW
+from parallel_backend.errors import RankFailed
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_three_failures_in_ten_minutes_are_too_many_and_three_in_eleven_are_not():
+    clock = Clock()
+    history = CrashHistory(clock)
+    for number in range(2 * FAILURES_UNTIL_BROKEN):
+        history.add(RankFailed(1, f"crash {number}"))
+        assert not history.is_broken
+        clock.now += BROKEN_WINDOW / 2 + 10
+    history.add(RankFailed(1, "the second within ten minutes"))
+    assert not history.is_broken and history.count == 2
+    history.add(RankFailed(0, "the third"))
+    assert history.is_broken
+    clock.now += BROKEN_WINDOW
+    assert not history.is_broken and history.count == 0
+
+
+def test_the_refusal_has_the_history_and_what_to_do():
+    clock = Clock()
+    history = CrashHistory(clock)
+    for number in range(FAILURES_UNTIL_BROKEN):
+        history.add(RankFailed(1, f"crash {number}\nwith a traceback"))
+        clock.now += 30
+    text = str(history.refusal())
+    assert "3 times within 10 minutes" in text and "another 510 s" in text
+    assert "Leave the device that fails out" in text and "doctor" in text
+    assert [line for line in text.splitlines() if line.startswith("- ")] == [
+        f"- {90 - 30 * number} s ago, rank 1: crash {number}" for number in range(3)
+    ]
+
+
+def test_a_history_that_is_cleared_allows_another_start():
+    history = CrashHistory(Clock())
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        history.add(RankFailed(0, "crash"))
+    history.clear()
+    assert not history.is_broken
