@@ -217,7 +217,7 @@ class Sidecar:
         if on_phase is not None:
             exchange.guard(lambda: on_phase("first step"))
         done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
-        result = self._result(exchange, {"latent", "step_seconds"})
+        result = self._result(exchange, {"latent": job.shape, "step_seconds": None})
         info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
         return SampleResult(latent=result["latent"], info=job.told(info))
 
@@ -254,7 +254,7 @@ class Sidecar:
             exchange = self._exchange(cancelled)
             self._send(exchange, message, tensors)
             done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
-            velocity = self._result(exchange, {"velocity"})["velocity"]
+            velocity = self._result(exchange, {"velocity": tuple(request.x.shape)})["velocity"]
         except BaseException:
             if is_new:  # who knows whether the ranks have it
                 self._prompts.drop(key)
@@ -557,13 +557,17 @@ class Sidecar:
         finally:
             os.close(payload)
 
-    def _result(self, exchange: Exchange, names: set[str]) -> dict[str, Tensor]:
+    def _result(self, exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> dict[str, Tensor]:
+        """Rank 0's tensors, named and shaped as they must be (None: any shape); those with a shape are float32."""
         result = exchange.result or {}
-        if set(result) != names:
+        found = {name: tuple(tensor.shape) for name, tensor in result.items()}
+        fits = set(result) == set(shapes) and all(
+            shape is None or (found[name], result[name].dtype) == (shape, torch.float32)
+            for name, shape in shapes.items()
+        )
+        if not fits:
             get_supervisor().kill(self._group)
-            raise TransportError(
-                f"rank 0 answered with the tensors {sorted(result)}; expected {sorted(names)}"
-            )
+            raise TransportError(f"rank 0 answered with the tensors {found}; expected {shapes}, float32")
         return result
 
     def _expect(self, message, kind: type, rank: int) -> None:

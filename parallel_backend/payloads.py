@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .errors import RequestError, TransportError
@@ -114,6 +116,10 @@ def check_sample(request: SampleRequest) -> None:
         )
     for conditioning in filter(None, (request.positive, request.negative)):
         _check_conditioning(conditioning, shape[0])
+    for name in ("noise", "latent", "sigmas", "denoise_mask"):
+        _check_finite(name, getattr(request, name))
+    if not math.isfinite(request.cfg):
+        raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
 
 
 def check_predict(request: PredictRequest) -> None:
@@ -135,6 +141,21 @@ def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
     _expect(pooled.ndim == 2 and pooled.shape[0] in (1, rows), "pooled", pooled, f"[{some}, width]")
     if guidance is not None:
         _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
+    for name in ("context", "pooled", "guidance"):
+        _check_finite(name, getattr(conditioning, name))
+
+
+def _check_finite(name: str, tensor: torch.Tensor | None) -> None:
+    """Numbers that are none would come out as a black image, after all the time of a good one."""
+    if tensor is None or not tensor.is_floating_point():
+        return
+    if tensor.itemsize == 1:  # torch cannot add up fp8
+        tensor = tensor.float()
+    # A sum tells at a hundredth of the cost, unless it overflows.
+    if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        raise RequestError(
+            f"{name} has values that are NaN or infinite, which no step can mend; look at the node that made it."
+        )
 
 
 def _expect(fits: bool, name: str, tensor: torch.Tensor, shape: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .errors import RankFailed
+from .errors import RankFailed, TransportError
 from .payloads import Tensors, sample_tensors, state_tensors, take_state
 from .protocol import Progress
 from .requests import RunInfo, SampleRequest, SamplerState
@@ -31,6 +31,11 @@ class SamplingJob:
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the latent."""
+        return tuple(self._tensors["latent"].shape)
+
     def begin(self, weights: object) -> Tensors:
         """The payload for ranks that hold `weights`, anything that says which these are."""
         if weights != self._weights:
@@ -44,7 +49,10 @@ class SamplingJob:
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Rank 0's word on a step."""
         tensors = dict(tensors or {})
-        self._state = take_state(tensors) or self._state
+        state = take_state(tensors)
+        if state is not None and tuple(state.x.shape) != self.shape:
+            raise TransportError(f"rank 0 sent a state of shape {list(state.x.shape)}")
+        self._state = state or self._state
         self._seconds[message.step] = message.seconds
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))

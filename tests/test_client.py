@@ -19,8 +19,10 @@ from parallel_backend.errors import (
     RankFailed,
     RequestError,
     StrategyError,
+    TransportError,
 )
 from parallel_backend.requests import Placement, PredictRequest
+from parallel_backend.resume import SamplingJob
 from parallel_backend.strategy import ParallelStrategy
 from scripted import (
     CRASH,
@@ -454,3 +456,30 @@ def _wait_until(condition, seconds=2.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+def test_numbers_that_are_none_are_refused_by_comfyuis_half_and_by_the_ranks(sidecar, weights, monkeypatch):
+    request = scripted_request()
+    bad = replace(request, noise=request.noise.index_fill(3, torch.tensor([2]), float("nan")))
+    with pytest.raises(RequestError, match="noise has values that are NaN or infinite"):
+        sidecar.sample(weights, bad, two_ranks())
+    with pytest.raises(RequestError, match="cfg is inf"):
+        sidecar.sample(weights, replace(request, cfg=float("inf")), two_ranks())
+    assert sidecar.state is State.DOWN
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with monkeypatch.context() as patched, pytest.raises(RequestError, match="sigmas has values"):
+        pack = client.pack_tensors
+        endless = torch.tensor([float("inf"), 0.0])
+        patched.setattr(client, "pack_tensors", lambda tensors: pack({**tensors, "sigmas": endless}))
+        sidecar.sample(weights, request, two_ranks())
+    sidecar.sample(weights, request, two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"rank 0 answered.*6, 6"):
+        patched.setattr(SamplingJob, "shape", (1, 4, 6, 7))
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == ()
