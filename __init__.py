@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from comfy_api.latest import ComfyExtension
 
-__all__ = ["comfy_entrypoint"]
+__all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
+
+WEB_DIRECTORY = "./web"  # what ComfyUI's page loads from this pack
 
 
 async def comfy_entrypoint() -> ComfyExtension:

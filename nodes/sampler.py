@@ -13,6 +13,7 @@ from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.selector import StrategyChoice, resolve
 from ..parallel_backend.strategy import RequestShape
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
+from .panel import panel_rows
 from .ranks import RunRecord, say
 from .report import summarise, write_report
 from .resident_sampler import ResidentSampler
@@ -133,7 +134,12 @@ class ParallelSampler(io.ComfyNode):
         if record.runs:  # nothing runs at denoise 0
             say(summarise(record))
         out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
-        return io.NodeOutput({**out, "samples": samples}, write_report(record))
+        rows = panel_rows(record.decided)
+        return io.NodeOutput(
+            {**out, "samples": samples},
+            write_report(record),
+            ui={"parallel_candidates": rows} if rows else None,
+        )
 
 
 def _check(choice: StrategyChoice, model: ParallelModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,22 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
     assert server.survivors == [], f"left behind 2 s after ComfyUI ended: {server.survivors}"
+
+
+@pytest.fixture(scope="session")
+def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy, Path]]:
+    """A ComfyUI of its own that keeps measurements, in the folder that comes with it; the shared one keeps none.
+
+    The pack lies where the manager puts it: ComfyUI serves no web files of a pack with a space in its name.
+    """
+    kept = tmp_path_factory.mktemp("kept")
+    server = start_comfyui(
+        tmp_path_factory.mktemp("comfyui"),
+        pack_folder="comfyui-parallel-sampling",
+        environment={"PARALLEL_SAMPLING_MEASUREMENTS": str(kept)},
+    )
+    with server:
+        yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

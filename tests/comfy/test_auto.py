@@ -7,21 +7,7 @@ import re
 import pytest
 from graphs import Graph
 
-from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
-
 STEPS = r"([A-Za-z]+(?: \d| device)) ([\d.e-]+) s"
-
-
-@pytest.fixture(scope="module")
-def measuring(tmp_path_factory):
-    """A ComfyUI of its own, since the shared one keeps no measurements."""
-    kept = tmp_path_factory.mktemp("kept")
-    server = start_comfyui(
-        tmp_path_factory.mktemp("comfyui"), environment={"PARALLEL_SAMPLING_MEASUREMENTS": str(kept)}
-    )
-    with server:
-        yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
 
 
 def _prompt(unet: str, seed: int, sampler: str):
@@ -36,14 +22,16 @@ def _prompt(unet: str, seed: int, sampler: str):
 @pytest.mark.parametrize("sampler", ["euler", "uni_pc"], ids=["resident", "stepwise"])
 def test_auto_tries_each_strategy_once_and_takes_the_fastest(measuring, sampler):
     comfy, kept = measuring
-    # Another model for each way, so that neither profits from the other's measurements.
+    # A model of another size for each way, since measurements of one count for all of its size.
     unet = comfy.write_flux(f"tiny_{sampler}.safetensors", single_blocks=2 if sampler == "euler" else 3)
     prompt, latent = _prompt(unet, 1, sampler)
     _, first = comfy.sample_with_text(prompt, latent, [latent[0], 1])
-    assert "note: 4 strategies were tried for a few steps each" in first
+    # On a busy machine there is not time for all of them; the rule's and one device are tried in any case.
+    tried = int(re.search(r"note: ([2-4]) strategies were tried for a few steps each", first)[1])
     assert list(kept.glob("measurements-*.json"))
     times = {name: float(seconds) for name, seconds in re.findall(STEPS, first.splitlines()[0])}
-    assert set(times) == {"one device", "CFG 2", "Ulysses 2", "Ring 2"}
+    assert {"one device", "CFG 2"} <= set(times) <= {"one device", "CFG 2", "Ulysses 2", "Ring 2"}
+    assert len(times) == tried
     chosen = re.match(r"strategy: (.+) on the CPU: measured before", first)[1]
     # By more than two percent, else the rule (CFG first) stands; the report rounds to three digits.
     assert times[chosen] <= 1.03 * min(times.values())
