@@ -1,0 +1,240 @@
+"""Memory of real ranks against the prediction, and what 2 and 4 ranks take of the host to hold one file.
+
+python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 …] [--glibc] [--json]
+
+Three measurements, each in fresh ranks that have run a small model the same way first and then let go of its weights,
+so that imports, threads and first uses of libraries are in the baseline:
+- host: the sum of the ranks' proportional set sizes (Pss: a page that n processes map counts 1/n for each) after a job
+  that read every weight, less the sum before it;
+- weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
+  the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
+- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against memory_model. The
+  ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is what
+  the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
+  and glibc keeps freed memory in its heap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from subject import SIZES, TEXT_TOKENS, finish, prompt, random_flux, sample_request
+
+from parallel_backend.client import Sidecar
+from parallel_backend.flux_file import inspect_flux
+from parallel_backend.memory_model import Job, predict_memory
+from parallel_backend.requests import ModelSpec, Placement, SampleRequest
+from parallel_backend.strategy import ParallelStrategy
+
+SAMPLE_EVERY = 0.002  # seconds between two looks at a rank's memory
+STEPS = 3  # with one of warming up, patches flow for two: from then on nothing is new
+MIDDLE = (6, 2, 4)  # heads, double and single blocks of the predicted jobs
+LARGE_HEADS, LARGE_DOUBLES = 4, 4  # small blocks, and one double block for each of four stages
+
+# Strategy, and cfg: above 1 there is a negative prompt.
+PREDICTED = {
+    "one": (ParallelStrategy(), 1.0),
+    "ulysses_2": (ParallelStrategy(ulysses_degree=2), 1.0),
+    "ring_2": (ParallelStrategy(ring_degree=2), 1.0),
+    "cfg_2": (ParallelStrategy(cfg_degree=2), 4.0),
+    "pipefusion_2_exact": (ParallelStrategy(pipefusion_degree=2, warmup_steps=STEPS), 1.0),
+    "pipefusion_2": (ParallelStrategy(pipefusion_degree=2), 1.0),
+    "fsdp_2": (ParallelStrategy(ulysses_degree=2, shard_weights=True), 1.0),
+    "tensor_2": (ParallelStrategy(tensor_degree=2), 1.0),
+}
+# Strategies whose ranks hold a part of the weights, each for few heads: the small model is smaller then. Slices of
+# tensor parallelism are told without a goal: they are narrower than the pages that the kernel maps a file in.
+HELD = {
+    "pipefusion_2": ParallelStrategy(pipefusion_degree=2),
+    "pipefusion_4": ParallelStrategy(pipefusion_degree=4),
+    "fsdp_2": ParallelStrategy(ring_degree=2, shard_weights=True),
+    "fsdp_4": ParallelStrategy(ring_degree=4, shard_weights=True),
+    "tensor_2": ParallelStrategy(tensor_degree=2),
+    "tensor_4": ParallelStrategy(tensor_degree=4),
+}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+HOST_GOAL, PRIVATE_GOAL, PREDICTION_GOAL = 1.15, 0.10, 0.10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=400, help="of the file that 2 and 4 ranks load")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
+    )
+    parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, "host"}))
+    parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    def wanted(names) -> list[str]:
+        return [name for name in names if args.only is None or name in args.only]
+
+    result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
+    with random_flux(*MIDDLE) as middle, _environment({} if args.glibc else GIVE_BACK):
+        for name in wanted(PREDICTED):
+            strategy, cfg = PREDICTED[name]
+            ratios = _predicted_over_measured(middle, strategy, sample_request(args.tokens, STEPS, cfg))
+            worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+            result["predicted_over_measured"][name] = round(worst, 3)
+            _say(name, f"predicted / measured {worst:.3f}", abs(worst - 1) <= PREDICTION_GOAL)
+    with random_flux(LARGE_HEADS, LARGE_DOUBLES, _single_blocks(args.megabytes)) as large:
+        size = result["file_bytes"] = Path(large.path).stat().st_size
+        for ranks in (2, 4) if wanted(["host"]) else ():
+            growth = result["host_growth_bytes"][str(ranks)] = _host_growth(large, ranks)
+            _say(f"host, {ranks} ranks", f"{growth / size:.3f} x the file", growth <= HOST_GOAL * size)
+        for name in wanted(HELD):
+            strategy = HELD[name]
+            held = result["private_bytes_per_rank"][name] = max(_held(large, strategy))
+            goal = None if strategy.tensor_degree > 1 else 1 / strategy.world_size + PRIVATE_GOAL
+            met = None if goal is None else held <= goal * size
+            _say(name, f"{held / size:.3f} x the file on the fullest rank", met)
+    finish(result, args.json)
+
+
+def _say(name: str, what: str, met: bool | None) -> None:
+    print(f"{name:20s} {what:45s} {({True: 'goal met', False: 'GOAL MISSED', None: ''})[met]}", flush=True)
+
+
+def _predicted_over_measured(
+    spec: ModelSpec, strategy: ParallelStrategy, request: SampleRequest
+) -> list[float]:
+    """Of each rank."""
+    file = inspect_flux(spec.path)
+    height, width = request.noise.shape[-2:]
+    prompts = len(request.prompts)
+    job = Job(height, width, TEXT_TOKENS, len(request.noise), prompts, steps=STEPS)
+    predicted = predict_memory(file.dims, file.dtype, strategy, job, on_cpu=True)
+    with _warm_ranks(strategy, request.cfg) as sidecar:
+        before = [_anonymous(pid) for pid in sidecar.pids]
+        with _peaks(sidecar.pids) as peaks:
+            sidecar.sample(spec, request, Placement(strategy, "native"))
+    measured = [peak - start for peak, start in zip(peaks, before, strict=True)]
+    for rank, grown in zip(predicted, measured, strict=True):
+        print(f"  rank {rank.rank}: {grown / 1e6:.1f} MB measured, {rank.growth / 1e6:.1f} MB predicted")
+    return [rank.growth / grown for rank, grown in zip(predicted, measured, strict=True)]
+
+
+def _host_growth(spec: ModelSpec, ranks: int) -> int:
+    strategy = ParallelStrategy(ring_degree=ranks)
+    with _warm_ranks(strategy) as sidecar:
+        before = sum(
+            _proportional(pid) - _mapped(pid, "random_flux.safetensors", "Pss:") for pid in sidecar.pids
+        )
+        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        return sum(map(_proportional, sidecar.pids)) - before
+
+
+def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
+    """Bytes of weights that each rank holds by itself."""
+    with _warm_ranks(strategy) as sidecar:
+        before = [_anonymous(pid) for pid in sidecar.pids]
+        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        after = [_anonymous(pid) + _mapped(pid, spec.path) for pid in sidecar.pids]
+    return [now - start for now, start in zip(after, before, strict=True)]
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For the processes that are started in the body."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _warm_ranks(strategy: ParallelStrategy, cfg: float = 1.0) -> Iterator[Sidecar]:
+    """Ranks that have run a small model under `strategy` and hold nothing of it in memory of their own."""
+    heads, stages = strategy.ulysses_degree * strategy.tensor_degree, strategy.pipefusion_degree
+    with random_flux(heads, stages, stages) as small:
+        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
+        try:
+            sidecar.sample(small, _short_request(cfg), Placement(strategy, "native"))
+            sidecar.load(small, ParallelStrategy())  # in place in the file
+            yield sidecar
+        finally:
+            sidecar.stop()
+
+
+def _short_request(cfg: float = 1.0) -> SampleRequest:
+    """Few tokens: it reads every weight and holds little else."""
+    noise = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, STEPS + 1),
+        positive=prompt(1),
+        negative=prompt(2) if cfg != 1.0 else None,
+        cfg=cfg,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def _single_blocks(megabytes: int) -> int:
+    """How many make a file of this size; a double block has 36 x hidden² numbers, a single one 15."""
+    square = 4 * (128 * LARGE_HEADS) ** 2  # bytes of float32
+    return max(1, round((megabytes * 1e6 / square - 36 * LARGE_DOUBLES) / 15))
+
+
+@contextmanager
+def _peaks(pids: tuple[int, ...]) -> Iterator[list[int]]:
+    """The most anonymous memory of each process while the body runs."""
+    most, ended = [0] * len(pids), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE_EVERY):
+            for i, pid in enumerate(pids):
+                most[i] = max(most[i], _anonymous(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _anonymous(pid: int) -> int:
+    return _kilobytes(f"/proc/{pid}/status", "RssAnon:")
+
+
+def _proportional(pid: int) -> int:
+    return _kilobytes(f"/proc/{pid}/smaps_rollup", "Pss:")
+
+
+def _kilobytes(path: str, field: str) -> int:
+    """Bytes of a field that the kernel gives in kB."""
+    lines = Path(path).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def _mapped(pid: int, path: str, field: str = "Rss:") -> int:
+    """Bytes of the pages that a process maps of a file whose path ends like this."""
+    found, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # "7f00-7f10 r--p 0 08:01 1234  /the/file"
+            inside = line.endswith(path)
+        elif inside and name == field:
+            found += int(values[0]) * 1024
+    return found
+
+
+if __name__ == "__main__":
+    main()
