@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
+from .parallel_lora_loader import ParallelLoraLoader
 from .parallel_vae_decode import ParallelVAEDecode
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
 
-NODES = [StrategySelector, ParallelFluxLoader, ParallelSampler, ParallelDemoLoader, ParallelVAEDecode]
+NODES = [
+    StrategySelector,
+    ParallelFluxLoader,
+    ParallelLoraLoader,
+    ParallelSampler,
+    ParallelDemoLoader,
+    ParallelVAEDecode,
+]

@@ -16,10 +16,11 @@ from ..parallel_backend.cost_traffic import Work
 from ..parallel_backend.decide import Decided
 from ..parallel_backend.errors import Cancelled, OutOfMemory
 from ..parallel_backend.flux_file import FluxFile
-from ..parallel_backend.requests import LoadInfo, ModelSpec, Placement, RunInfo
+from ..parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placement, RunInfo
 from ..parallel_backend.selector import Decision, StrategyChoice
 from ..parallel_backend.strategy import ParallelStrategy
 from ..parallel_backend.trials import decide_with_trials
+from ..parallel_backend.weight_patches import NO_PATCHES, WeightPatches
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class RunRecord:
     decisions: list[Decision] = field(default_factory=list)
     decided: Decided | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
+    patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
     runs: list[RunInfo] = field(default_factory=list)
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
@@ -59,12 +61,16 @@ def decide(
 
 @contextmanager
 def ready_sidecar(
-    spec: ModelSpec, decision: Decision, devices: tuple[str, ...], record: RunRecord | None
+    spec: ModelSpec,
+    decision: Decision,
+    devices: tuple[str, ...],
+    record: RunRecord | None,
+    patches: WeightPatches = NO_PATCHES,
 ) -> Iterator[tuple[Sidecar, Placement]]:
-    """A started sidecar that holds `spec`; inside, the ranks' errors become the ones ComfyUI knows."""
+    """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
         sidecar = pool.get_sidecar(devices)
-        load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted)
+        load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted, patches=patches)
         if not load.cached:
             say(f"loaded in {load.seconds:.1f} s")
         if record is not None:
@@ -73,6 +79,8 @@ def ready_sidecar(
                 record.decisions.append(decision)
             if not load.cached:
                 record.loads.append(load)
+            if record.patched is None or not load.patched.cached:
+                record.patched = load.patched
         yield sidecar, Placement(decision.strategy, decision.engine)
 
 

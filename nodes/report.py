@@ -40,6 +40,7 @@ def write_report(record: RunRecord) -> str:
         if record.loads
         else "load: 0 s (weights were warm)"
     )
+    lines += _loras(record)
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
     lines.append(f"device-seconds (GPU-seconds on GPUs): {sum(times) * len(record.devices):.3f}")
@@ -59,6 +60,18 @@ def summarise(record: RunRecord) -> str:
     times = [seconds for run in record.runs for seconds in run.step_seconds]
     unit = "step" if record.stepwise_because is None else "model call"
     return f"{record.decisions[-1].strategy.describe()}: {median(times):.3f} s a {unit}"
+
+
+def _loras(record: RunRecord) -> list[str]:
+    patched = record.patched
+    if patched is None or not (patched.weights or patched.touched):
+        return []
+    if patched.cached:
+        return [f"LoRA: {patched.weights} weights (were in place)"]
+    if not patched.weights:
+        return [f"LoRA: none; {patched.touched} weights were restored in {patched.seconds:.2f} s"]
+    sent = f", {patched.bytes_sent / 2**20:.2f} MiB of factors sent" if patched.bytes_sent else ""
+    return [f"LoRA: {patched.weights} weights, {patched.touched} changed in {patched.seconds:.2f} s{sent}"]
 
 
 def _strategy(record: RunRecord) -> str:

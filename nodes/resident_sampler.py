@@ -14,8 +14,10 @@ from ..parallel_backend.client import Sidecar
 from ..parallel_backend.experience import remember, work_of
 from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.weight_patches import NO_PATCHES
 from .ranks import RunRecord, decide, interrupted, ready_sidecar, say
 from .stepwise_model import CHOICE, RECORD
+from .stepwise_patcher import PATCHES
 
 # What the conditioning of a plain request may hold; anything else is ComfyUI's to interpret.
 _PLAIN_COND = {
@@ -29,7 +31,7 @@ _PLAIN_COND = {
     "height",
 }
 _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
-_OWN_OPTIONS = {CHOICE, RECORD, "sample_sigmas"}
+_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, "sample_sigmas"}
 
 
 class ResidentSampler(comfy.samplers.Sampler):
@@ -95,12 +97,19 @@ class ResidentSampler(comfy.samplers.Sampler):
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
-        with ready_sidecar(network.spec, decided.decision, decided.devices, self._record) as (
+        patches = options.get(PATCHES, NO_PATCHES)
+        with ready_sidecar(network.spec, decided.decision, decided.devices, self._record, patches) as (
             sidecar,
             placement,
         ):
             result = sidecar.sample(
-                network.spec, request, placement, on_step=on_step, on_phase=say, should_cancel=interrupted
+                network.spec,
+                request,
+                placement,
+                on_step=on_step,
+                on_phase=say,
+                should_cancel=interrupted,
+                patches=patches,
             )
         remember(decided.devices, network.spec, network.file, work, result.info, self._name)
         self._record.runs.append(result.info)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import comfy.ldm.flux.layers
 import comfy.model_management
 import comfy.model_patcher
+import comfy.ops
 import comfy.patcher_extension
 import comfy.supported_models
 import torch
@@ -20,9 +22,18 @@ from ..parallel_backend.experience import image_work
 from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.weight_patches import NO_PATCHES
 from .ranks import RunRecord, decide, interrupted, ready_sidecar
 from .refusals import refuse_effects
-from .stepwise_patcher import StepwisePatcher
+from .stepwise_patcher import PATCHES, StepwisePatcher
+
+_NORM_ENDING = next(
+    name.removeprefix("query_norm.")
+    for name in comfy.ldm.flux.layers.QKNorm(
+        1, device="meta", operations=comfy.ops.disable_weight_init
+    ).state_dict()
+    if name.startswith("query_norm.")
+)
 
 # Keys under which the MODEL's transformer_options carry what belongs to this pack.
 CHOICE, RECORD = "parallel_strategy", "parallel_record"
@@ -58,6 +69,11 @@ def make_stepwise_model(
     return patcher
 
 
+def comfyui_key(key: str) -> str:
+    """The original name of a parameter as this ComfyUI has it: it came to call the scale of a norm its weight."""
+    return key.removesuffix("scale") + _NORM_ENDING if key.endswith("_norm.scale") else key
+
+
 class _Part(nn.Module):
     """A node on the way to a parameter; numbered ones answer to an index, as lists of blocks do."""
 
@@ -82,7 +98,7 @@ class StepwiseFlux(nn.Module):
             None  # its key, the run's sigmas, and what runs
         )
         for key, shape in file.original_shapes.items():
-            *path, name = key.split(".")
+            *path, name = comfyui_key(key).split(".")
             module: nn.Module = self
             for part in path:
                 if part not in module._modules:
@@ -135,8 +151,14 @@ class StepwiseFlux(nn.Module):
         decided = self._decide(request, options)
         if record is not None:
             record.decided = decided
-        with ready_sidecar(self.spec, decided.decision, decided.devices, record) as (sidecar, placement):
-            velocity, info = sidecar.predict(self.spec, request, placement, should_cancel=interrupted)
+        patches = options.get(PATCHES, NO_PATCHES)
+        with ready_sidecar(self.spec, decided.decision, decided.devices, record, patches) as (
+            sidecar,
+            placement,
+        ):
+            velocity, info = sidecar.predict(
+                self.spec, request, placement, should_cancel=interrupted, patches=patches
+            )
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)

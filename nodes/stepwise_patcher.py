@@ -1,11 +1,16 @@
-"""The ModelPatcher of a network whose weights are in other processes: moves nothing, and patches no weight silently."""
+"""The ModelPatcher of a network whose weights are in other processes: moves nothing, hands LoRAs on to the ranks."""
 
 from __future__ import annotations
 
 import comfy.model_patcher
 import torch
 
+from ..parallel_backend.errors import RequestError
+from .lora_patches import weight_patches
 from .refusals import refusal
+
+# Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
+PATCHES = "parallel_weight_patches"
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
@@ -43,16 +48,22 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     # What would change or read weights.
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        if patches:
-            raise refusal("a LoRA or other weight patch", "merge it into a checkpoint first")
-        return []
+        if not patches:
+            raise RequestError(
+                "The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for Flux.1. It was "
+                "made for another model; choose one for Flux.1."
+            )
+        added = super().add_patches(patches, strength_patch, strength_model)
+        found = weight_patches(self.patches, self.model.diffusion_model.file)
+        self.model_options["transformer_options"][PATCHES] = found
+        return added
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        raise refusal("a LoRA scheduled by a hook")
+        raise refusal("a LoRA scheduled by a hook", "load it with LoraLoaderModelOnly for the whole run")
 
     def set_injections(self, key, injections):
         if injections:
-            raise refusal("a LoRA in bypass mode or another injection", "merge it into a checkpoint first")
+            raise refusal("a LoRA in bypass mode or another injection", "load it with LoraLoaderModelOnly")
         super().set_injections(key, injections)
 
     def add_weight_wrapper(self, name, function):

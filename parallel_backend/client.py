@@ -33,6 +33,7 @@ from .errors import (
     TransportError,
 )
 from .exchange import USER_ERRORS, Exchange
+from .patch_client import PatchesOnRanks
 from .payloads import predict_tensors
 from .prompts import KnownPrompts
 from .protocol import (
@@ -65,6 +66,7 @@ from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
 from .transport import pack_tensors
 from .vae_client import VaeOnRanks
+from .weight_patches import NO_PATCHES, WeightPatches
 
 OnPhase = Callable[[str], None]
 ShouldCancel = Callable[[], bool]
@@ -162,14 +164,16 @@ class Sidecar:
         strategy: ParallelStrategy | None = None,
         on_phase: OnPhase | None = None,
         should_cancel: ShouldCancel | None = None,
+        patches: WeightPatches = NO_PATCHES,
     ) -> LoadInfo:
-        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default.
+        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default, changed by `patches`.
 
-        Raises CheckpointError for a file they refuse; the group stays usable.
+        Raises CheckpointError for a file they refuse, RequestError for changes that do not fit it, which leave the
+        weights as they were; the group stays usable.
         """
         with self._turn(should_cancel) as cancelled:
             return self._through_a_crash(
-                lambda: self._ensure_loaded(spec, strategy, on_phase, cancelled), on_phase, cancelled
+                lambda: self._ensure_ready(spec, strategy, patches, on_phase, cancelled), on_phase, cancelled
             )
 
     def sample(
@@ -180,6 +184,7 @@ class Sidecar:
         on_step: OnStep | None = None,
         on_phase: OnPhase | None = None,
         should_cancel: ShouldCancel | None = None,
+        patches: WeightPatches = NO_PATCHES,
     ) -> SampleResult:
         """Runs a whole sampling job on the ranks, starting and loading first where needed."""
         self._check_placement(placement)
@@ -196,7 +201,7 @@ class Sidecar:
         with self._turn(should_cancel) as cancelled:
 
             def attempt() -> SampleResult:
-                self._ensure_loaded(spec, placement.strategy, on_phase, cancelled)
+                self._ensure_ready(spec, placement.strategy, patches, on_phase, cancelled)
                 return self._run(job, message, on_phase, cancelled)
 
             return self._through_a_crash(attempt, on_phase, cancelled, job.survive)
@@ -227,6 +232,7 @@ class Sidecar:
         request: PredictRequest,
         placement: Placement,
         should_cancel: ShouldCancel | None = None,
+        patches: WeightPatches = NO_PATCHES,
     ) -> tuple[Tensor, RunInfo]:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
@@ -238,14 +244,22 @@ class Sidecar:
                 return notes[-1]
 
             velocity, info = self._through_a_crash(
-                lambda: self._call_model(spec, request, placement, cancelled), None, cancelled, survive
+                lambda: self._call_model(spec, request, placement, patches, cancelled),
+                None,
+                cancelled,
+                survive,
             )
             return velocity, replace(info, notes=(*info.notes, *notes))
 
     def _call_model(
-        self, spec: ModelSpec, request: PredictRequest, placement: Placement, cancelled: ShouldCancel
+        self,
+        spec: ModelSpec,
+        request: PredictRequest,
+        placement: Placement,
+        patches: WeightPatches,
+        cancelled: ShouldCancel,
     ) -> tuple[Tensor, RunInfo]:
-        self._ensure_loaded(spec, placement.strategy, None, cancelled)
+        self._ensure_ready(spec, placement.strategy, patches, None, cancelled)
         key, is_new = self._prompts.find(request.conditioning)
         times = self._call_seconds[placement, tuple(request.x.shape)]
         try:
@@ -487,6 +501,27 @@ class Sidecar:
         self._activity = State.READY
         return time.monotonic() - begun
 
+    def _ensure_ready(
+        self,
+        spec: ModelSpec,
+        strategy: ParallelStrategy | None,
+        patches: WeightPatches,
+        on_phase: OnPhase | None,
+        cancelled: ShouldCancel,
+    ) -> LoadInfo:
+        """The model is loaded and its weights changed by `patches`, and by nothing else."""
+        info = self._ensure_loaded(spec, strategy, on_phase, cancelled)
+        try:
+            patched = self._patches.ensure(
+                lambda survivable: self._exchange(cancelled, survivable), patches, info.bytes, on_phase
+            )
+        except (RequestError, Cancelled):
+            raise  # the weights are known, or made known by the next request
+        except BaseException:
+            self._forget_model()
+            raise
+        return replace(info, patched=patched)
+
     def _ensure_loaded(
         self,
         spec: ModelSpec,
@@ -527,6 +562,7 @@ class Sidecar:
     def _forget_model(self) -> None:
         self._held: _Held | None = None
         self._prompts = KnownPrompts()
+        self._patches = PatchesOnRanks()
         # Seconds of earlier model calls by (placement, shape of x), for the next one's deadline.
         self._call_seconds: dict[tuple, collections.deque[float]] = collections.defaultdict(
             lambda: collections.deque(maxlen=20)

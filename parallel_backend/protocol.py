@@ -60,6 +60,30 @@ class Load:
 
 
 @dataclass(frozen=True)
+class KeepFactors:
+    """Parent to all ranks: keep the tensors in the payload, factors of LoRAs by digest, until no recent set of changes
+    uses them (weight_patches.RecentSets)."""
+
+
+@dataclass(frozen=True)
+class ApplyPatches:
+    """Parent to all ranks: make the weights the file's own with the changes described in the payload and no others.
+
+    `identity` names the set. All ranks do it or none.
+    """
+
+    identity: str
+
+
+@dataclass(frozen=True)
+class RankPatch:
+    """What one rank did for ApplyPatches: tensors computed or restored, in `seconds`."""
+
+    seconds: float
+    touched: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
     resumed. `previews`: send denoised latents; `states`: send the sampler's states."""
@@ -164,6 +188,7 @@ class Done:
     calibration: Calibration | None = None
     decode: RankDecode | None = None
     sleep: SleepInfo | None = None
+    patch: RankPatch | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +211,8 @@ Message = (
     | Setup
     | Ready
     | Load
+    | KeepFactors
+    | ApplyPatches
     | Sample
     | Predict
     | Calibrate
@@ -200,7 +227,8 @@ Message = (
 )
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
-_PAYLOADS = {Sample: (1,), Predict: (1,), LoadVae: (1,), Decode: (1,), Progress: (0, 1), Done: (0, 1)}
+_PAYLOADS = {kind: (1,) for kind in (KeepFactors, ApplyPatches, Sample, Predict, LoadVae, Decode)}
+_PAYLOADS |= {Progress: (0, 1), Done: (0, 1)}
 
 
 @dataclass(frozen=True)

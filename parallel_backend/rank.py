@@ -119,7 +119,19 @@ def serve(link, epoch: int, jobs) -> None:
 def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
     from .errors import TransportError
-    from .protocol import Calibrate, Decode, Done, Load, LoadVae, Predict, Sample, Sleep, Wake
+    from .protocol import (
+        ApplyPatches,
+        Calibrate,
+        Decode,
+        Done,
+        KeepFactors,
+        Load,
+        LoadVae,
+        Predict,
+        Sample,
+        Sleep,
+        Wake,
+    )
     from .rank_errors import failure
     from .step_boundary import StepBoundary
     from .transport import LinkClosed, close_all, unpack_tensors
@@ -157,6 +169,11 @@ def _answer(link, envelope, descriptors, jobs):
             case Predict():
                 result, run = jobs.predict(message, tensors)
                 return Done(run=run), result
+            case KeepFactors():
+                jobs.patches.keep(tensors)
+                return Done(), None
+            case ApplyPatches():
+                return Done(patch=jobs.apply_patches(message, tensors)), None
             case LoadVae():
                 return Done(load=jobs.vae.load(message, tensors)), None
             case Decode():

@@ -14,9 +14,10 @@ from .calibration import Calibration
 from .engine.groups import Layouts, World
 from .errors import DeviceError, RequestError
 from .payloads import Tensors, predict_parts, sample_request, take_state
-from .protocol import Calibrate, Predict, RankRun, Sample, Setup
+from .protocol import ApplyPatches, Calibrate, Predict, RankPatch, RankRun, Sample, Setup
 from .rank_decode import VaeJobs
 from .rank_errors import PeerFailed, is_out_of_memory
+from .rank_patches import PatchJobs
 from .requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
 from .step_boundary import StepBoundary
 from .strategy import ParallelStrategy
@@ -38,6 +39,7 @@ class RankJobs:
             store_path=setup.rendezvous,
         )
         self.vae = VaeJobs(self.world, lambda error: self._agree(error) == _GOOD)
+        self.patches = PatchJobs(lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
         self._model = None
         self._forwards: dict[Placement, object] = {}
@@ -70,6 +72,12 @@ class RankJobs:
             dtype=model.file.dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
         )
+
+    def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
+        """Changes the model's weights on every rank or on none."""
+        if self._model is None:
+            raise RequestError("the ranks hold no model; load one first.")
+        return self.patches.apply(self._model.weights, message, tensors)
 
     def sample(self, message: Sample, tensors: Tensors, on_step: StepBoundary) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank."""
@@ -133,6 +141,7 @@ class RankJobs:
         """Moves the weights, on every rank; where one has no room, all drop them."""
         begun, before, error = time.perf_counter(), _allocated(self.world.device), None
         try:
+            self.patches.release_originals()
             for chunk in () if self._model is None else self._model.chunks:
                 chunk.to(device)
         except Exception as failure:
@@ -182,6 +191,7 @@ class RankJobs:
         self._model = None
         self._forwards.clear()
         self._prompts.clear()
+        self.patches.clear()
         _collect(self.world.device)
 
 

@@ -126,11 +126,26 @@ class SleepInfo:
 
 
 @dataclass(frozen=True)
+class PatchInfo:
+    """What changing weights (LoRAs) did. seconds: slowest rank, with sending; weights: tensors that now differ from the
+    file; touched: of those computed or restored for it; bytes_sent: factors that the ranks did not have yet;
+    cached: these changes were in place already."""
+
+    seconds: float
+    weights: int
+    touched: int
+    bytes_sent: int
+    cached: bool
+
+
+@dataclass(frozen=True)
 class LoadInfo:
-    """What loading did. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already."""
+    """What loading did. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
+    patched: what was changed in the weights after that, None where no rank has been asked to."""
 
     seconds: float
     bytes: int
     cached: bool
     dtype: str
     compute_dtype: str
+    patched: PatchInfo | None = None

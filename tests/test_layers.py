@@ -10,6 +10,7 @@ BACKEND = ROOT / "parallel_backend"
 
 # Layer of each module below parallel_backend, by its first dotted part (or a longer prefix where needed).
 GROUND = {
+    "adapters",
     "calibration",
     "checkpoint",
     "deadlines",
@@ -22,6 +23,7 @@ GROUND = {
     "memory_messages",
     "memory_model",
     "memory_weights",
+    "flux_tensors",
     "payloads",
     "protocol",
     "requests",
@@ -32,6 +34,7 @@ GROUND = {
     "transport",
     "vae_keys",
     "whereabouts",
+    "weight_patches",
 }
 COMFY_HALF = {
     "bench",
@@ -59,6 +62,7 @@ COMFY_HALF = {
     "measured_links",
     "measurements",
     "outlook",
+    "patch_client",
     "plan",
     "pool",
     "prompts",
@@ -79,6 +83,7 @@ RANK_HALF = [
     "step_boundary",
     "rank_calibrate",
     "rank_decode",
+    "rank_patches",
     "rank_jobs",
     "rank",
 ]

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, RequestError
 from ..flux_file import AXES_DIMS, FluxFile, inspect_flux
 from ..flux_keys import FluxDims, diffusers_sources
+from ..flux_tensors import diffusers_part
 from ..requests import WEIGHT_DTYPES, ModelSpec
 from .casting import HalvesSwapped, cast_on_use
 from .flux_slices import Slices, slice_layers, take_slice
+from .flux_weights import FluxWeights, HeldParameter
 
 DEFAULT_GUIDANCE = 3.5  # what ComfyUI gives a guidance-distilled Flux when the conditioning names none
 _FP8 = torch.float8_e4m3fn
@@ -34,6 +36,7 @@ Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
 class FluxModel:
     """A loaded Flux.1 on one rank: whole, as one chunk, or a stage of it. `bytes`: all the model's in the file.
 
+    `weights`: what of it LoRAs change.
     `sit_out`: what a rank must do in place of a call that only other ranks make; None where there is nothing to do.
     """
 
@@ -41,6 +44,7 @@ class FluxModel:
     file: FluxFile
     compute_dtype: torch.dtype
     device: torch.device
+    weights: FluxWeights
     sit_out: Callable[[], None] | None = None
 
     @property
@@ -179,24 +183,29 @@ def load(
     file = inspect_flux(spec.path)
     storage, compute = _dtypes(spec.weight_dtype, file.dtype, device)
     whole = range(file.dims.double_blocks + file.dims.single_blocks)
-    with _opened(file) as opened:
-        parameters = _Parameters(file, opened, storage, compute, slices)
-        chunks = tuple(_build(parameters, blocks, device, shard) for blocks in stage or (whole,))
-    for chunk in chunks[1:]:  # the embedding of time and text is every chunk's: one copy will do
-        chunk.time_text_embed = chunks[0].time_text_embed
-    return FluxModel(chunks, file, compute, device)
+    parameters = _Parameters(file, _opened(file), storage, compute, slices)
+    chunks, held = [], []
+    for blocks in stage or (whole,):
+        chunk, parts = _build(parameters, blocks, device, shard)
+        if chunks:  # the embedding of time and text is every chunk's: one copy will do
+            chunk.time_text_embed = chunks[0].time_text_embed
+            parts = [part for part in parts if not part.name.startswith("time_text_embed.")]
+        chunks.append(chunk)
+        held += parts
+    weights = FluxWeights(
+        file, held, device, read=parameters.read, mapped=parameters.mapped, cut=parameters.cut
+    )
+    return FluxModel(tuple(chunks), file, compute, device, weights)
 
 
-@contextmanager
-def _opened(file: FluxFile) -> Iterator[safe_open]:
+def _opened(file: FluxFile) -> safe_open:
+    """The mapped file; it stays open as long as the model, which reads it again when a LoRA goes."""
     try:
-        opened = safe_open(file.path, framework="pt", device="cpu")
+        return safe_open(file.path, framework="pt", device="cpu")
     except (SafetensorError, OSError):  # its header was sound a moment ago
         raise CheckpointError(
             f"{file.name} is refused: it changed while it was opened. Wait until it is written, and try again."
         ) from None
-    with opened:
-        yield opened
 
 
 class _Parameters:
@@ -224,10 +233,16 @@ class _Parameters:
         """Rows of this rank's slice of the parameter that is called `name` in the whole model, as in the file."""
         file = self.file
         if file.layout == "diffusers":
-            tensor = self._opened.get_tensor(file.stored_key(name))
-        else:
-            source = self._sources[name]
-            tensor = self._opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
+            return self.cut(self.read(file.stored_key(name)), spec, rows)
+        source = self._sources[name]
+        return self.cut(diffusers_part(file, self.read(file.stored_key(source.key)), source), spec, rows)
+
+    def read(self, stored_key: str) -> Tensor:
+        """A tensor of the file: a view of the mapping."""
+        return self._opened.get_tensor(stored_key)
+
+    def cut(self, tensor: Tensor, spec: TPShardSpec | None, rows: slice) -> Tensor:
+        """Rows of this rank's slice of a whole parameter."""
         return tensor[rows] if spec is None else take_slice(tensor, spec, self._slices, rows)
 
     def dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
@@ -241,8 +256,9 @@ class _Parameters:
 
 def _build(
     parameters: _Parameters, blocks: range, device: torch.device, shard: Shard | None
-) -> FluxTransformer2DModel:
-    """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong."""
+) -> tuple[FluxTransformer2DModel, list[HeldParameter]]:
+    """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong, and what
+    its parameters are in the whole model."""
     file = parameters.file
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(**_config(file.dims, blocks))
@@ -253,15 +269,22 @@ def _build(
     specs = parameters.slice_layers(transformer)
     names = _stored_names(file, transformer, blocks)
     if shard is None:
-        _fill(transformer, parameters, names, specs, device)
-        return _finished(transformer, file, parameters.compute)
-    origins = _outline(transformer, parameters, names)
+        origins = _fill(transformer, parameters, names, specs, device)
+    else:
+        origins = _outline(transformer, parameters, names)
     transformer = _finished(transformer, file, parameters.compute)
-    origin_of = {name: origins[parameter] for name, parameter in transformer.named_parameters()}
-    for name, (share, rows) in shard(transformer).items():
-        own = origin_of[name]
-        share.copy_(parameters.mapped(names[own], specs.get(own), rows))
-    return transformer
+    origin_of = {path: origins[parameter] for path, parameter in transformer.named_parameters()}
+    shares = {} if shard is None else shard(transformer)
+    held = []
+    for path, own in origin_of.items():
+        name, spec, (share, rows) = names[own], specs.get(own), shares.get(path, (None, None))
+        original = None
+        if share is not None:
+            share.copy_(parameters.mapped(name, spec, rows))
+        elif device.type == "cpu":
+            original = transformer.get_parameter(path).data
+        held.append(HeldParameter(name, transformer, path, spec, rows, original))
+    return transformer, held
 
 
 def _fill(
@@ -270,13 +293,15 @@ def _fill(
     names: dict[str, str],
     specs: dict[str, TPShardSpec],
     device: torch.device,
-) -> None:
-    """Gives every parameter its value; on the CPU a view of the mapping wherever the dtype allows."""
+) -> dict[nn.Parameter, str]:
+    """Gives every parameter its value, on the CPU a view of the mapping wherever the dtype allows, and returns their
+    names."""
     values = {}
     for own, name in names.items():
         mapped = parameters.mapped(name, specs.get(own))
         values[own] = mapped.to(device).to(parameters.dtype(own, mapped.dtype))
     transformer.load_state_dict(values, strict=True, assign=True)
+    return {parameter: own for own, parameter in transformer.named_parameters()}
 
 
 def _outline(

@@ -33,6 +33,7 @@ OUR_NODES = {
         "device_shares",
         "approximation",
     ],
+    "ParallelLoraLoader": ["parallel_model", "lora_name", "strength"],
     "ParallelSampler": [
         "parallel_model",
         "positive",
@@ -52,6 +53,7 @@ OUR_NODES = {
 OUTPUTS = {
     "ParallelFluxLoader": ["PARALLEL_MODEL", "MODEL"],
     "StrategySelector": ["PARALLEL_STRATEGY", "STRING"],
+    "ParallelLoraLoader": ["PARALLEL_MODEL"],
     "ParallelSampler": ["LATENT", "STRING"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
     "ParallelVAEDecode": ["IMAGE", "STRING"],

@@ -1,0 +1,55 @@
+"""ParallelLoraLoader: puts a LoRA on a PARALLEL_MODEL; the devices change their weights, the file is not read again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import comfy.sd
+import comfy.utils
+import folder_paths
+from comfy_api.latest import io
+
+from ..parallel_backend.errors import RequestError
+from .links import CATEGORY, ModelLink, ParallelModel
+
+
+class ParallelLoraLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelLoraLoader",
+            display_name="Parallel LoRA Loader",
+            category=CATEGORY,
+            description="Puts a LoRA on a parallel model; several nodes in a row stack. Another LoRA or strength "
+            "changes the weights on the devices without loading the model again.",
+            search_aliases=["multi gpu lora", "lora parallel", "lora loader"],
+            inputs=[
+                ModelLink.Input("parallel_model", tooltip="From Parallel Flux Loader, or another of these."),
+                io.Combo.Input(
+                    "lora_name",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A LoRA for Flux.1 from models/loras, in any layout that ComfyUI reads.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How strongly it changes the model; may be negative, and 0 leaves the LoRA out.",
+                ),
+            ],
+            outputs=[ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, parallel_model: ParallelModel, lora_name: str, strength: float) -> io.NodeOutput:
+        if strength == 0.0:
+            return io.NodeOutput(parallel_model)
+        path = folder_paths.get_full_path_or_raise("loras", lora_name)
+        lora = comfy.utils.load_torch_file(path, safe_load=True)
+        try:
+            patcher, _ = comfy.sd.load_lora_for_models(parallel_model.patcher, None, lora, strength, 0.0)
+        except RequestError as error:
+            raise RequestError(f"{lora_name}: {error}") from None
+        return io.NodeOutput(replace(parallel_model, patcher=patcher))

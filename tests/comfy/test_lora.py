@@ -1,0 +1,155 @@
+"""LoRAs on our MODEL and PARALLEL_MODEL: the stock latent in every layout, swapped without a load, removed exactly."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from graphs import AXES, OURS, STOCK, Graph
+from safetensors.torch import load_file
+
+from comfyui_client import PromptFailed
+from lora_files import LAYOUTS, write_loras
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+ULYSSES = {"ulysses": 2}
+WAYS = ("stock", "ours", "parallel")
+STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="module")
+def loras(comfy):
+    return write_loras(comfy.server.base_directory / "models" / "loras")
+
+
+def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", **sampling) -> dict:
+    """The latents of one request under a stack of LoRAs by way: stock, on our MODEL, on PARALLEL_MODEL; "report"."""
+    graph = Graph()
+    request = (graph.text(1), graph.text(2), graph.latent())
+    settings = {"cfg": 2.0, "steps": 2, "sampler_name": sampler, **sampling}
+    world_size = prod(value for name, value in choice.items() if name in AXES)
+    models = {"ours": graph.model(OURS, unet, f"cpu:{world_size}", **choice)}
+    if "stock" in ways:
+        models["stock"] = graph.model(STOCK, unet)
+    parallel = [models["ours"][0], 0]
+    for name, strength in stack:
+        for kind, model in models.items():
+            loader = graph.add(
+                "LoraLoaderModelOnly", model=model, lora_name=loras[name], strength_model=strength
+            )
+            models[kind] = [loader, 0]
+        loader = graph.add(
+            "ParallelLoraLoader", parallel_model=parallel, lora_name=loras[name], strength=strength
+        )
+        parallel = [loader, 0]
+    latents = {
+        kind: graph.ksampler(model, *request, **settings) for kind, model in models.items() if kind in ways
+    }
+    latents["parallel"] = graph.parallel_sampler(parallel[0], *request, **settings)
+    for way, latent in latents.items():
+        graph.save(latent, f"lora-{way}.safetensors")
+    graph.add("TestSaveText", text=[latents["parallel"][0], 1], path="lora-report.txt")
+    comfy.run(graph.prompt, timeout=300)
+    found = {way: load_file(comfy.output(f"lora-{way}.safetensors"))["samples"] for way in latents}
+    return {**found, "report": comfy.output("lora-report.txt").read_text()}
+
+
+def apart(a, b) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def assert_equal_to_stock(found: dict) -> None:
+    for way in ("ours", "parallel"):
+        assert apart(found[way], found["stock"]) <= TOLERANCE, f"{way}\n{found['report']}"
+
+
+@pytest.fixture(scope="module")
+def plain(comfy, unet, loras):
+    return run(comfy, unet, loras, ())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain, layout):
+    found = run(comfy, unet, loras, [(layout, 0.9)])
+    assert_equal_to_stock(found)
+    assert apart(found["stock"], plain["stock"]) > 100 * TOLERANCE, "there was something to apply"
+    assert "way: resident" in found["report"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"ring": 2},
+        {"cfg": 2},
+        {"data": 2},
+        {"tensor": 2},
+        {"ulysses": 2, "shard_weights": True},
+        {"cfg": 2, "offload_weights": True},
+        {"pipefusion": 2, "warmup_steps": 2},
+        {"ulysses": 2, "engine": "xfuser"},
+    ],
+    ids=lambda choice: " ".join(f"{name}{value}" for name, value in choice.items()),
+)
+def test_a_stack_of_two_gives_the_stock_latent_under_every_strategy(comfy, unet, loras, choice):
+    found = run(comfy, unet, loras, STACK, choice)
+    assert_equal_to_stock(found)
+    assert "result: exact" in found["report"]
+
+
+def test_a_stack_for_another_sampler_runs_stepwise(comfy, unet, loras):
+    found = run(comfy, unet, loras, STACK, sampler="res_multistep")
+    assert_equal_to_stock(found)
+    assert "way: stepwise (the sampler res_multistep" in found["report"]
+
+
+def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for_bit(
+    comfy, unet, loras, plain
+):
+    first = run(comfy, unet, loras, [("kohya", 1.0)], ways=("parallel",))
+    for stack, changed in (
+        ([("kohya", 0.5)], "6 weights, 6 changed"),
+        ([("kohya", 0.5), ("lokr", 1.0)], "6 weights, 2 changed"),
+        ([("kohya", 0.5), ("lokr", -1.0)], "6 weights, 2 changed"),
+        ([("kohya", 0.5), ("lokr", -1.0), ("loha", 1.0)], "7 weights, 1 changed"),
+        ([("kohya", 1.0)], "6 weights, 7 changed"),
+    ):
+        found = run(comfy, unet, loras, stack, ways=("parallel",))
+        assert "load: 0 s (weights were warm)" in found["report"]
+        assert f"LoRA: {changed}" in found["report"]
+    assert "MiB of factors" not in found["report"], "they were there"
+    assert found["parallel"].equal(first["parallel"])
+    bare = run(comfy, unet, loras, (), ways=("parallel",))
+    assert "load: 0 s (weights were warm)" in bare["report"]
+    assert "LoRA: none; 6 weights were restored" in bare["report"]
+    assert bare["parallel"].equal(plain["parallel"])
+    stepwise = run(comfy, unet, loras, (), seed=8)
+    assert_equal_to_stock(stepwise)
+
+
+@pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "ParallelLoraLoader"])
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("wrong shapes", r"double_blocks\.0\.img_attn\.proj\.weight has the shape \[256, 256\].*\[512, 4\]"),
+        ("no key", "none of its keys is known"),
+        ("nan", r"double_blocks\.0\.img_attn\.proj\.weight holds NaN"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused_where_it_is_loaded(comfy, unet, loras, loader, lora, words):
+    graph = Graph()
+    model = graph.model(OURS, unet, "cpu:2", **ULYSSES)
+    if loader == "ParallelLoraLoader":
+        loaded = graph.add(loader, parallel_model=[model[0], 0], lora_name=loras[lora], strength=1.0)
+        latent = graph.parallel_sampler(loaded, graph.text(1), graph.text(2), graph.latent())
+    else:
+        loaded = graph.add(loader, model=model, lora_name=loras[lora], strength_model=1.0)
+        latent = graph.ksampler([loaded, 0], graph.text(1), graph.text(2), graph.latent())
+    with pytest.raises(PromptFailed, match=words) as failure:
+        comfy.sample(graph.prompt, latent)
+    assert failure.value.node_type == loader
+    assert failure.value.exception_type.endswith("RequestError")

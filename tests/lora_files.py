@@ -1,0 +1,178 @@
+"""LoRA files for the tiny Flux in every layout that people have; each changes the model clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+H = 256  # width of the tiny Flux with two heads
+GAIN = 0.05  # of a delta's values
+
+
+def pair(out: int, inputs: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(up [out, rank], down [rank, inputs]), their product of about GAIN."""
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randn(out, rank, generator=generator) * GAIN / rank**0.5
+    return up, torch.randn(rank, inputs, generator=generator)
+
+
+def _pairs(
+    names: dict[str, tuple[int, int]], up: str, down: str, rank: int = 4, alpha: float | None = None
+) -> dict:
+    found = {}
+    for seed, (name, (out, inputs)) in enumerate(names.items()):
+        found[f"{name}.{up}"], found[f"{name}.{down}"] = pair(out, inputs, rank, seed)
+        if alpha is not None:
+            found[f"{name}.alpha"] = torch.tensor(alpha)
+    return found
+
+
+ORIGINAL = {
+    "double_blocks.0.img_attn.qkv": (3 * H, H),
+    "double_blocks.0.txt_mlp.2": (H, 4 * H),
+    "double_blocks.0.img_mod.lin": (6 * H, H),
+    "single_blocks.0.linear1": (7 * H, H),
+    "single_blocks.0.linear2": (H, 5 * H),
+    "final_layer.adaLN_modulation.1": (2 * H, H),
+}
+DIFFUSERS = {
+    "transformer_blocks.0.attn.to_q": (H, H),
+    "transformer_blocks.0.attn.to_v": (H, H),
+    "transformer_blocks.0.attn.add_k_proj": (H, H),
+    "transformer_blocks.0.ff.net.2": (H, 4 * H),
+    "single_transformer_blocks.0.attn.to_k": (H, H),
+    "single_transformer_blocks.0.proj_mlp": (4 * H, H),
+    "norm_out.linear": (2 * H, H),
+    "x_embedder": (H, 64),
+}
+_ONE = {"double_blocks.0.img_attn.proj": (H, H)}
+
+
+def _kohya(names: dict) -> dict:
+    return {f"lora_unet_{name.replace('.', '_')}": size for name, size in names.items()}
+
+
+def _xlabs() -> dict:
+    sizes = {
+        "double_blocks.0.processor.qkv_lora1": (3 * H, H),
+        "double_blocks.0.processor.qkv_lora2": (3 * H, H),
+        "double_blocks.0.processor.proj_lora1": (H, H),
+        "single_blocks.0.processor.qkv_lora": (3 * H, H),
+        # ComfyUI tells the layout by these two, which the tiny model does not have.
+        "double_blocks.18.processor.qkv_lora2": (3 * H, H),
+        "single_blocks.37.processor.qkv_lora": (3 * H, H),
+    }
+    return _pairs(sizes, "up.weight", "down.weight")
+
+
+def _loha() -> dict:
+    name, generator = "lora_unet_double_blocks_0_img_mlp_0", torch.Generator().manual_seed(3)
+    sizes = {"w1_a": (4 * H, 3), "w1_b": (3, H), "w2_a": (4 * H, 3), "w2_b": (3, H)}
+    found = {
+        f"{name}.hada_{part}": 0.4 * torch.randn(size, generator=generator) for part, size in sizes.items()
+    }
+    return found | {f"{name}.alpha": torch.tensor(2.0)}
+
+
+def _lokr() -> dict:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*size: int) -> Tensor:
+        return 0.3 * torch.randn(size, generator=generator)
+
+    whole, low = "lycoris_transformer_blocks_0_attn_to_k", "lycoris_single_transformer_blocks_0_proj_out"
+    return {
+        f"{whole}.lokr_w1": draw(16, 16),
+        f"{whole}.lokr_w2": draw(16, 16),
+        f"{whole}.alpha": torch.tensor(1.0),
+        f"{low}.lokr_w1": draw(4, 4),
+        f"{low}.lokr_w2_a": draw(H // 4, 4),
+        f"{low}.lokr_w2_b": draw(4, 5 * H // 4),
+        f"{low}.alpha": torch.tensor(2.0),
+    }
+
+
+def _dora() -> dict:
+    names = _kohya(ORIGINAL)
+    found = _pairs(names, "lora_up.weight", "lora_down.weight", alpha=2.0)
+    generator = torch.Generator().manual_seed(5)
+    for name, (out, inputs) in names.items():
+        shape = (out, 1) if "linear2" not in name else (1, inputs)
+        found[f"{name}.dora_scale"] = 1 + 0.2 * torch.rand(shape, generator=generator)
+    return found
+
+
+def _differences() -> dict:
+    generator = torch.Generator().manual_seed(6)
+    return {
+        "diffusion_model.double_blocks.0.img_mlp.0.diff": 0.05 * torch.randn(4 * H, H, generator=generator),
+        "diffusion_model.double_blocks.0.img_mlp.0.diff_b": 0.3 * torch.randn(4 * H, generator=generator),
+        "diffusion_model.double_blocks.0.img_attn.norm.query_norm.set_weight": torch.rand(
+            128, generator=generator
+        ),
+    }
+
+
+def _oft() -> dict:
+    generator = torch.Generator().manual_seed(7)
+    blocks = 0.2 * torch.randn(8, H // 8, H // 8, generator=generator)
+    return {"lora_unet_double_blocks_0_img_attn_proj.oft_blocks": blocks}
+
+
+def _glora() -> dict:
+    name, generator = "lora_unet_single_blocks_0_linear2", torch.Generator().manual_seed(8)
+    sizes = {"a1": (5 * H, 4), "a2": (4, 5 * H), "b1": (H, 4), "b2": (4, 5 * H)}
+    return {
+        f"{name}.{part}.weight": 0.05 * torch.randn(size, generator=generator) for part, size in sizes.items()
+    }
+
+
+def _halves(tensors: dict) -> dict:
+    return {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
+
+
+LAYOUTS = {
+    "kohya": _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
+    "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight")),
+    "bfl": _pairs({f"diffusion_model.{n}": s for n, s in ORIGINAL.items()}, "lora_B.weight", "lora_A.weight"),
+    "peft": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight"),
+    "peft, alpha": _pairs(
+        {f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight", alpha=8.0
+    ),
+    "onetrainer": _pairs(
+        {f"lora_transformer_{n.replace('.', '_')}": s for n, s in DIFFUSERS.items()},
+        "lora_up.weight",
+        "lora_down.weight",
+        alpha=1.0,
+    ),
+    "xlabs": _xlabs(),
+    "loha": _loha(),
+    "lokr": _lokr(),
+    "dora": _dora(),
+    "differences": _differences(),
+    "oft": _oft(),
+    "glora": _glora(),
+}
+BAD = {
+    "wrong shapes": _pairs(
+        {"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, "lora_up.weight", "lora_down.weight"
+    ),
+    "no key": _pairs({"lora_unet_down_blocks_0_attn": (H, H)}, "lora_up.weight", "lora_down.weight"),
+    "nan": {
+        key: tensor * float("nan")
+        for key, tensor in _pairs(_kohya(_ONE), "lora_up.weight", "lora_down.weight").items()
+    },
+}
+
+
+def write_loras(folder: Path) -> dict[str, str]:
+    """File name of each layout and each bad LoRA, written to `folder`."""
+    folder.mkdir(exist_ok=True)
+    names = {}
+    for layout, tensors in {**LAYOUTS, **BAD}.items():
+        names[layout] = f"lora_{layout.replace(' ', '_').replace(',', '')}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / names[layout])
+    return names
