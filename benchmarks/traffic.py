@@ -1,30 +1,82 @@
-"""Bytes each rank sends per step, counted in the ranks, against the closed form (parallel_backend/engine/traffic.py).
+"""Bytes each rank sends per step, counted in the ranks, against the closed forms (engine/traffic.py and beside it).
 
 python benchmarks/traffic.py [--json]
+
+A step's bytes are what a job of one step more sends. The column of Flux.1-dev (1024 x 1024, 512 text tokens, bfloat16)
+is computed from the same closed forms, not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from subject import SIZES, TEXT_TOKENS, finish, random_flux, sample_request
 
 from parallel_backend.client import Sidecar
+from parallel_backend.engine.pipeline_traffic import PipelineTraffic
 from parallel_backend.engine.traffic import expected_bytes
+from parallel_backend.engine.weights_traffic import gathered_bytes, sliced_shapes, tensor_bytes
+from parallel_backend.flux_file import inspect_flux
+from parallel_backend.flux_keys import FluxDims
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 
 TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
+EXACT = STEPS + 1  # warm-up steps: never by patches
 STRATEGIES = (
     (ParallelStrategy(ulysses_degree=2), 1.0),
     (ParallelStrategy(ring_degree=2), 1.0),
     (ParallelStrategy(cfg_degree=2), 4.0),
     (ParallelStrategy(data_degree=2), 4.0),
+    (ParallelStrategy(pipefusion_degree=2, warmup_steps=EXACT), 1.0),
+    (ParallelStrategy(pipefusion_degree=2), 1.0),
+    (ParallelStrategy(tensor_degree=2), 1.0),
+    (ParallelStrategy(ulysses_degree=2, shard_weights=True), 1.0),
     (ParallelStrategy(ulysses_degree=4), 1.0),
     (ParallelStrategy(ring_degree=4), 1.0),
     (ParallelStrategy(ring_degree=2, ulysses_degree=2), 1.0),
     (ParallelStrategy(cfg_degree=2, ulysses_degree=2), 4.0),
     (ParallelStrategy(cfg_degree=2, ring_degree=2), 4.0),
+    (ParallelStrategy(pipefusion_degree=4, warmup_steps=EXACT), 1.0),
+    (ParallelStrategy(pipefusion_degree=4), 1.0),
+    (ParallelStrategy(cfg_degree=2, pipefusion_degree=2), 4.0),
+    (ParallelStrategy(pipefusion_degree=2, ulysses_degree=2), 1.0),
+    (ParallelStrategy(tensor_degree=4), 1.0),
+    (ParallelStrategy(ulysses_degree=2, tensor_degree=2), 1.0),
+    (ParallelStrategy(ulysses_degree=4, shard_weights=True), 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a step's bytes depend on. `height`, `width`: of the latent; `element_size`: of activations and weights."""
+
+    dims: FluxDims
+    height: int
+    width: int
+    text: int
+    element_size: int
+
+
+FLUX_DEV = Size(
+    dims=FluxDims(
+        hidden=3072,
+        heads=24,
+        head_dim=128,
+        mlp=12288,
+        double_blocks=19,
+        single_blocks=38,
+        context_dim=4096,
+        pooled_dim=768,
+        in_channels=64,
+        out_channels=64,
+        guidance=True,
+    ),
+    height=128,
+    width=128,
+    text=512,
+    element_size=2,
 )
 
 
@@ -37,43 +89,69 @@ def main() -> None:
 
     result = {}
     with random_flux(HEADS, DOUBLE, SINGLE) as spec:
+        tiny = Size(inspect_flux(spec.path).dims, *SIZES[TOKENS], TEXT_TOKENS, element_size=4)
         for ranks in (2, 4):
             sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(ranks)))
             try:
                 for strategy, cfg in STRATEGIES:
                     if strategy.world_size == ranks:
-                        result[strategy.describe()] = _measure(sidecar, spec, strategy, cfg)
+                        result[_name(strategy)] = _measure(sidecar, spec, tiny, strategy, cfg)
             finally:
                 sidecar.stop()
     for name, row in result.items():
         same = "equal" if len({str(sizes) for sizes in row["per_rank"].values()}) == 1 else "DIFFERENT"
-        print(f"{name:24s} {row['measured_bytes'] / 2**20:8.3f} MiB per rank and step at most  {same}")
+        print(
+            f"{name:36s} {row['measured_bytes'] / 2**20:8.3f} MiB per rank and step at most  {same:9s}  "
+            f"Flux.1-dev, computed: {row['flux_dev_expected_bytes'] / 2**20:9.1f} MiB"
+        )
     finish(result, args.json)
 
 
-def _measure(sidecar, spec, strategy, cfg) -> dict:
+def _name(strategy: ParallelStrategy) -> str:
+    if strategy.pipefusion_degree == 1:
+        return strategy.describe()
+    return f"{strategy.describe()}, {'whole images' if strategy.warmup_steps == EXACT else 'patches'}"
+
+
+def _measure(sidecar, spec, size: Size, strategy: ParallelStrategy, cfg: float) -> dict:
     """Bytes counted and bytes by the closed form for one step: of the busiest rank, and of each."""
-    height, width = SIZES[TOKENS]
-    info = sidecar.sample(spec, sample_request(TOKENS, STEPS, cfg), Placement(strategy, "native")).info
-    expected = [
-        expected_bytes(
-            strategy,
-            rank,
-            rows=2 if cfg != 1.0 else 1,
-            text=TEXT_TOKENS,
-            image=TOKENS,
-            layers=DOUBLE + SINGLE,
-            hidden=128 * HEADS,
-            latent_elements=16 * height * width,
-        )
-        for rank in range(strategy.world_size)
-    ]
-    measured = [sent // STEPS for sent in info.bytes_sent]
+
+    def sent(steps: int) -> tuple[int, ...]:
+        request = sample_request(TOKENS, steps, cfg)
+        return sidecar.sample(spec, request, Placement(strategy, "native")).info.bytes_sent
+
+    rows = 2 if cfg != 1.0 else 1
+    measured = [more - less for more, less in zip(sent(STEPS + 1), sent(STEPS), strict=True)]
+    expected, flux_dev = (
+        [_expected(strategy, rank, each, rows) for rank in range(strategy.world_size)]
+        for each in (size, FLUX_DEV)
+    )
     return {
         "measured_bytes": max(measured),
         "expected_bytes": max(expected),
+        "flux_dev_expected_bytes": max(flux_dev),
         "per_rank": {"measured_bytes": measured, "expected_bytes": expected},
     }
+
+
+def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> int:
+    """Of one step, by the closed forms."""
+    dims = size.dims
+    tokens = {"rows": rows, "text": size.text, "image": size.height * size.width // 4}
+    each = {"hidden": dims.hidden, "latent_elements": 16 * size.height * size.width}
+    element = {"element_size": size.element_size}
+    if strategy.pipefusion_degree > 1:
+        blocks = {"double": dims.double_blocks, "single": dims.single_blocks}
+        traffic = PipelineTraffic(strategy, rank, **tokens, **blocks, **each, **element)
+        return traffic.whole() if strategy.warmup_steps == EXACT else traffic.flowing()
+    layers = dims.double_blocks + dims.single_blocks
+    total = expected_bytes(strategy, rank, layers=layers, **tokens, **each, **element)
+    if strategy.tensor_degree > 1:
+        total += tensor_bytes(strategy, rank, dims, **tokens, **element)
+    if strategy.shards:
+        shapes = sliced_shapes(dims, strategy.tensor_degree).values()
+        total += gathered_bytes(shapes, strategy.world_size // strategy.tensor_degree, **element)
+    return total
 
 
 if __name__ == "__main__":
