@@ -23,6 +23,13 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes import NODES
 
     class ParallelSamplingExtension(ComfyExtension):
+        async def on_load(self):
+            from server import PromptServer
+
+            from .nodes.doctor_route import add_route
+
+            add_route(PromptServer.instance.routes)
+
         async def get_node_list(self):
             return list(NODES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +30,49 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     The pack lies where the manager puts it: ComfyUI serves no web files of a pack with a space in its name.
     """
     kept = tmp_path_factory.mktemp("kept")
+    base = tmp_path_factory.mktemp("comfyui")
+    settings = base / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(
+        '{"Comfy.TutorialCompleted": true}'
+    )  # else templates greet a new user, over everything
     server = start_comfyui(
-        tmp_path_factory.mktemp("comfyui"),
+        base,
         pack_folder="comfyui-parallel-sampling",
         environment={"PARALLEL_SAMPLING_MEASUREMENTS": str(kept)},
     )
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """An installed Chromium without a window."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if path is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, measuring):
+    """ComfyUI's page with this pack's extensions loaded. Fails the test for errors of theirs in the console."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(measuring[0].server.url)
+    page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+    for script in (Path(__file__).resolve().parents[2] / "web").glob("*.js"):
+        name = f"parallel_sampling.{script.stem}"
+        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+    yield page
+    page.close()
+    assert [text for text in problems if "parallel" in text.lower()] == []
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
