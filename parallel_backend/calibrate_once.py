@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .calibration import Calibration
 from .calibration_store import CalibrationStore
 from .client import Sidecar
+from .devices import is_cpu
+from .errors import Cancelled
+from .experience import Experience
 from .measurements import calibration_of, with_calibration
 from .requests import Placement
+
+log = logging.getLogger(__name__)
 
 
 def calibrate_once(
@@ -27,3 +33,22 @@ def calibrate_once(
     found = sidecar.calibrate(placement)
     store.update(lambda kept: with_calibration(kept, device_ids, found, now))
     return found
+
+
+def learn_links(sidecar: Sidecar, placement: Placement, say: Callable[[str], None]) -> None:
+    """calibrate_once after a run, for later choices between GPUs; a failure never costs the finished picture.
+
+    Nothing on the CPU, where steps themselves are tried, nor for one device.
+    """
+    devices = sidecar.devices[: placement.strategy.world_size]
+    if len(devices) < 2 or is_cpu(devices):
+        return
+    try:
+        experience = Experience(devices)
+        if calibration_of(experience.store.read(), experience.ids, placement.strategy, time.time()) is None:
+            say("measuring the links between the devices, once for this strategy")
+            calibrate_once(sidecar, placement, experience.store, experience.ids)
+    except Cancelled:
+        raise
+    except Exception:
+        log.warning("parallel sampling: the links between the devices were not measured", exc_info=True)
