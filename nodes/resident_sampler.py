@@ -10,6 +10,7 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
+from ..parallel_backend.calibrate_once import learn_links
 from ..parallel_backend.client import Sidecar
 from ..parallel_backend.experience import remember, work_of
 from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
@@ -111,6 +112,7 @@ class ResidentSampler(comfy.samplers.Sampler):
                 should_cancel=interrupted,
                 patches=patches,
             )
+            learn_links(sidecar, placement, say)
         remember(decided.devices, network.spec, network.file, work, result.info, self._name)
         self._record.runs.append(result.info)
         return result.latent.to(noise.device)
