@@ -28,7 +28,7 @@ from subject import SIZES, TEXT_TOKENS, finish, prompt, random_flux, sample_requ
 
 from parallel_backend.client import Sidecar
 from parallel_backend.flux_file import inspect_flux
-from parallel_backend.memory_model import Job, predict_memory
+from parallel_backend.memory_model import CPU_BASE_BYTES, Job, predict_memory
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.strategy import ParallelStrategy
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
     )
-    parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, "host"}))
+    parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, "host", "idle"}))
     parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -79,6 +79,10 @@ def main() -> None:
         return [name for name in names if args.only is None or name in args.only]
 
     result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
+    if wanted(["idle"]):
+        with _warm_ranks(ParallelStrategy()) as sidecar:
+            idle = result["idle_rank_bytes"] = _anonymous(*sidecar.pids)
+        print(f"an idle rank         {idle / 1e6:.1f} MB, {CPU_BASE_BYTES / 1e6:.1f} MB in the model")
     with random_flux(*MIDDLE) as middle, _environment({} if args.glibc else GIVE_BACK):
         for name in wanted(PREDICTED):
             strategy, cfg = PREDICTED[name]
