@@ -5,12 +5,15 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..parallel_backend.choice import APPROXIMATION
-from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.devices import is_cpu, resolve_devices
+from ..parallel_backend.flux_keys import FLUX_DEV
+from ..parallel_backend.memory_model import Job, fullest_rank, predict_memory
 from ..parallel_backend.selector import MODES, StrategyChoice, resolve
 from ..parallel_backend.strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape
 from .links import CATEGORY, StrategyLink
 
 _FLUX = ModelShape(heads=24, blocks=57, name="Flux.1")
+_SQUARE = Job(height=128, width=128)  # latent pixels
 
 
 def _degree(name: str, tooltip: str) -> io.Int.Input:
@@ -151,13 +154,21 @@ def _in_words(choice: StrategyChoice) -> str:
         # Zero heads divide by everything: only the rules that hold for any model.
         decision = resolve(choice, ModelShape(heads=0, blocks=0), _ANY, devices)
         said = f"{decision.strategy.describe()} on {', '.join(devices)}, set by hand"
-        return ". ".join([said, *(note.rstrip(".") for note in decision.notes)])
+        notes = [note.rstrip(".") for note in decision.notes]
+        return ". ".join([said, *notes, _memory(decision.strategy, devices)]) + "."
     plain, with_cfg = (
         resolve(choice, _FLUX, RequestShape(batch=1, has_cfg=has_cfg), devices) for has_cfg in (False, True)
     )
+    memory = _memory(plain.strategy, devices)
     if plain.strategy == with_cfg.strategy:
-        return f"auto on {', '.join(devices)}. For Flux.1: {plain.reason}."
+        return f"auto on {', '.join(devices)}. By the rule for Flux.1: {plain.reason}. {memory}."
     return (
-        f"auto on {', '.join(devices)}. For Flux.1 without a negative prompt: {plain.reason}. "
-        f"With one: {with_cfg.reason}."
+        f"auto on {', '.join(devices)}. By the rule for Flux.1 without a negative prompt: {plain.reason}. "
+        f"With one: {with_cfg.reason}. {memory}."
     )
+
+
+def _memory(strategy: ParallelStrategy, devices: tuple[str, ...]) -> str:
+    """What the fullest device will hold, before a model is chosen."""
+    memories = predict_memory(FLUX_DEV, "bfloat16", strategy, _SQUARE, on_cpu=is_cpu(devices))
+    return f"Predicted for FLUX.1-dev in bf16 at 1024x1024: {fullest_rank(memories).describe()} on the fullest device"

@@ -28,6 +28,22 @@ class FluxDims:
     guidance: bool
 
 
+# Of the published FLUX.1-dev, for predictions where no file is at hand.
+FLUX_DEV = FluxDims(
+    hidden=3072,
+    heads=24,
+    head_dim=128,
+    mlp=12288,
+    double_blocks=19,
+    single_blocks=38,
+    context_dim=4096,
+    pooled_dim=768,
+    in_channels=64,
+    out_channels=64,
+    guidance=True,
+)
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a diffusers parameter comes from: rows [start, stop) of the original tensor `key`, or all of it.

@@ -212,10 +212,10 @@ def test_a_strategy_that_means_nothing_is_refused(text):
 
 
 def flux(width=1024):
-    from test_local_machine import DEV
+    from parallel_backend.flux_keys import FLUX_DEV
 
     return flux_work(
-        DEV, 23_800_000_000, width=width, height=width, text=512, batch=1, has_cfg=False, steps=4
+        FLUX_DEV, 23_800_000_000, width=width, height=width, text=512, batch=1, has_cfg=False, steps=4
     )
 
 

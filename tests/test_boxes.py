@@ -3,10 +3,11 @@
 import pytest
 
 import fake_nvml
+from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.local_machine import choose_here, flux_work
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.topology_probe import read_topology
-from test_local_machine import DEV, REQUEST, SHAPE
+from test_local_machine import REQUEST, SHAPE
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000
 
@@ -88,7 +89,7 @@ CASES = [
 )
 def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy, said, tmp_path):
     box = read_topology(shape(), sys_root=tmp_path)
-    found = choose_here(flux_work(DEV, weights, **{**REQUEST, "has_cfg": has_cfg}), SHAPE, box)
+    found = choose_here(flux_work(FLUX_DEV, weights, **{**REQUEST, "has_cfg": has_cfg}), SHAPE, box)
     best = found.choice.best
     assert best.fits and best.candidate.exact
     if strategy is None:
@@ -103,7 +104,7 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
 
 
 def test_cards_that_differ_and_slices_of_one_gpu_are_noted(tmp_path):
-    work = flux_work(DEV, FP8, **REQUEST)
+    work = flux_work(FLUX_DEV, FP8, **REQUEST)
     mixed = choose_here(work, SHAPE, read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path))
     assert any("all wait for the rtx4080" in note for note in mixed.notes)
     sliced = choose_here(work, SHAPE, read_topology(fake_nvml.mig(), sys_root=tmp_path))
@@ -114,13 +115,13 @@ def test_slices_of_two_gpus_work_together(tmp_path):
     nvml = fake_nvml.mig()
     for board in nvml.boards:
         board.slices = [("3g.40gb", 39.5)]
-    found = choose_here(flux_work(DEV, FP8, **REQUEST), SHAPE, read_topology(nvml, sys_root=tmp_path))
+    found = choose_here(flux_work(FLUX_DEV, FP8, **REQUEST), SHAPE, read_topology(nvml, sys_root=tmp_path))
     assert found.choice.best.candidate.strategy.world_size == 2
     assert "PCIe 64 GB/s without peer access" in found.choice.reason
 
 
 def test_one_card_of_a_large_box_is_one_card(tmp_path):
     box = read_topology(fake_nvml.h100_nvswitch(), sys_root=tmp_path)
-    found = choose_here(flux_work(DEV, BF16, **REQUEST), SHAPE, box.select([box.devices[5].uuid]))
+    found = choose_here(flux_work(FLUX_DEV, BF16, **REQUEST), SHAPE, box.select([box.devices[5].uuid]))
     assert found.choice.best.candidate.strategy == ParallelStrategy()
     assert found.choice.reason.startswith("one GPU on 1 of 1 GPUs (h100, one device)")

@@ -7,12 +7,12 @@ import pytest
 from parallel_backend.capacity import Plan, check_capacity, fits, host_memory
 from parallel_backend.errors import StrategyError
 from parallel_backend.flux_file import FluxFile
+from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.memory_model import Job
 from parallel_backend.strategy import ParallelStrategy
-from test_local_machine import DEV
 
 GIB = 2**30
-FILE = FluxFile("/models/flux.safetensors", "original", "", DEV, "bfloat16", 23_800_000_000)
+FILE = FluxFile("/models/flux.safetensors", "original", "", FLUX_DEV, "bfloat16", 23_800_000_000)
 SQUARE = Job(128, 128)
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 

@@ -12,16 +12,16 @@ from parallel_backend.decide import decide
 from parallel_backend.errors import StrategyError
 from parallel_backend.experience import Experience, image_work, in_good_order
 from parallel_backend.flux_file import FluxFile
+from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.outlook import expected, table
 from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.selector import StrategyChoice
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.topology_probe import read_topology
-from test_local_machine import DEV
 
 SPEC = ModelSpec("/models/flux.safetensors")
-FILE = FluxFile(SPEC.path, "original", "", DEV, "bfloat16", 23_800_000_000)
-FP8 = FluxFile(SPEC.path, "original", "", DEV, "float8_e4m3fn", 11_900_000_000)
+FILE = FluxFile(SPEC.path, "original", "", FLUX_DEV, "bfloat16", 23_800_000_000)
+FP8 = FluxFile(SPEC.path, "original", "", FLUX_DEV, "float8_e4m3fn", 11_900_000_000)
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
 
 

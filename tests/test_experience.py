@@ -12,16 +12,16 @@ from parallel_backend.calibration import ALL_TO_ALL, SIZES, Calibration, Transfe
 from parallel_backend.calibration_store import VARIABLE
 from parallel_backend.experience import Experience, remember, work_of
 from parallel_backend.flux_file import FluxFile, inspect_flux
+from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.measurements import with_calibration
 from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.topology import Topology
 from parallel_backend.topology_probe import read_topology
-from test_local_machine import DEV
 from tiny_flux import write_tiny_flux
 
 SPEC = ModelSpec("/models/flux.safetensors")
-FILE = FluxFile(SPEC.path, "original", "", DEV, "float8_e4m3fn", 11_900_000_000)
+FILE = FluxFile(SPEC.path, "original", "", FLUX_DEV, "float8_e4m3fn", 11_900_000_000)
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
 CPUS = ("cpu:0", "cpu:1")
 

@@ -6,12 +6,13 @@ import fake_nvml
 from parallel_backend.calibration import ALL_TO_ALL, POINT_TO_POINT, SIZES, Calibration, Transfer
 from parallel_backend.cost_model import DEFAULT, predict
 from parallel_backend.cost_traffic import Candidate, unit_load
+from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.hardware import LINKS
 from parallel_backend.local_machine import choose_here, flux_work, link_of, machine_of
 from parallel_backend.measured_links import measured_constants
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.topology_probe import read_topology
-from test_local_machine import DEV, REQUEST, SHAPE
+from test_local_machine import REQUEST, SHAPE
 
 ULYSSES = ParallelStrategy(ulysses_degree=4)
 
@@ -55,7 +56,7 @@ def test_a_measurement_beyond_belief_is_bounded():
 def test_links_that_turn_out_slow_change_the_choice(tmp_path):
     """Two 4090s whose PCIe slots run at a fraction of their width: one card is faster, and the reason says so."""
     box = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
-    work = flux_work(DEV, 11_900_000_000, **{**REQUEST, "width": 512, "height": 512})
+    work = flux_work(FLUX_DEV, 11_900_000_000, **{**REQUEST, "width": 512, "height": 512})
     assert choose_here(work, SHAPE, box).choice.best.candidate.strategy.world_size == 2
     slow = calibrations(ParallelStrategy(ulysses_degree=2), 0.2e9)
     choice = choose_here(work, SHAPE, box, calibrations=slow, one_gpu_s=0.25).choice
@@ -66,7 +67,7 @@ def test_links_that_turn_out_slow_change_the_choice(tmp_path):
 
 def test_fast_links_are_trusted_too(tmp_path):
     box = read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path)
-    work = flux_work(DEV, 11_900_000_000, **REQUEST)
+    work = flux_work(FLUX_DEV, 11_900_000_000, **REQUEST)
     machine, _ = machine_of(box)
     rule = Candidate(ParallelStrategy(ulysses_degree=8))
     before = predict(work, rule, machine)

@@ -11,7 +11,7 @@ from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.weights import load_under
 from parallel_backend.flux_file import inspect_flux
-from parallel_backend.flux_keys import FluxDims, diffusers_shapes
+from parallel_backend.flux_keys import FLUX_DEV, FluxDims, diffusers_shapes
 from parallel_backend.memory_model import Job, fullest_rank, predict_memory
 from parallel_backend.memory_weights import Dtypes, held_weights
 from parallel_backend.models import flux
@@ -22,19 +22,6 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
-FLUX_DEV = FluxDims(
-    hidden=3072,
-    heads=24,
-    head_dim=128,
-    mlp=12288,
-    double_blocks=19,
-    single_blocks=38,
-    context_dim=4096,
-    pooled_dim=768,
-    in_channels=64,
-    out_channels=64,
-    guidance=True,
-)
 GIB = 2**30
 SQUARE = Job(128, 128)  # 1024 x 1024
 
