@@ -21,7 +21,8 @@ class Ending:
 def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> Ending:
     """`code`: as subprocess has it, negative for a signal. `oom_kills`: how many processes of this machine the system
     has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
-    out_of_memory = code == -signal.SIGKILL and bool(oom_kills)
+    # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
+    out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory_limit() / 10
     if out_of_memory:
         words = (
             f"killed by SIGKILL: host memory ran out, and the system ended this rank, which held up to "

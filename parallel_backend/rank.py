@@ -10,6 +10,7 @@ import platform
 import signal
 import sys
 import time
+import traceback
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -40,11 +41,17 @@ def main(make_jobs=None) -> None:
         jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.whereabouts)
         serve(link, arguments.epoch, jobs)
     except LinkClosed:
-        pass
-    # At once: interpreter shutdown would wait for collectives that have lost their peers.
+        _exit(0)
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Ends at once: interpreter shutdown would wait for collectives that have lost their peers."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def die_with_parent(parent: int) -> None:
@@ -72,8 +79,8 @@ def _join(link, epoch: int, make_jobs, begun: float, page: int):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
     here.share(page, setup.rank)
     arm(setup.rank, here)
-    here.point("start")
     try:
+        here.point("start")
         if make_jobs is None:
             from .rank_jobs import RankJobs as make_jobs
         jobs = make_jobs(setup)

@@ -5,8 +5,13 @@ import pytest
 from parallel_backend.endings import count_oom_kills, describe_ending, host_memory_limit
 
 
-def ending(code, output=b"", oom_kills=0):
-    return describe_ending(code, output, oom_kills=oom_kills, peak_bytes=3 * 2**30)
+def ending(code, output=b"", oom_kills=0, peak_bytes=3 * 2**30):
+    return describe_ending(code, output, oom_kills=oom_kills, peak_bytes=peak_bytes)
+
+
+@pytest.fixture(autouse=True)
+def memory_of_this_host(monkeypatch):
+    monkeypatch.setattr("parallel_backend.endings.host_memory_limit", lambda: 8 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +30,12 @@ def test_codes_and_signals_have_names(code, words):
 
 def test_a_kill_counts_as_out_of_memory_when_the_system_says_so():
     killed = ending(-9, oom_kills=1)
-    assert killed.out_of_memory and "host memory ran out" in killed.words and "3.0 GiB of the" in killed.words
+    assert (
+        killed.out_of_memory
+        and "host memory ran out" in killed.words
+        and "3.0 GiB of the 8.0 GiB" in killed.words
+    )
+    assert not ending(-9, oom_kills=1, peak_bytes=2**28).out_of_memory  # another process was its victim
     assert not ending(-11, oom_kills=1).out_of_memory
     silent = ending(-9, oom_kills=None)
     assert not silent.out_of_memory and "the system does this when memory runs out" in silent.words
