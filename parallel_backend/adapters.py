@@ -50,12 +50,20 @@ def _apply(weight: Tensor, patch: WeightPatch, tensors: Mapping[str, Tensor]) ->
     elif patch.kind == "diff":
         _add(part, patch, factors["diff"], 1.0)
     else:
+        if set(factors) == {"up", "down"} and not patch.swap_halves and part.ndim == 2:
+            up, down = factors["up"].flatten(1), factors["down"].flatten(1)
+            part.addmm_(up, down, alpha=patch.strength * _scale(patch, down.shape[0]))  # no delta in memory
+            return
         delta, rank = _DELTAS[patch.kind](factors)
-        scale = 1.0 if patch.alpha is None or rank is None else patch.alpha / rank
+        scale = _scale(patch, rank)
         if "dora_scale" in factors:
             _decompose(part, patch, delta.reshape(part.shape) * scale, factors["dora_scale"])
         else:
             _add(part, patch, delta.reshape(part.shape), scale)
+
+
+def _scale(patch: WeightPatch, rank: int | None) -> float:
+    return 1.0 if patch.alpha is None or rank is None else patch.alpha / rank
 
 
 def _add(part: Tensor, patch: WeightPatch, delta: Tensor, scale: float) -> None:

@@ -18,7 +18,7 @@ from .requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from .strategy import ParallelStrategy
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
