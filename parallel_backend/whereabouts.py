@@ -28,6 +28,7 @@ COLLECTIVES = (
     "an all-reduce",
     "a gather of weights",
     "an exchange of edge rows",
+    "xfuser's attention",
     "the agreement after a step",
     "the agreement on a load",
 )

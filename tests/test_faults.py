@@ -218,6 +218,22 @@ def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
     assert "fine" in out and f"{full} takes no files (No space left on device)" in out
 
 
+# 15: many jobs. A thousand, and how memory grows, in benchmarks/faults.py.
+
+
+def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, tmp_path):
+    other = scripted_weights(tmp_path / "other.safetensors", "good 2.0")
+    counts = set()
+    for number in range(60):
+        request = scripted_request(steps=2)
+        if number % 2:
+            request = replace(request, noise=torch.zeros(2, 4, 9, 6), latent=torch.zeros(2, 4, 9, 6))
+        sidecar.sample((weights, other)[number // 4 % 2], request, two_ranks(), on_step=lambda *step: None)
+        if number >= 8:
+            counts.add((len(os.listdir("/proc/self/fd")), len(ranks_of(os.getpid()))))  # noqa: PTH208
+    assert len(counts) == 1
+
+
 # 18: what others leave lying about.
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from parallel_backend import pool
 from parallel_backend.client import State
+from parallel_backend.crash_history import FAILURES_UNTIL_BROKEN
+from parallel_backend.errors import RankFailed
 from parallel_backend.supervisor import PACK_ROOT
 from scripted import is_running, ranks_of
 
@@ -48,6 +50,21 @@ def test_the_largest_running_sidecar_within_a_choice_is_found():
     assert pool.running_within(("cpu:0", "cpu:1")) is one  # two needs a device that was not chosen
     two.stop()
     assert pool.running_within(("cpu:0", "cpu:1", "cpu:2")) is one
+
+
+def test_a_reset_lets_broken_groups_start_again_and_leaves_the_others_alone():
+    broken, fine = pool.get_sidecar(("cpu:0",)), pool.get_sidecar(("cpu:1",))
+    fine.start()
+    pids = fine.pids
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        broken._crashes.add(RankFailed(0, "killed by SIGKILL"))
+    assert broken.state is State.BROKEN
+    with pytest.raises(RankFailed, match="3 times within 10 minutes"):
+        broken.start()
+    assert pool.reset() == (("cpu:0",),)
+    assert broken.state is State.DOWN
+    assert broken.start() > 0
+    assert fine.pids == pids and pool.reset() == ()
 
 
 def test_stop_all_leaves_no_rank_and_no_entry():

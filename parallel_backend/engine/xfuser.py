@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..whereabouts import here
 from .adjust_xfuser import Xfuser, load_xfuser
 from .collectives import Traffic, all_gather
 from .groups import Layout
@@ -58,15 +59,18 @@ class XfuserAttention:
         self._count(query, common, surplus)
         main = [t[:, :common].transpose(1, 2) for t in (query, key, value)]
         if not surplus:
-            return self._xfuser.usp.USP(*main, backend=self._backend).transpose(1, 2)
+            return self._usp(main, {}).transpose(1, 2)
         extra = self._surplus_of_all(query, key, value, common)
         joint = dict(zip(("joint_query", "joint_key", "joint_value"), extra, strict=True))
-        out = self._xfuser.usp.USP(*main, **joint, joint_strategy="rear", backend=self._backend)
-        out = out.transpose(1, 2)
+        out = self._usp(main, {**joint, "joint_strategy": "rear"}).transpose(1, 2)
         if lengths[self._axis.index] == common:
             return out[:, :common]
         mine = common + sum(length - common for length in lengths[: self._axis.index])
         return torch.cat([out[:, :common], out[:, mine : mine + 1]], dim=1)
+
+    def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
+        with here.inside("xfuser's attention", self._axis.ranks):
+            return self._xfuser.usp.USP(*main, **joint, backend=self._backend)
 
     def _count(self, query: Tensor, common: int, surplus: int) -> None:
         """What USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
