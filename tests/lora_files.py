@@ -134,6 +134,7 @@ def _halves(tensors: dict) -> dict:
     return {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
 
 
+TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, "lora_up.weight", "lora_down.weight")
 LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
     "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight")),
@@ -156,6 +157,11 @@ LAYOUTS = {
     "oft": _oft(),
     "glora": _glora(),
 }
+# For LoraLoader, which also has a CLIP: a LoRA for both, and one for the text encoder alone.
+WITH_TEXT = {
+    "both": TEXT | _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
+    "text": TEXT,
+}
 BAD = {
     "wrong shapes": _pairs(
         {"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, "lora_up.weight", "lora_down.weight"
@@ -172,7 +178,7 @@ def write_loras(folder: Path) -> dict[str, str]:
     """File name of each layout and each bad LoRA, written to `folder`."""
     folder.mkdir(exist_ok=True)
     names = {}
-    for layout, tensors in {**LAYOUTS, **BAD}.items():
+    for layout, tensors in {**LAYOUTS, **WITH_TEXT, **BAD}.items():
         names[layout] = f"lora_{layout.replace(' ', '_').replace(',', '')}.safetensors"
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / names[layout])
     return names

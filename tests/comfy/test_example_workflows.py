@@ -12,13 +12,14 @@ from workflow_to_api import workflow_to_api
 
 EXAMPLES = (
     "demo_no_downloads",
+    "flux_dev_lora_parallel",
     "flux_dev_parallel",
     "flux_schnell_parallel",
     "stock_ksampler_parallel_model",
 )
 
 # Checkpoints that a test machine does not have: the one reason for which a valid example may be rejected here.
-_FILE_INPUTS = {"unet_name", "vae_name", "clip_name", "clip_name1", "clip_name2", "ckpt_name"}
+_FILE_INPUTS = {"unet_name", "vae_name", "clip_name", "clip_name1", "clip_name2", "ckpt_name", "lora_name"}
 
 
 def _example_names():

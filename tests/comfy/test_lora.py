@@ -131,6 +131,27 @@ def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for
     assert_equal_to_stock(stepwise)
 
 
+@pytest.mark.parametrize("lora", ["both", "text"])
+def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_comfyui(
+    comfy, unet, loras, plain, lora
+):
+    graph = Graph()
+    latents = {}
+    for kind in (STOCK, OURS):
+        model = graph.model(kind, unet, "cpu:2", **ULYSSES)
+        clip = [graph.add("TestClip"), 0]
+        loaded = graph.add(
+            "LoraLoader", model=model, clip=clip, lora_name=loras[lora], strength_model=0.7, strength_clip=0.5
+        )
+        request = (graph.text(1), graph.text(2), graph.latent())
+        latents[kind] = graph.ksampler([loaded, 0], *request, cfg=2.0, steps=2)
+        graph.save(latents[kind], f"lora-{kind}.safetensors")
+    comfy.run(graph.prompt, timeout=300)
+    stock, ours = (load_file(comfy.output(f"lora-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
+    assert apart(ours, stock) <= TOLERANCE
+    assert (apart(ours, plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
+
+
 @pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "ParallelLoraLoader"])
 @pytest.mark.parametrize(
     ("lora", "words"),

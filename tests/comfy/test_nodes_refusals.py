@@ -143,6 +143,15 @@ def test_merging_our_weights_into_another_model_is_refused(comfy, unet):
         comfy.sample(graph.prompt, sample(graph, [merged, 0]))
 
 
+def test_merging_another_model_into_ours_is_refused(comfy, unet):
+    graph = Graph()
+    merged = graph.add(
+        "ModelMergeSimple", model1=graph.model(OURS, unet), model2=graph.model(STOCK, unet), ratio=0.5
+    )
+    with pytest.raises(PromptFailed, match="another model merged into it"):
+        comfy.sample(graph.prompt, sample(graph, [merged, 0]))
+
+
 def test_saving_our_model_is_refused(comfy, unet):
     graph = Graph()
     graph.add("ModelSave", model=graph.model(OURS, unet), filename_prefix="ours")

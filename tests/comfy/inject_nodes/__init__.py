@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import comfy.sd
 import folder_paths
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
 from comfy_api.latest import ComfyExtension, io
 from safetensors.torch import save_file
@@ -101,6 +102,30 @@ class TestSaveLatent(io.ComfyNode):
     def execute(cls, latent, path) -> io.NodeOutput:
         save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
         return io.NodeOutput()
+
+
+class TestClip(io.ComfyNode):
+    """A CLIP of one weight under a name that text encoders' LoRAs go by, for loaders that want one beside a MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="TestClip", category=CATEGORY, inputs=[], outputs=[io.Clip.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        encoder = torch.nn.Module()
+        encoder.__dict__["dtype"] = torch.float32
+        path = "clip_l.transformer.text_model.encoder.layers.0.mlp"
+        module = encoder
+        for name in path.split("."):
+            module.add_module(name, torch.nn.Module())
+            module = module.get_submodule(name)
+        module.add_module("fc1", torch.nn.Linear(8, 8))
+        clip = comfy.sd.CLIP(no_init=True)
+        clip.cond_stage_model, clip.tokenizer, clip.layer_idx = encoder, None, None
+        clip.patcher = ModelPatcher(encoder, torch.device("cpu"), torch.device("cpu"))
+        clip.tokenizer_options, clip.use_clip_schedule, clip.apply_hooks_to_conds = {}, False, None
+        return io.NodeOutput(clip)
 
 
 class TestCircularVAE(io.ComfyNode):
@@ -225,6 +250,7 @@ class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             TestCircularVAE,
+            TestClip,
             TestConditioning,
             TestLatent,
             TestOtherPlatform,
