@@ -293,13 +293,9 @@ class Sidecar:
             def new_exchange(survivable: frozenset[str]) -> Exchange:
                 return self._exchange(cancelled, survivable)
 
-            def attempt() -> DecodeResult:
-                self._ensure_started(on_phase, cancelled)
-                self._activity = State.RUNNING
-                epoch = self._group.epoch
-                return self._vae.decode(epoch, new_exchange, vae, latent, shares, on_step, on_phase)
-
-            return self._through_a_crash(attempt, on_phase, cancelled)
+            self._ensure_started(on_phase, cancelled)
+            self._activity = State.RUNNING
+            return self._vae.decode(self._group.epoch, new_exchange, vae, latent, shares, on_step, on_phase)
 
     def calibrate(
         self,
