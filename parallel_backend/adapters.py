@@ -7,12 +7,13 @@ the same files. Sources: LoRA (Hu et al. 2021), LoHa and LoKr (Yeh et al. 2023, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .errors import RequestError
-from .weight_patches import WeightPatch
+from .weight_patches import Factor, WeightPatch
 
 
 def apply_patches(weight: Tensor, patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> Tensor:
@@ -28,6 +29,35 @@ def apply_patches(weight: Tensor, patches: Sequence[WeightPatch], tensors: Mappi
                 raise
             raise RequestError(_misfit(weight, patch, tensors)) from error
     return weight
+
+
+def cut_rows(
+    patch: WeightPatch, tensors: Mapping[str, Tensor], first: int, count: int, whole: int
+) -> tuple[list[WeightPatch], dict[str, Tensor]] | None:
+    """What `patch` does to `count` rows from `first` on of a tensor of `whole` rows, as changes of those rows alone.
+
+    None where a row's new value depends on other rows, or is not simply told from the factors.
+    """
+    roles = {factor.role for factor in patch.factors}
+    by_rows = _BY_ROWS.get(patch.kind)
+    if by_rows is None or roles & {"mid", "t1", "t2", "dora_scale"} or patch.swap_halves:
+        return None
+    if patch.narrow and patch.narrow[0] != 0:
+        return None
+    start, length = patch.narrow[1:] if patch.narrow else (0, whole)
+    if any(tensors[f.digest].shape[:1] != (length,) for f in patch.factors if f.role in by_rows):
+        return None  # a value for all rows
+    low, high = max(start, first), min(start + length, first + count)
+    if low >= high:
+        return [], {}
+    factors, cut = [], {}
+    for factor in patch.factors:
+        tensor, name = tensors[factor.digest], factor.digest
+        if factor.role in by_rows:
+            tensor, name = tensor[low - start : high - start], f"{name}[{low}:{high}]"
+        factors.append(Factor(factor.role, name))
+        cut[name] = tensor
+    return [replace(patch, factors=tuple(factors), narrow=(0, low - first, high - low))], cut
 
 
 def check_shapes(shape: Sequence[int], patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> None:
@@ -131,6 +161,8 @@ def _low_rank(a: Tensor, b: Tensor, core: Tensor | None) -> Tensor:
     return torch.einsum("i j k l, j r, i p -> p r k l", core, b, a)
 
 
+# The factors of which each row makes a row of the change.
+_BY_ROWS = {"lora": ("up",), "loha": ("w1_a", "w2_a"), "diff": ("diff",), "set": ("value",)}
 _DELTAS = {"lora": _lora, "loha": _loha, "lokr": _lokr}
 
 

@@ -8,7 +8,7 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from lora_patches import patch
-from parallel_backend.adapters import apply_patches, check_shapes
+from parallel_backend.adapters import apply_patches, check_shapes, cut_rows
 from parallel_backend.errors import RequestError
 from parallel_backend.weight_patches import Factor, WeightPatch
 
@@ -139,6 +139,39 @@ def test_factors_that_do_not_fit_are_refused_by_the_tensors_name_before_anything
             RequestError, match=r"double_blocks\.0\.img_attn\.proj\.weight has the shape \[96, 64\]"
         ):
             refuse()
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 20), (30, 40), (70, 26), (95, 1)])
+def test_rows_alone_get_what_they_get_in_the_whole(first, count):
+    weight, tensors = torch.randn(OUT, IN), {}
+    low = {name: torch.randn(OUT, 3) for name in ("w1_a", "w2_a")}
+    low |= {name: torch.randn(3, IN) for name in ("w1_b", "w2_b")}
+    patches = (
+        patch(tensors, KEY, "lora", 0.5, ALPHA, up=torch.randn(OUT, 4), down=torch.randn(4, IN)),
+        patch(tensors, KEY, "lora", 1.0, None, (0, 32, 32), up=torch.randn(32, 4), down=torch.randn(4, IN)),
+        patch(tensors, KEY, "loha", -1.0, ALPHA, **low),
+        patch(tensors, KEY, "diff", 1.0, narrow=(0, 64, 32), diff=torch.randn(32, IN)),
+        patch(tensors, KEY, "set", 1.0, narrow=(0, 0, 8), value=torch.randn(8, IN)),
+    )
+    rows = weight[first : first + count].clone()
+    for change in patches:
+        own, factors = cut_rows(change, tensors, first, count, OUT)
+        apply_patches(rows, own, factors)
+    assert_close(rows, changed(weight, tensors, *patches)[first : first + count])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("lora", {"up": torch.ones(OUT, 4), "down": torch.ones(4, IN), "dora_scale": torch.ones(1, IN)}),
+        ("lokr", {"w1": torch.ones(8, 8), "w2": torch.ones(12, 8)}),
+        ("set", {"value": torch.ones(1, IN)}),
+    ],
+    ids=lambda change: change[0],
+)
+def test_rows_that_depend_on_others_are_not_taken_alone(change):
+    tensors, (kind, factors) = {}, change
+    assert cut_rows(patch(tensors, KEY, kind, 1.0, **factors), tensors, 0, 10, OUT) is None
 
 
 def test_a_factor_that_was_not_sent_is_refused():

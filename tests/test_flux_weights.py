@@ -23,6 +23,7 @@ from tiny_flux import write_tiny_flux
 
 CPU = torch.device("cpu")
 CASE = CASES["odd sides, cfg 4, batch 3"]
+SLICED = ParallelStrategy(tensor_degree=2)
 QKV = "double_blocks.0.img_attn.qkv.weight"
 
 
@@ -41,6 +42,16 @@ def files(tmp_path_factory):
 def stack():
     (one, _), (two, _) = lora(), lora(strength=-0.5, seed=1)
     return (*one.patches, *two.patches), {**one.tensors, **two.tensors}
+
+
+def entangled():
+    """Changes whose rows depend on other rows: norms per input, and a Kronecker product."""
+    generator, tensors = torch.Generator().manual_seed(9), {}
+    up, down = (0.1 * torch.randn(size, generator=generator) for size in ((3 * H, 4), (4, H)))
+    magnitude = 0.5 + torch.rand(1, H, generator=generator)
+    dora = patch(tensors, QKV, "lora", 0.7, up=up, down=down, dora_scale=magnitude)
+    whole = {name: 0.3 * torch.randn(16, 16, generator=generator) for name in ("w1", "w2")}
+    return (dora, patch(tensors, "double_blocks.0.img_attn.proj.weight", "lokr", 1.0, **whole)), tensors
 
 
 def parameters(model):
@@ -88,8 +99,8 @@ def test_only_what_differs_is_computed_again(files):
     assert model.weights.apply(without, tensors) == 1
 
 
-def sample_with_loras(world, path, strategy):
-    """Latents without, with, and again without a stack of LoRAs, on one rank."""
+def sample_with_loras(world, path, strategy, changes=stack):
+    """Latents without, with, and again without `changes`, on one rank."""
     layouts = Layouts(world)
     model = load_under(ModelSpec(path), layouts, strategy)
     forward = make_forward(model, layouts, Placement(strategy))
@@ -97,7 +108,7 @@ def sample_with_loras(world, path, strategy):
     def run():
         return denoise(forward, CASE, lambda i, denoised: None)
 
-    patches, tensors = stack()
+    patches, tensors = changes()
     before = run()
     model.weights.check(patches, tensors)
     touched = model.weights.apply(patches, tensors)
@@ -135,6 +146,17 @@ def test_every_way_of_holding_weights_gives_the_latent_of_a_merged_file(files, e
         assert difference(found["before"], expected) > 1e-2, "there was something to apply"
         assert found["after"].equal(found["before"])
         assert found["touched"] == 10
+
+
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(ulysses_degree=2, shard_weights=True), SLICED], ids=lambda s: s.describe()
+)
+def test_changes_that_need_the_whole_tensor_are_cut_after_them(files, strategy):
+    (whole,) = run_ranks(sample_with_loras, 1, files["diffusers"], ParallelStrategy(), entangled)
+    assert difference(whole["during"], whole["before"]) > 1e-2
+    for found in run_ranks(sample_with_loras, 2, files["diffusers"], strategy, entangled):
+        assert difference(found["during"], whole["during"]) <= 1e-5
+        assert found["after"].equal(found["before"])
 
 
 @pytest.mark.parametrize(

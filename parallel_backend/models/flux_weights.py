@@ -14,7 +14,7 @@ import torch
 from diffusers.hooks.tensor_parallel import TPShardSpec
 from torch import Tensor, nn
 
-from ..adapters import apply_patches, check_shapes
+from ..adapters import apply_patches, check_shapes, cut_rows
 from ..errors import RequestError
 from ..flux_file import FluxFile
 from ..flux_keys import diffusers_sources
@@ -140,24 +140,37 @@ class FluxWeights:
         """`pristine`: the parameters still have the file's values."""
         held = self._held[key]
         dtype = held[0].tensor.dtype
-        weight = apply_patches(self._base(key, dtype), changes, tensors)
-        low, high = (edge.item() for edge in weight.aminmax())
-        limit = torch.finfo(dtype).max
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise RequestError(
-                f"The LoRA makes {key} infinite or NaN; choose another LoRA, or lower its strength."
-            )
-        if dtype.itemsize == 1:
-            weight.clamp_(-limit, limit)  # beyond it fp8 knows only NaN
-        elif max(-low, high) > limit:
-            raise RequestError(
-                f"The LoRA makes values of {key} as large as {max(-low, high):.3g}, which "
-                f"{str(dtype).removeprefix('torch.')} cannot hold; lower its strength, or choose a wider weight_dtype."
-            )
+        if self._change_rows(key, changes, tensors):
+            return
+        weight = _in_range(apply_patches(self._base(key, dtype), changes, tensors), key, dtype)
         for parameter in held:
             part = diffusers_part(self._file, weight, self._sources[parameter.name])
             value = self._cut(part, parameter.spec, parameter.rows or slice(None)).to(dtype)
             self._put(parameter, value, pristine)
+
+    def _change_rows(self, key: str, changes: tuple[WeightPatch, ...], tensors: Mapping[str, Tensor]) -> bool:
+        """Computes only this rank's rows of weights that are shared out by rows; False where they need the others'."""
+        todo, whole = [], self._file.original_shapes[key][0]
+        for parameter in self._held[key]:
+            source, rows = self._sources[parameter.name], parameter.rows
+            swapped = source.swap_halves and self._file.layout == "diffusers"
+            if rows is None or swapped or (parameter.spec is not None and parameter.spec.dim is not None):
+                return False
+            first, count = (source.start or 0) + rows.start, rows.stop - rows.start
+            cut = [cut_rows(patch, tensors, first, count, whole) for patch in changes] if count > 0 else []
+            if None in cut:
+                return False
+            todo.append((parameter, cut))
+        for parameter, cut in todo:
+            share = parameter.tensor
+            if not share.numel():
+                continue
+            stored = self._mapped(parameter.name, parameter.spec, parameter.rows).to(self._device)
+            weight = _float32_copy(stored, share.dtype)
+            for patches, factors in cut:
+                apply_patches(weight, patches, factors)
+            share.copy_(_in_range(weight, key, share.dtype))
+        return True
 
     def _base(self, key: str, dtype: torch.dtype) -> Tensor:
         """The whole original tensor in float32, rounded first as it is kept, for the caller to write into."""
@@ -170,8 +183,7 @@ class FluxWeights:
         if all(part is not None for part in parts):
             return assembled(self._file, key, parts).to(torch.float32)
         stored = original_tensor(self._file, self._read, key).to(self._device)
-        weight = stored.to(dtype).to(torch.float32)
-        return weight.clone() if weight.data_ptr() == stored.data_ptr() else weight
+        return _float32_copy(stored, dtype)
 
     def _put(self, parameter: HeldParameter, value: Tensor, pristine: bool) -> None:
         tensor, name = parameter.tensor, parameter.name
@@ -194,6 +206,30 @@ class FluxWeights:
             else:
                 value = self._mapped(parameter.name, parameter.spec, parameter.rows or slice(None))
                 tensor.copy_(value.to(tensor.device))
+
+
+def _float32_copy(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """`stored` rounded to the dtype it is kept in, for the caller to write into."""
+    weight = stored.to(dtype).to(torch.float32)
+    return weight.clone() if weight.data_ptr() == stored.data_ptr() else weight
+
+
+def _in_range(weight: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """`weight`, in range of `dtype`: clamped for fp8, which knows only NaN beyond its range. Raises RequestError."""
+    low, high = (edge.item() for edge in weight.aminmax())
+    limit = torch.finfo(dtype).max
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise RequestError(
+            f"The LoRA makes {key} infinite or NaN; choose another LoRA, or lower its strength."
+        )
+    if dtype.itemsize == 1:
+        return weight.clamp_(-limit, limit)
+    if max(-low, high) > limit:
+        raise RequestError(
+            f"The LoRA makes values of {key} as large as {max(-low, high):.3g}, which "
+            f"{str(dtype).removeprefix('torch.')} cannot hold; lower its strength, or choose a wider weight_dtype."
+        )
+    return weight
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
