@@ -334,9 +334,9 @@ class Sidecar:
             held = self._held
             info = self._ask_all_to_move(Sleep(level), cancelled)
             self._asleep = level
+            self._vae.forget()
             if level == 2:
                 self._forget_model()
-                self._vae.forget()
                 self._woken_with = None if held is None else (held.spec, held.weights)
             return info
 

@@ -42,6 +42,7 @@ class RankJobs:
         self.patches = PatchJobs(lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
         self._model = None
+        self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
         self._forwards: dict[Placement, object] = {}
         self._prompts: dict[int, Conditioning] = {}
 
@@ -125,24 +126,35 @@ class RankJobs:
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
     def sleep(self, level: int) -> SleepInfo:
-        """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded."""
-        if level == 1:
-            return self._move(torch.device("cpu"))
-        begun, before = time.perf_counter(), _allocated(self.world.device)
-        self._drop_model()
+        """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
+
+        The VAE is discarded at both: ComfyUI's process has it in host memory already.
+        """
+        begun, device = time.perf_counter(), self.world.device
+        before = _allocated(device)
         self.vae.drop()
-        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
+        if level == 1:
+            self.patches.release_originals()
+            # Weights that are offloaded lie in host memory as they are.
+            chunks = () if self._model is None else self._model.chunks
+            self._moved_out = [c for c in chunks if next(c.parameters()).device.type == device.type]
+            self._move(torch.device("cpu"))
+        else:
+            self._drop_model()
+        return SleepInfo(time.perf_counter() - begun, before - _allocated(device))
 
     def wake(self) -> SleepInfo:
         """Takes the weights back from host memory, bit for bit."""
-        return self._move(self.world.device)
+        begun, before = time.perf_counter(), _allocated(self.world.device)
+        self._move(self.world.device)
+        self._moved_out = []
+        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
 
-    def _move(self, device: torch.device) -> SleepInfo:
-        """Moves the weights, on every rank; where one has no room, all drop them."""
-        begun, before, error = time.perf_counter(), _allocated(self.world.device), None
+    def _move(self, device: torch.device) -> None:
+        """Moves what sleeps at level 1, on every rank; where one has no room, all drop the model."""
+        error = None
         try:
-            self.patches.release_originals()
-            for chunk in () if self._model is None else self._model.chunks:
+            for chunk in self._moved_out:
                 chunk.to(device)
         except Exception as failure:
             error = failure
@@ -150,7 +162,6 @@ class RankJobs:
             self._drop_model()
             raise error or PeerFailed("another rank could not move its weights")
         _collect(self.world.device)
-        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
 
     def _forward(self, placement: Placement):
         if self._model is None:
@@ -189,6 +200,7 @@ class RankJobs:
 
     def _drop_model(self) -> None:
         self._model = None
+        self._moved_out = []
         self._forwards.clear()
         self._prompts.clear()
         self.patches.clear()
