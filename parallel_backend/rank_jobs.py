@@ -78,7 +78,10 @@ class RankJobs:
         """Changes the model's weights on every rank or on none."""
         if self._model is None:
             raise RequestError("the ranks hold no model; load one first.")
-        return self.patches.apply(self._model.weights, message, tensors)
+        try:
+            return self.patches.apply(self._model.weights, message, tensors)
+        finally:
+            _collect(self.world.device)  # whole tensors in float32 leave holes that activations do not fill
 
     def sample(self, message: Sample, tensors: Tensors, on_step: StepBoundary) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank."""

@@ -85,6 +85,9 @@ class WeightPatches:
     patches: tuple[WeightPatch, ...]
     tensors: Mapping[str, Tensor]
 
+    def __deepcopy__(self, memo: dict) -> WeightPatches:
+        return self  # nothing in it changes, and its tensors are large
+
     @cached_property
     def description(self) -> bytes:
         """The changes as JSON: the same for the same changes, whatever the order of the tensors they concern."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -35,6 +36,11 @@ def test_the_same_changes_have_one_identity_and_others_another():
     assert turned.identity == patches.identity != lora(strength=0.5)[0].identity
     assert lora(seed=1)[0].identity != patches.identity
     assert NO_PATCHES.identity == ""
+
+
+def test_a_deep_copy_of_options_does_not_copy_the_tensors():
+    patches, _ = lora()
+    assert copy.deepcopy({"options": [patches]})["options"][0] is patches
 
 
 def test_two_changes_of_one_tensor_keep_their_order():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+import torch
 from graphs import AXES, OURS, STOCK, Graph
 from safetensors.torch import load_file
 
@@ -99,6 +100,16 @@ def test_a_stack_of_two_gives_the_stock_latent_under_every_strategy(comfy, unet,
     found = run(comfy, unet, loras, STACK, choice)
     assert_equal_to_stock(found)
     assert "result: exact" in found["report"]
+
+
+def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
+    """ComfyUI on a CPU holds a bf16 file in fp32 and so does not round; on GPUs it rounds as we do everywhere."""
+    unet = comfy.write_flux("tiny_bf16.safetensors", dtype=torch.bfloat16)
+    bare, found = run(comfy, unet, loras, ()), run(comfy, unet, loras, STACK)
+    assert_equal_to_stock(bare)
+    for way in ("ours", "parallel"):
+        assert apart(found[way], found["stock"]) <= 1e-2
+    assert apart(found["stock"], bare["stock"]) > 0.1
 
 
 def test_a_stack_for_another_sampler_runs_stepwise(comfy, unet, loras):
