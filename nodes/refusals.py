@@ -21,18 +21,9 @@ def refusal(effect: str, remedy: str = "take it out") -> RequestError:
     )
 
 
-def refuse_effects(ref_latents, control, options: dict, others: dict) -> None:
-    """Raises RequestError when a model call carries more than x, sigma, text, pooled text and guidance."""
+def refuse_effects(options: dict, others: dict) -> None:
+    """Raises RequestError when a model call carries what the ranks cannot honour."""
     effects = [words for key, words in _OPTION_EFFECTS.items() if options.get(key)]
-    if ref_latents:
-        effects.append("reference latents (Flux Kontext)")
-    if control is not None:
-        effects.append("a ControlNet")
-    if others.get("attention_mask") is not None:
-        effects.append("an attention mask (regional or style conditioning)")
-    known = {"attention_mask", "ref_latents_method"}  # the method means nothing without reference latents
-    effects += [
-        f"the conditioning {key!r}" for key, value in others.items() if key not in known and value is not None
-    ]
+    effects += [f"the conditioning {key!r}" for key, value in others.items() if value is not None]
     if effects:
         raise refusal(" and ".join(effects))

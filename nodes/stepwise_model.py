@@ -23,6 +23,7 @@ from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.weight_patches import NO_PATCHES
+from .extras import take_extras
 from .ranks import RunRecord, decide, interrupted, ready_sidecar
 from .refusals import refuse_effects
 from .stepwise_patcher import PATCHES, StepwisePatcher
@@ -35,6 +36,7 @@ _NORM_ENDING = next(
     if name.startswith("query_norm.")
 )
 
+_FILL_CHANNELS = 384  # of an image token: latent, image and mask
 # Keys under which the MODEL's transformer_options carry what belongs to this pack.
 CHOICE, RECORD = "parallel_strategy", "parallel_record"
 
@@ -43,7 +45,7 @@ def make_stepwise_model(
     spec: ModelSpec, file: FluxFile, choice: StrategyChoice
 ) -> comfy.model_patcher.ModelPatcher:
     """The MODEL of `spec`. Starts nothing: ranks start with the first sampling."""
-    family = comfy.supported_models.Flux if file.dims.guidance else comfy.supported_models.FluxSchnell
+    family = _family(file)
     config = family(
         {
             "image_model": "flux",
@@ -72,6 +74,13 @@ def make_stepwise_model(
 def comfyui_key(key: str) -> str:
     """The original name of a parameter as this ComfyUI has it: it came to call the scale of a norm its weight."""
     return key.removesuffix("scale") + _NORM_ENDING if key.endswith("_norm.scale") else key
+
+
+def _family(file: FluxFile) -> type[comfy.supported_models.Flux]:
+    """ComfyUI's description of it; Fill is one of its own, Canny and Depth are dev with more input channels."""
+    if file.dims.in_channels == _FILL_CHANNELS:
+        return comfy.supported_models.FluxInpaint
+    return comfy.supported_models.Flux if file.dims.guidance else comfy.supported_models.FluxSchnell
 
 
 class _Part(nn.Module):
@@ -120,7 +129,7 @@ class StepwiseFlux(nn.Module):
         transformer_options: dict | None = None,
         **others: object,
     ) -> Tensor:
-        """x [R, 16, h, w], timestep [R], context [R, T, D], y [R, P], guidance [R] -> velocity [R, 16, h, w]."""
+        """x [R, C, h, w], timestep [R], context [R, T, D], y [R, P], guidance [R] -> velocity [R, 16, h, w]."""
         options = transformer_options or {}
         wrappers = comfy.patcher_extension.get_all_wrappers(
             comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options
@@ -140,13 +149,14 @@ class StepwiseFlux(nn.Module):
         options=None,
         **others,
     ) -> Tensor:
-        refuse_effects(ref_latents, control, options, others)
+        extras = take_extras(x, ref_latents, control, others, self.file.dims)
+        refuse_effects(options, others)
         if y is None:
             y = x.new_zeros(len(x), self.file.dims.pooled_dim)
         conditioning = Conditioning(
             context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
         )
-        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning)
+        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning, extras)
         record: RunRecord | None = options.get(RECORD)
         decided = self._decide(request, options)
         if record is not None:

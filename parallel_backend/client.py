@@ -268,7 +268,7 @@ class Sidecar:
             exchange = self._exchange(cancelled)
             self._send(exchange, message, tensors)
             done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
-            velocity = self._result(exchange, {"velocity": tuple(request.x.shape)})["velocity"]
+            velocity = self._result(exchange, {"velocity": request.velocity_shape})["velocity"]
         except BaseException:
             if is_new:  # who knows whether the ranks have it
                 self._prompts.drop(key)

@@ -45,7 +45,8 @@ _COMPANIONS = (
 # What a full checkpoint keeps beside a model without prefix.
 _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
 _SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
-_VARIANTS = {384: "Flux Fill", 128: "Flux Canny/Depth"}
+# Input channels of an image token: the latent, with the latent of an edge or depth image, with image and mask (Fill).
+_IN_CHANNELS = (64, 128, 384)
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,13 @@ def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | boo
 
 
 def _check_variant(name: str, dims: FluxDims) -> None:
-    if dims.in_channels == dims.out_channels == 64:
+    if dims.in_channels in _IN_CHANNELS and dims.out_channels == 64:
         return
-    variant = _VARIANTS.get(dims.in_channels, f"a variant with {dims.in_channels} input channels")
     raise _refused(
-        name, f"it is {variant}, which is not supported yet", "use ComfyUI's own UNETLoader for it"
+        name,
+        f"it is a variant with {dims.in_channels} input and {dims.out_channels} output channels, which is not "
+        f"supported",
+        "use ComfyUI's own UNETLoader for it",
     )
 
 

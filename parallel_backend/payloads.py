@@ -8,7 +8,7 @@ import torch
 
 from .errors import RequestError, TransportError
 from .protocol import Sample
-from .requests import Conditioning, PredictRequest, SampleRequest, SamplerState
+from .requests import Conditioning, Extras, PredictRequest, SampleRequest, SamplerState
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,17 +79,43 @@ def take_state(tensors: Tensors) -> SamplerState | None:
 def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
     """The tensors of one model call; the prompt only when the ranks do not know it yet."""
     check_predict(request)
-    tensors = {"x": request.x, "sigma": request.sigma}
+    tensors = {"x": request.x, "sigma": request.sigma} | _extra_tensors(request.extras)
     return tensors | (conditioning_tensors(request.conditioning, "prompt") if with_conditioning else {})
 
 
-def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditioning | None]:
-    """(x, sigma, conditioning or None) of a model call's payload. Raises TransportError for other tensors."""
+def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditioning | None, Extras]:
+    """(x, sigma, conditioning or None, extras) of a model call's payload. Raises TransportError for other tensors."""
     left = dict(tensors)
-    x, sigma = _take(left, "x"), _take(left, "sigma")
+    x, sigma, extras = _take(left, "x"), _take(left, "sigma"), _take_extras(left)
     conditioning = _take_conditioning(left, "prompt") if left else None
     _refuse_rest(left)
-    return x, sigma, conditioning
+    return x, sigma, conditioning, extras
+
+
+def _extra_tensors(extras: Extras) -> Tensors:
+    tensors = {f"reference.{i}": latent for i, latent in enumerate(extras.references)}
+    tensors |= {f"residual.{block}": residual for block, residual in extras.residuals.items()}
+    if extras.offsets is not None:
+        tensors["offsets"] = extras.offsets
+    return tensors if extras.mask is None else tensors | {"mask": extras.mask}
+
+
+def _take_extras(tensors: Tensors) -> Extras:
+    numbered: dict[str, dict[int, torch.Tensor]] = {"reference": {}, "residual": {}}
+    for name in [name for name in tensors if name.startswith(("reference.", "residual."))]:
+        kind, _, number = name.partition(".")
+        if not number.isdecimal() or len(number) > 4:
+            raise TransportError(f"a payload has an unknown tensor: {name[:80]!r}")
+        numbered[kind][int(number)] = tensors.pop(name)
+    references = numbered["reference"]
+    if sorted(references) != list(range(len(references))):
+        raise TransportError("a payload lacks a reference latent")
+    return Extras(
+        references=tuple(references[i] for i in range(len(references))),
+        offsets=tensors.pop("offsets", None),
+        mask=tensors.pop("mask", None),
+        residuals=numbered["residual"],
+    )
 
 
 def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
@@ -130,6 +156,7 @@ def check_predict(request: PredictRequest) -> None:
     rows = request.x.shape[0]
     _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
     _check_conditioning(request.conditioning, rows)
+    _check_extras(request)
 
 
 def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
@@ -143,6 +170,46 @@ def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
         _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
     for name in ("context", "pooled", "guidance"):
         _check_finite(name, getattr(conditioning, name))
+
+
+def _check_extras(request: PredictRequest) -> None:
+    extras, rows = request.extras, len(request.x)
+    some = f"1 or {rows}" if rows > 1 else "1"
+    image = _tokens(request.x)
+    for latent in extras.references:
+        fits = latent.ndim == 4 and latent.shape[0] in (1, rows) and latent.shape[1] == request.x.shape[1]
+        _expect(
+            fits and latent.numel() > 0,
+            "a reference latent",
+            latent,
+            f"[{some}, {request.x.shape[1]}, height/8, width/8]",
+        )
+        image += _tokens(latent)
+        _check_finite("a reference latent", latent)
+    if extras.references:
+        count = len(extras.references)
+        placed = extras.offsets is not None and tuple(extras.offsets.shape) == (count, 3)
+        if not placed:
+            raise RequestError(f"{count} reference latents need as many offsets of 3 numbers.")
+    tokens = request.conditioning.context.shape[1] + image
+    if extras.mask is not None:
+        fits = extras.mask.ndim == 3 and extras.mask.shape[0] in (1, rows)
+        _expect(
+            fits and tuple(extras.mask.shape[1:]) == (tokens, tokens),
+            "the attention mask",
+            extras.mask,
+            f"[{some}, {tokens}, {tokens}], the tokens of text and image (and references)",
+        )
+    for block, residual in extras.residuals.items():
+        fits = residual.ndim == 3 and residual.shape[0] in (1, rows) and 0 < residual.shape[1] <= image
+        name = f"what the ControlNet adds after block {block}"
+        _expect(fits, name, residual, f"[{some}, at most {image} tokens, width]")
+        _check_finite(name, residual)
+
+
+def _tokens(latent: torch.Tensor) -> int:
+    """Of 2 x 2 latent pixels; odd sides are padded."""
+    return -(-latent.shape[-2] // 2) * -(-latent.shape[-1] // 2)
 
 
 def _check_finite(name: str, tensor: torch.Tensor | None) -> None:

@@ -108,7 +108,7 @@ class RankJobs:
         from .engine.rows import Rows
 
         begun = time.perf_counter()
-        x, sigma, conditioning = predict_parts(tensors)
+        x, sigma, conditioning, extras = predict_parts(tensors)
         device = self.world.device
         for key in message.forget:
             self._prompts.pop(key, None)
@@ -119,7 +119,7 @@ class RankJobs:
         prompt = self._prompts[message.conditioning]
         forward = self._forward(message.placement)
         sent = forward.bytes_sent
-        (velocity,) = forward([Rows(x=x.to(device), sigma=sigma.to(device), conditioning=prompt)])
+        (velocity,) = forward([Rows(x.to(device), sigma.to(device), prompt, extras)])
         return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
 
     def calibrate(self, message: Calibrate) -> Calibration:

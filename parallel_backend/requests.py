@@ -10,6 +10,7 @@ from .strategy import ParallelStrategy
 
 # Samplers that the resident loop implements; everything else runs stepwise.
 RESIDENT_SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+LATENT_CHANNELS = 16  # of Flux's latent space
 WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
 
 
@@ -85,15 +86,41 @@ class SamplerState:
 
 
 @dataclass(frozen=True)
+class Extras:
+    """What a model call may carry beside latent, sigma and prompt. Rows: 1 or R.
+
+    references: latents [rows, C, h, w] whose tokens the image attends to (Flux Kontext), each with its place in
+    `offsets` [references, 3] float32: (index, row, column) of its first token. mask: [rows, S, S], boolean or added to
+    the scores of attention, over text, image and references in this order. residuals: of a ControlNet, by block
+    (doubles first), [rows, n, hidden] added to the first n image tokens after it.
+    """
+
+    references: tuple[torch.Tensor, ...] = ()
+    offsets: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    residuals: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.references or self.residuals) or self.mask is not None
+
+
+@dataclass(frozen=True)
 class PredictRequest:
     """One model call for the stepwise way: R rows (cond and uncond arrive as one batch).
 
-    x: [R, C, H/8, W/8] float; sigma: [R] float32 (Flux's timestep is its sigma); conditioning rows: 1 or R.
+    x: [R, C, H/8, W/8] float, C of the model's input (16, and more for Fill, Canny and Depth); sigma: [R] float32
+    (Flux's timestep is its sigma); conditioning rows: 1 or R.
     """
 
     x: torch.Tensor
     sigma: torch.Tensor
     conditioning: Conditioning
+    extras: Extras = field(default_factory=Extras)
+
+    @property
+    def velocity_shape(self) -> tuple[int, ...]:
+        """Of the latent; what Fill, Canny and Depth take in beside it does not come out."""
+        return (len(self.x), min(LATENT_CHANNELS, self.x.shape[1]), *self.x.shape[2:])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Links are measured once for a strategy and read from disk afterwards; a failure costs nothing but a line in the log."""
+"""Links are measured once for a strategy and then read from disk; a failure costs nothing but a line in the log."""
 
 from __future__ import annotations
 

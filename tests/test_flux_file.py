@@ -194,15 +194,17 @@ def test_another_kind_of_file_is_called_by_its_name(tmp_path, what):
     assert "choose a Flux.1 checkpoint" in message
 
 
-@pytest.mark.parametrize(
-    ("channels", "variant"), [(384, "Fill"), (128, "Canny/Depth"), (96, "96 input channels")]
-)
 @pytest.mark.parametrize("layout", ["original", "diffusers"])
-def test_flux_variants_with_more_input_are_sent_to_the_stock_loader(tmp_path, layout, channels, variant):
+def test_fill_canny_and_depth_take_in_more_channels(tmp_path, layout):
     entrance = "img_in.weight" if layout == "original" else "x_embedder.weight"
-    message = refusal(write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], entrance: (128, channels)}))
-    assert variant in message
-    assert "not supported yet" in message
+    for channels in (128, 384):
+        path = write_sparse(
+            tmp_path / f"{channels}.safetensors", {**SHAPES[layout], entrance: (128, channels)}
+        )
+        dims = inspect_flux(path).dims
+        assert (dims.in_channels, dims.out_channels) == (channels, 64)
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], entrance: (128, 96)}))
+    assert "96 input and 64 output channels" in message
     assert "UNETLoader" in message
 
 

@@ -45,11 +45,12 @@ def write_tiny_flux(
     layout: str = "bfl",
     seed: int = 0,
     scale: float = 1.0,
+    in_channels: int = PATCHED_CHANNELS,
 ) -> Path:
     """Write the checkpoint to ``path`` (its folder is made) and return the path.
 
     ``guidance=False`` gives a schnell (no ``guidance_in``); ``prefix`` is put before every key, for instance
-    ``model.diffusion_model.``; ``scale`` multiplies the network's output.
+    ``model.diffusion_model.``; ``scale`` multiplies the network's output; ``in_channels``: 384 for Fill.
 
     Raises:
         ValueError: ``layout`` is neither ``bfl`` nor ``diffusers``.
@@ -64,6 +65,7 @@ def write_tiny_flux(
         pooled_dim=pooled_dim,
         guidance=guidance,
         seed=seed,
+        in_channels=in_channels,
         scale=scale,
     )
     if layout == "diffusers":
@@ -84,8 +86,9 @@ def tiny_flux_tensors(
     guidance: bool = True,
     seed: int = 0,
     scale: float = 1.0,
+    in_channels: int = PATCHED_CHANNELS,
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint's fp32 tensors by their original (Black Forest Labs) keys."""
+    """The checkpoint's fp32 tensors by their original (Black Forest Labs) keys. `in_channels`: 384 for Fill."""
     generator = torch.Generator().manual_seed(seed)
     hidden = heads * HEAD_DIM
     mlp = hidden * MLP_RATIO
@@ -110,7 +113,7 @@ def tiny_flux_tensors(
         damping = (SMOOTH_FREQUENCY / frequencies).clamp(max=1.0)
         tensors[f"{name}.in_layer.weight"] *= damping.repeat(2)  # one half is cos, the other sin
 
-    linear("img_in", PATCHED_CHANNELS, hidden)
+    linear("img_in", in_channels, hidden)
     linear("txt_in", context_dim, hidden)
     time_embedder("time_in")
     mlp_embedder("vector_in", pooled_dim)

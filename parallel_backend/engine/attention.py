@@ -67,16 +67,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kerne
     return dispatch_attention_fn(*swapped, backend=kernel).transpose(1, 2)
 
 
-def attend_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with the natural log-sum-exp of the scores, [B, H, S_q] float32, for merging partial results."""
+def attend_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with the natural log-sum-exp of the scores, [B, H, S_q] float32, for merging partial results.
+
+    `mask`: additive, in the queries' dtype.
+    """
     if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
-    elif query.dtype in (torch.float16, torch.bfloat16):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask
+        )
+    elif mask is None and query.dtype in (torch.float16, torch.bfloat16):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)
     else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)
+        bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)
         lse = lse[..., : query.shape[2]]  # the kernel pads its rows to a multiple of 32
     return out, lse.float()
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The same in memory whose rows begin where the memory-efficient kernel wants them: at multiples of 16."""
+    keys = mask.shape[-1]
+    return F.pad(mask, (0, -keys % 16))[..., :keys]
 
 
 def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..models.flux import FluxModel
-from ..models.packing import image_ids, pack, text_ids, unpack
+from ..models.packing import text_ids, unpack
+from ..requests import LATENT_CHANNELS
 from ..shares import share, span
 from .adjust_diffusers import SharedAttention, share_attention
 from .collectives import Traffic, all_gather
 from .groups import Layout
+from .image_tokens import image_tokens, mask_in_order, residual_share
 from .plan import TokenPlan
 from .rows import Rows, batched, take
 
@@ -21,6 +23,7 @@ class Engine(SharedAttention, Protocol):
     """An exact attention over the sequence axis. `plan` is set before each model call."""
 
     name: str
+    takes_masks: bool  # whether it has a `mask`, to be set with `plan`
     plan: TokenPlan
 
     def prepare(self) -> None:
@@ -71,36 +74,44 @@ class ParallelForward:
             for _ in range(calls - len(parts)):
                 self._model.sit_out()
         like = rows[0].x
-        mine = torch.cat(outputs) if outputs else like.new_empty(0, *like.shape[1:], dtype=torch.float32)
+        empty = like.new_empty(0, LATENT_CHANNELS, *like.shape[2:], dtype=torch.float32)
+        mine = torch.cat(outputs) if outputs else empty
         return list(all_gather(mine, shares, axis, self._traffic).split(counts))
 
     def _predict(self, rows: Rows) -> Tensor:
         """The velocity of a few rows, [r, C, h, w] float32, on every rank of the sequence axis."""
         axis = self._layout.sequence
-        height, width = rows.x.shape[-2:]
-        tokens = pack(rows.x)
-        prompt = rows.conditioning
+        image_side = image_tokens(rows)
+        prompt, extras = rows.conditioning, rows.extras
         plan = TokenPlan.split(
-            prompt.context.shape[1], tokens.shape[1], axis.size, self._layout.sequence_shares
+            prompt.context.shape[1], image_side.count, axis.size, self._layout.sequence_shares
         )
         text, image = span(plan.text, axis.index), span(plan.image, axis.index)
-        self._use_engine_for(plan)
+        self._use_engine_for(plan, extras.mask)
+
+        def residual(block: int) -> Tensor | None:
+            added = extras.residuals.get(block)
+            return None if added is None else residual_share(added, image, image_side.count, self.device)
+
         output = self._model.velocity(
-            img_tokens=tokens[:, image],
+            img_tokens=image_side.tokens[:, image],
             context=prompt.context[:, text],
             pooled=prompt.pooled,
             sigma=rows.sigma,
             guidance=prompt.guidance,
-            img_ids=image_ids(height, width, self.device)[image],
+            img_ids=image_side.ids[image],
             txt_ids=text_ids(prompt.context.shape[1], self.device)[text],
+            residuals=residual if extras.residuals else None,
         )
         if axis.size > 1:  # tokens first, so that shares gather into one contiguous tensor
             output = all_gather(output.transpose(0, 1), plan.image, axis, self._traffic).transpose(0, 1)
-        return unpack(output, height, width)
+        return unpack(output[:, : image_side.own], *rows.x.shape[-2:])
 
-    def _use_engine_for(self, plan: TokenPlan) -> None:
+    def _use_engine_for(self, plan: TokenPlan, mask: Tensor | None) -> None:
         for engine in self._engines:
             reason = engine.refusal(plan)
+            if mask is not None and not engine.takes_masks:
+                reason = "it computes no attention masks"
             if reason is None:
                 break
             note = f"engine {engine.name} stood back: {reason}; native took its place"
@@ -108,4 +119,10 @@ class ParallelForward:
                 self.notes.append(note)
         self.engine = engine.name
         engine.plan = plan
+        if engine.takes_masks:
+            engine.mask = (
+                None
+                if mask is None
+                else mask_in_order(mask, plan.order, self._model.compute_dtype, self.device)
+            )
         share_attention(self._model.transformer, engine)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..shares import span
 from .attention import attend, attend_with_lse, merge
 from .collectives import Traffic, all_to_all, ring_shares
 from .groups import Layout
@@ -20,9 +21,14 @@ from .plan import TokenPlan
 
 
 class NativeAttention:
-    """Attention over the tokens of all ranks of the sequence axis. `plan` must be set before each model call."""
+    """Attention over the tokens of all ranks of the sequence axis.
+
+    `plan` and `mask` must be set before each model call. `mask`: what is added to the scores, [B, 1, S, S] over the
+    tokens of all ranks, rank by rank; None for nothing.
+    """
 
     name = "native"
+    takes_masks = True
 
     def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
         self._ulysses = layout.ulysses
@@ -30,6 +36,7 @@ class NativeAttention:
         self._kernel = kernel
         self._traffic = traffic
         self.plan = TokenPlan.split(0, 0, layout.sequence.size)
+        self.mask: Tensor | None = None
         self.memory: Remembering | None = None  # of PipeFusion, for the chunk that runs next
 
     def prepare(self) -> None:
@@ -41,8 +48,7 @@ class NativeAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
-        if mask is not None:
-            raise NotImplementedError("masks are not split over ranks yet")
+        assert mask is None, "diffusers passes none; self.mask has it"
         if self._ulysses.size == 1:
             query, key, value = (t.transpose(1, 2) for t in (query, key, value))
             return self._over_ring(query, key, value).transpose(1, 2)
@@ -86,17 +92,22 @@ class NativeAttention:
             key, value = self.memory.recall(key, value)
             sizes = self.memory.lengths or sizes
         if self._ring.size == 1:
-            return attend(query, key, value, None, self._kernel)
+            return attend(query, key, value, self.mask, self._kernel)
         shares = ring_shares(_pair(key, value), sizes, self._ring, self._traffic)
-        return merge(self._partial_results(query, shares), query.dtype)
+        return merge(self._partial_results(query, shares, sizes), query.dtype)
 
-    @staticmethod
-    def _partial_results(query: Tensor, shares: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for share in shares:
+    def _partial_results(
+        self, query: Tensor, shares: Iterator[Tensor], sizes: tuple[int, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        index = self._ring.index
+        for hop, share in enumerate(shares):
             if not len(share):
                 continue  # a rank without tokens adds nothing, and the kernels have no answer for no keys
             key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
-            yield attend_with_lse(query, key, value)
+            mask = self.mask
+            if mask is not None:
+                mask = mask[:, :, span(sizes, index), span(sizes, (index - hop) % len(sizes))]
+            yield attend_with_lse(query, key, value, mask)
 
 
 def _pair(key: Tensor, value: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shares import share
+from ..shares import share, span
 from .plan import TokenPlan
 
 
@@ -55,6 +55,16 @@ class PatchPlan:
         for i, patch in enumerate(self.patches):
             begin = self.image_span(i).start + sum(patch.image[:rank])
             found += range(begin, begin + patch.image[rank])
+        return found
+
+    @property
+    def whole_order(self) -> list[int]:
+        """The tokens of text and image, numbered text first, rank by rank as an exchange of the whole image brings
+        them."""
+        found, total, whole = [], sum(self.whole.text), self.whole
+        for rank in range(len(whole.text)):
+            text = span(whole.text, rank)
+            found += [*range(text.start, text.stop), *(total + token for token in self.image_tokens(rank))]
         return found
 
     def held(self, member: int) -> tuple[int, ...]:

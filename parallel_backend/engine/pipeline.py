@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ..models.flux import FluxModel
-from ..models.packing import image_ids, pack, token_grid, unpack
+from ..models.packing import token_grid, unpack
+from ..requests import LATENT_CHANNELS
 from ..shares import share, span
 from .adjust_diffusers import share_attention
 from .collectives import Traffic, all_gather, broadcast
 from .groups import Layout
+from .image_tokens import image_tokens
 from .native import NativeAttention
 from .patch_flow import PatchFlow, Sampling
 from .patches import PatchPlan
@@ -76,7 +78,8 @@ class PipelineForward:
         shares = share(sum(counts), self._layout.row.size)
         mine = self._own(rows, shares)
         cuts = self._cut(mine, [entry.sigma for entry in mine], first=sum(shares[: self._layout.row.index]))
-        tokens = {cut.number: pack(entry.x) for cut, entry in zip(cuts, mine, strict=True)}
+        sides = [image_tokens(entry) for entry in mine]
+        tokens = {cut.number: side.tokens for cut, side in zip(cuts, sides, strict=True)}
         outputs: list[Tensor] = []
         for begin in range(0, len(cuts), self.stages):
             self._stage.turn(
@@ -87,8 +90,12 @@ class PipelineForward:
         self._stage.settle()
         like = rows[0].x
         height, width = like.shape[-2:]
-        velocities = [unpack(image, height, width) for image in self._on_all_stages(cuts, outputs)]
-        mine = torch.cat(velocities or [like.new_empty(0, *like.shape[1:], dtype=torch.float32)])
+        velocities = [
+            unpack(image[:, : side.own], height, width)
+            for side, image in zip(sides, self._on_all_stages(cuts, outputs), strict=True)
+        ]
+        empty = like.new_empty(0, LATENT_CHANNELS, height, width, dtype=torch.float32)
+        mine = torch.cat(velocities or [empty])
         return list(all_gather(mine, shares, self._layout.row, self._traffic).split(counts))
 
     def by_patches(self, rows: list[Rows], sigmas: Sequence[Tensor], sampling: Sampling) -> bool:
@@ -124,19 +131,18 @@ class PipelineForward:
         sequence, strategy = self._layout.sequence, self._layout.strategy
         cuts = []
         for i, (entry, sigma) in enumerate(zip(rows, sigmas, strict=True)):
-            height, width = entry.x.shape[-2:]
-            grid = token_grid(height, width)
+            side = image_tokens(entry)
             plan = PatchPlan.split(
                 text=entry.conditioning.context.shape[1],
-                image=grid[0] * grid[1],
+                image=side.count,
                 patches=strategy.pipeline_patches,
                 degree=sequence.size,
                 ulysses=self._layout.ulysses.size,
                 weights=self._layout.sequence_shares,
             )
             tokens = torch.tensor(plan.image_tokens(sequence.index), dtype=torch.long, device=self.device)
-            ids = image_ids(height, width, self.device)[tokens]
-            cuts.append(Cut(first + i, entry.conditioning, sigma, plan, tokens, ids))
+            ids = side.ids[tokens]
+            cuts.append(Cut(first + i, entry.conditioning, sigma, plan, tokens, ids, entry.extras))
         return cuts
 
     def _on_all_stages(self, cuts: list[Cut], outputs: list[Tensor]) -> Iterator[Tensor]:

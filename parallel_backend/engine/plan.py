@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shares import share
+from ..shares import share, span
 
 
 @dataclass(frozen=True)
@@ -32,3 +32,12 @@ class TokenPlan:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank, text and image together."""
         return tuple(t + n for t, n in zip(self.text, self.image, strict=True))
+
+    @property
+    def order(self) -> list[int]:
+        """The tokens of text and image, numbered text first, rank by rank as an exchange brings them."""
+        found, total = [], sum(self.text)
+        for rank in range(len(self.text)):
+            text, image = span(self.text, rank), span(self.image, rank)
+            found += [*range(text.start, text.stop), *range(total + image.start, total + image.stop)]
+        return found

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..requests import Conditioning
+from ..requests import Conditioning, Extras
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Images that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or r."""
+    """Images that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or r.
+
+    `extras`: rows 1 or r, still where they arrived: a rank moves what it needs of them.
+    """
 
     x: Tensor
     sigma: Tensor
     conditioning: Conditioning
+    extras: Extras = field(default_factory=Extras)
 
 
 def take(rows: list[Rows], wanted: slice) -> list[Rows]:
@@ -28,29 +32,48 @@ def take(rows: list[Rows], wanted: slice) -> list[Rows]:
         first += count
         if begin < end:
             part = slice(begin, end)
-            taken.append(Rows(entry.x[part], entry.sigma[part], _lines(entry.conditioning, count, part)))
+            prompt = _lines_of_prompt(entry.conditioning, count, part)
+            extras = _lines_of_extras(entry.extras, count, part)
+            taken.append(Rows(entry.x[part], entry.sigma[part], prompt, extras))
     return taken
 
 
-def _lines(prompt: Conditioning, count: int, part: slice) -> Conditioning:
-    def lines(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.expand(count, *tensor.shape[1:])[part]
+def _lines(tensor: Tensor | None, count: int, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor.expand(count, *tensor.shape[1:])[part]
 
-    return Conditioning(lines(prompt.context), lines(prompt.pooled), lines(prompt.guidance))
+
+def _lines_of_prompt(prompt: Conditioning, count: int, part: slice) -> Conditioning:
+    return Conditioning(
+        *(_lines(tensor, count, part) for tensor in (prompt.context, prompt.pooled, prompt.guidance))
+    )
+
+
+def _lines_of_extras(extras: Extras, count: int, part: slice) -> Extras:
+    if not extras:
+        return extras
+    return Extras(
+        references=tuple(_lines(latent, count, part) for latent in extras.references),
+        offsets=extras.offsets,
+        mask=_lines(extras.mask, count, part),
+        residuals={block: _lines(r, count, part) for block, r in extras.residuals.items()},
+    )
 
 
 def batched(rows: list[Rows]) -> list[Rows]:
     """Neighbours whose prompts have the same length go through the model together."""
     batches: list[Rows] = []
     for entry in rows:
-        if batches and _same_form(batches[-1].conditioning, entry.conditioning):
+        if batches and _same_form(batches[-1], entry):
             batches[-1] = _joined(batches[-1], entry)
         else:
             batches.append(entry)
     return batches
 
 
-def _same_form(one: Conditioning, other: Conditioning) -> bool:
+def _same_form(one: Rows, other: Rows) -> bool:
+    if one.extras or other.extras:
+        return False
+    one, other = one.conditioning, other.conditioning
     return one.context.shape[1:] == other.context.shape[1:] and (one.guidance is None) == (
         other.guidance is None
     )

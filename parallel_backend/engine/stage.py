@@ -8,18 +8,19 @@ another in the steady state, and each rank knows the order of all messages befor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..models.flux import FluxModel
+from ..models.flux import FluxModel, Residuals
 from ..models.packing import text_ids
-from ..requests import Conditioning
+from ..requests import Conditioning, Extras
 from ..shares import span
 from .collectives import Traffic
 from .groups import Layout
 from .hops import Arriving, Hops
+from .image_tokens import mask_in_order, residual_share
 from .key_memory import KeyMemory
 from .native import NativeAttention
 from .patches import PatchPlan
@@ -32,7 +33,7 @@ CHUNKS = 2  # the most that a stage holds
 class Cut:
     """One row as this pipeline computes it. `number`: of the row among all; sigma [1] float32.
 
-    `tokens`: this rank's image tokens, patch after patch; `ids` [n, 3]: of these.
+    `tokens`: this rank's image tokens, patch after patch; `ids` [n, 3]: of these. `extras`: of whole images only.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Cut:
     plan: PatchPlan
     tokens: Tensor
     ids: Tensor
+    extras: Extras = field(default_factory=Extras)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +181,7 @@ class Stage:
         plan = item.plan(cut)
         self._attention.plan = plan
         self._attention.memory = self._remembering(chunk, item, cut)
+        self._attention.mask = self._mask(cut)
         return self._model.through(
             chunk,
             img_tokens=image,
@@ -188,7 +191,26 @@ class Stage:
             guidance=cut.prompt.guidance,
             img_ids=cut.ids if item.patch is None else cut.ids[self._own(item.patch, cut)],
             txt_ids=text_ids(text.shape[1], self._model.device),
+            residuals=self._residuals(cut),
         )
+
+    def _mask(self, cut: Cut) -> Tensor | None:
+        if cut.extras.mask is None:
+            return None
+        return mask_in_order(
+            cut.extras.mask, cut.plan.whole_order, self._model.compute_dtype, self._model.device
+        )
+
+    def _residuals(self, cut: Cut) -> Residuals | None:
+        if not cut.extras.residuals:
+            return None
+        own, count = cut.tokens.cpu(), sum(cut.plan.whole.image)
+
+        def residual(block: int) -> Tensor | None:
+            added = cut.extras.residuals.get(block)
+            return None if added is None else residual_share(added, own, count, self._model.device)
+
+        return residual
 
     def _own(self, patch: int, cut: Cut) -> slice:
         """Where a patch's tokens lie among this rank's."""

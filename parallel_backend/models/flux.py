@@ -27,6 +27,9 @@ from .flux_weights import FluxWeights, HeldParameter
 DEFAULT_GUIDANCE = 3.5  # what ComfyUI gives a guidance-distilled Flux when the conditioning names none
 _FP8 = torch.float8_e4m3fn
 
+# What a ControlNet adds to the image tokens after a block (numbered doubles first): [r, n, hidden], or None.
+Residuals = Callable[[int], Tensor | None]
+
 # Shares the parameters of a transformer on the meta device out over ranks. Returns for each, by name, this rank's share
 # of it in memory, still to be filled, and which rows of the parameter that is.
 Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
@@ -36,11 +39,13 @@ Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
 class FluxModel:
     """A loaded Flux.1 on one rank: whole, as one chunk, or a stage of it. `bytes`: all the model's in the file.
 
+    `blocks`: of each chunk, numbered doubles first.
     `weights`: what of it LoRAs change.
     `sit_out`: what a rank must do in place of a call that only other ranks make; None where there is nothing to do.
     """
 
     chunks: tuple[FluxTransformer2DModel, ...]
+    blocks: tuple[range, ...]
     file: FluxFile
     compute_dtype: torch.dtype
     device: torch.device
@@ -66,10 +71,11 @@ class FluxModel:
         guidance: Tensor | None,
         img_ids: Tensor,
         txt_ids: Tensor,
+        residuals: Residuals | None = None,
     ) -> Tensor:
         """The transformer's output for the tokens it is given, which may be one rank's share.
 
-        img_tokens [r, n, 64], context [r, t, context_dim], pooled [r, pooled_dim], sigma [r] float32,
+        img_tokens [r, n, in_channels], context [r, t, context_dim], pooled [r, pooled_dim], sigma [r] float32,
         guidance [r] or None, img_ids [n, 3], txt_ids [t, 3] -> [r, n, 64] float32. Everything but attention works
         token by token, so a share needs no more than its own tokens.
         """
@@ -82,6 +88,7 @@ class FluxModel:
             guidance=guidance,
             img_ids=img_ids,
             txt_ids=txt_ids,
+            residuals=residuals,
         )
         return output.float()
 
@@ -96,11 +103,12 @@ class FluxModel:
         guidance: Tensor | None,
         img_ids: Tensor,
         txt_ids: Tensor,
+        residuals: Residuals | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What one chunk makes of (image, text).
 
-        [r, n, 64] and [r, t, context_dim] go into the first chunk, [r, n or t, hidden] lie between chunks, and the last
-        gives the image as [r, n, 64] again. The rest as in `velocity`.
+        [r, n, in_channels] and [r, t, context_dim] go into the first chunk, [r, n or t, hidden] lie between chunks, and
+        the last gives the image as [r, n, 64]. The rest as in `velocity`.
         """
         dtype, transformer = self.compute_dtype, self.chunks[chunk]
         if self.file.dims.guidance and guidance is None:
@@ -116,8 +124,26 @@ class FluxModel:
                 img_ids=img_ids,
                 txt_ids=txt_ids,
                 return_dict=False,
+                **self._added(chunk, residuals),
             )
         return image, transformer.last_text.taken()
+
+    def _added(self, chunk: int, residuals: Residuals | None) -> dict[str, list[Tensor]]:
+        """`residuals` as diffusers takes them: one for each block of a kind, or none for that kind."""
+        if residuals is None:
+            return {}
+        doubles, own = self.file.dims.double_blocks, self.blocks[chunk]
+        kinds = {
+            "controlnet_block_samples": range(own.start, min(own.stop, doubles)),
+            "controlnet_single_block_samples": range(max(own.start, doubles), own.stop),
+        }
+        nothing = torch.zeros(1, 1, 1, dtype=self.compute_dtype, device=self.device)
+        added = {}
+        for name, blocks in kinds.items():
+            found = [residuals(block) for block in blocks]
+            if any(residual is not None for residual in found):
+                added[name] = [nothing if r is None else r.to(self.compute_dtype) for r in found]
+        return added
 
     @contextmanager
     def _without_grad(self) -> Iterator[None]:
@@ -195,7 +221,7 @@ def load(
     weights = FluxWeights(
         file, held, device, read=parameters.read, mapped=parameters.mapped, cut=parameters.cut
     )
-    return FluxModel(tuple(chunks), file, compute, device, weights)
+    return FluxModel(tuple(chunks), tuple(stage or (whole,)), file, compute, device, weights)
 
 
 def _opened(file: FluxFile) -> safe_open:

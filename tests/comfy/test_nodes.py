@@ -172,15 +172,6 @@ def test_a_lora_is_refused_by_name(comfy, unet):
     assert "LoRA" in failure.exception_message and "UNETLoader" in failure.exception_message
 
 
-def test_reference_latents_are_refused_by_name(comfy, unet):
-    graph = Graph()
-    positive = [graph.add("ReferenceLatent", conditioning=graph.text(1), latent=graph.latent(draw=3)), 0]
-    failure = _fails(
-        comfy, graph, graph.ksampler(graph.model(OURS, unet), positive, graph.text(2), graph.latent())
-    )
-    assert "reference latents" in failure.exception_message
-
-
 def test_a_replaced_block_is_refused_by_name(comfy, unet):
     graph = Graph()
     layers = {"layers": "0", "double_layers": "0", "single_layers": "0"}

@@ -8,7 +8,6 @@ from graphs import OURS, STOCK, Graph
 from safetensors.torch import save_file
 
 from comfyui_client import PromptFailed
-from tiny_flux import tiny_flux_tensors
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +24,6 @@ def lora(comfy):
     tensors = {f"{name}.lora_A.weight": torch.ones(4, 256), f"{name}.lora_B.weight": torch.ones(768, 4)}
     save_file(tensors, folder / "tiny_qkv_lora.safetensors")
     return "tiny_qkv_lora.safetensors"
-
-
-@pytest.fixture(scope="module")
-def controlnet(comfy):
-    """A Flux ControlNet of one block in XLabs' layout; its weights do not matter here."""
-    folder = comfy.server.base_directory / "models" / "controlnet"
-    folder.mkdir(exist_ok=True)
-    flux = tiny_flux_tensors()
-    kept = {key: value for key, value in flux.items() if not key.startswith(("single_blocks", "final_layer"))}
-    hint = [(3, 16, 0), *((16, 16, index) for index in range(2, 16, 2))]
-    added = {f"input_hint_block.{i}.weight": torch.zeros(out, wide, 3, 3) for wide, out, i in hint}
-    added |= {f"input_hint_block.{i}.bias": torch.zeros(out) for _, out, i in hint}
-    added |= {"pos_embed_input.weight": torch.zeros(256, 64), "pos_embed_input.bias": torch.zeros(256)}
-    added |= {"controlnet_blocks.0.weight": torch.eye(256), "controlnet_blocks.0.bias": torch.zeros(256)}
-    save_file({**kept, **added}, folder / "tiny_controlnet.safetensors")
-    return "tiny_controlnet.safetensors"
 
 
 def sample(graph: Graph, model: list, positive: list | None = None, **changes) -> list:
@@ -98,26 +81,6 @@ def test_a_lora_scheduled_by_a_hook_is_refused(comfy, unet, lora, node):
         hooks=[hook, 0],
     )
     assert "a LoRA scheduled by a hook" in refused(comfy, graph, unet, node, [hooked, 0])
-
-
-@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
-def test_reference_latents_are_refused(comfy, unet, node):
-    graph = Graph()
-    reference = graph.add("ReferenceLatent", conditioning=graph.text(1), latent=graph.latent(draw=3))
-    assert "reference latents (Flux Kontext)" in refused(comfy, graph, unet, node, [reference, 0])
-
-
-@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
-def test_a_controlnet_is_refused(comfy, unet, controlnet, node):
-    graph = Graph()
-    applied = graph.add(
-        "ControlNetApply",
-        conditioning=graph.text(1),
-        control_net=[graph.add("ControlNetLoader", control_net_name=controlnet), 0],
-        image=[graph.add("EmptyImage", width=128, height=96, batch_size=1, color=255), 0],
-        strength=1.0,
-    )
-    assert "a ControlNet" in refused(comfy, graph, unet, node, [applied, 0])
 
 
 def refused(comfy, graph: Graph, unet: str, node: str, positive: list) -> str:

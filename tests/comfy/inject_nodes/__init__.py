@@ -200,6 +200,39 @@ class TestTinyVAE(io.ComfyNode):
         return io.NodeOutput(comfy.sd.VAE(sd=sd))
 
 
+class TestAttentionMask(io.ComfyNode):
+    """A mask as StyleModelApply leaves it: an image's left half does not see the last words of the prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestAttentionMask",
+            category=CATEGORY,
+            inputs=[
+                io.Conditioning.Input("conditioning"),
+                io.Int.Input("rows", default=6),
+                io.Int.Input("columns", default=8),
+                io.Boolean.Input("boolean", default=False),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning, rows, columns, boolean) -> io.NodeOutput:
+        ((context, extra),) = conditioning
+        text, size = context.shape[1], context.shape[1] + rows * columns
+        left = torch.arange(rows * columns) % columns < columns // 2
+        hidden = torch.zeros(1, size, size, dtype=torch.bool)
+        hidden[:, text:, text // 2 : text] = left.reshape(1, -1, 1)
+        if boolean:
+            mask = ~hidden
+        else:
+            bias = torch.randn(1, size, size, generator=torch.Generator().manual_seed(5))
+            mask = bias.masked_fill(hidden, float("-inf"))
+        extra = {**extra, "attention_mask": mask, "attention_mask_img_shape": (rows, columns)}
+        return io.NodeOutput([[context, extra]])
+
+
 class TestSaveImage(io.ComfyNode):
     """Write an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
 
@@ -259,6 +292,7 @@ class InjectExtension(ComfyExtension):
             TestSaveText,
             TestScaledVAE,
             TestTinyVAE,
+            TestAttentionMask,
         ]
 
 

@@ -1,0 +1,73 @@
+"""What a model call carries beside latent, sigma and prompt: from ComfyUI's arguments to requests.Extras."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..parallel_backend.flux_keys import FluxDims
+from ..parallel_backend.requests import Extras
+from .refusals import refusal
+
+_PATCH = 2  # latent pixels of a token, each way
+
+
+def take_extras(
+    x: Tensor, ref_latents: list[Tensor] | None, control: dict | None, others: dict, dims: FluxDims
+) -> Extras:
+    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name)."""
+    method = others.pop("ref_latents_method", None)
+    mask = others.pop("attention_mask", None)
+    references = tuple(latent.float().cpu() for latent in ref_latents or ())
+    return Extras(
+        references=references,
+        offsets=_offsets(x, references, method or "offset") if references else None,
+        mask=None if mask is None else _as_batch(mask).cpu(),
+        residuals={} if control is None else _residuals(control, dims),
+    )
+
+
+def _offsets(x: Tensor, references: tuple[Tensor, ...], method: str) -> Tensor:
+    """Where each reference lies: (index, row, column) of its first token, as comfy/ldm/flux/model.py places them."""
+    places = []
+    height = width = 0
+    for number, latent in enumerate(references):
+        own_height, own_width = latent.shape[-2:]
+        index, row, column = 1, 0, 0
+        if method == "index":
+            index = number + 1
+        elif method == "uxo":
+            index = 0
+            row = _in_tokens(x.shape[-2]) * _PATCH + height
+            column = _in_tokens(x.shape[-1]) * _PATCH + width
+            height, width = height + own_height, width + own_width
+        elif method == "offset":  # beside or below those before it, so that they stay near a square
+            if own_height + height > own_width + width:
+                column = width
+            else:
+                row = height
+            height, width = max(height, own_height + row), max(width, own_width + column)
+        else:
+            raise refusal(f"the reference latents method {method!r}", "choose offset, index or uxo")
+        places.append((index, _in_tokens(row), _in_tokens(column)))
+    return torch.tensor(places, dtype=torch.float32)
+
+
+def _in_tokens(pixels: int) -> int:
+    return (pixels + _PATCH // 2) // _PATCH
+
+
+def _as_batch(mask: Tensor) -> Tensor:
+    """[S, S] or [rows, S, S], as ComfyUI's attention takes it."""
+    return mask.unsqueeze(0) if mask.ndim == 2 else mask
+
+
+def _residuals(control: dict, dims: FluxDims) -> dict[int, Tensor]:
+    """By block, doubles first. A ControlNet may have some for more blocks than there are, which ComfyUI leaves out."""
+    kinds = (("input", 0, dims.double_blocks), ("output", dims.double_blocks, dims.single_blocks))
+    return {
+        first + i: residual.float().cpu()
+        for kind, first, count in kinds
+        for i, residual in enumerate((control.get(kind) or ())[:count])
+        if residual is not None
+    }

@@ -1,0 +1,59 @@
+"""All image tokens of one model call, those of reference latents after the image's own, and the shares of extras."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.packing import image_ids, pack
+from .rows import Rows
+
+# Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a rank's part of the keys
+# is masked out as a whole.
+_MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """tokens [r, N, channels], ids [N, 3]; `own`: how many of them, the first ones, the image itself has."""
+
+    tokens: Tensor
+    ids: Tensor
+    own: int
+
+    @property
+    def count(self) -> int:
+        return self.tokens.shape[1]
+
+
+def image_tokens(rows: Rows) -> ImageTokens:
+    """Of rows with the same references."""
+    device = rows.x.device
+    tokens, ids = [pack(rows.x)], [image_ids(*rows.x.shape[-2:], device)]
+    places = () if rows.extras.offsets is None else rows.extras.offsets
+    for latent, offset in zip(rows.extras.references, places, strict=True):
+        latent = latent.expand(len(rows.x), *latent.shape[1:]).to(device, rows.x.dtype)
+        tokens.append(pack(latent))
+        ids.append(image_ids(*latent.shape[-2:], device) + offset.to(device))
+    return ImageTokens(torch.cat(tokens, dim=1), torch.cat(ids), tokens[0].shape[1])
+
+
+def residual_share(residual: Tensor, own: Tensor | slice, count: int, device: torch.device) -> Tensor:
+    """What a ControlNet adds to some of `count` image tokens: [r, n, hidden] -> [r, len(own), hidden]; 0 beyond n."""
+    if residual.shape[1] < count:
+        residual = F.pad(residual, (0, 0, 0, count - residual.shape[1]))
+    return residual[:, own].to(device)
+
+
+def mask_in_order(mask: Tensor, order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A mask [r, S, S] over text and image as what is added to scores [r, 1, S, S], its tokens in `order`."""
+    where = torch.tensor(order, dtype=torch.long)
+    mask = mask.index_select(1, where).index_select(2, where)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, _MASKED)
+    least = max(_MASKED, torch.finfo(dtype).min)
+    return mask.float().clamp(min=least).to(device, dtype).unsqueeze(1)

@@ -1,0 +1,243 @@
+"""ControlNets, reference latents, masks, Fill and Depth models in the real ComfyUI: as on one device, however split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FluxControlNetModel
+from graphs import OURS, STOCK, Graph
+from safetensors.torch import save_file
+from test_stock_baseline import relative_difference
+
+from comfyui_client import PromptFailed
+from tiny_flux import tiny_flux_tensors
+
+TOLERANCE = 1e-4
+DEV, FILL, DEPTH = "tiny_extras.safetensors", "tiny_fill.safetensors", "tiny_depth.safetensors"
+BLOCKS = {"double_blocks": 2, "single_blocks": 3}
+STRATEGIES = {
+    "one": ("cpu", {}),
+    "CFG 2": ("cpu:2", {"cfg": 2}),
+    "Ulysses 2": ("cpu:2", {"ulysses": 2}),
+    "Ring 3": ("cpu:3", {"ring": 3}),
+    "Ulysses 2 x Ring 2": ("cpu:4", {"ulysses": 2, "ring": 2}),
+    "PipeFusion 2": ("cpu:2", {"pipefusion": 2}),
+    "PipeFusion 2 x Ring 2": ("cpu:4", {"pipefusion": 2, "ring": 2}),
+    "tensor 2": ("cpu:2", {"tensor": 2}),
+    "xfuser": ("cpu:2", {"ulysses": 2, "engine": "xfuser"}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(comfy):
+    comfy.write_flux(DEV, **BLOCKS)
+    comfy.write_flux(FILL, in_channels=384, **BLOCKS)
+    comfy.write_flux(DEPTH, in_channels=128, **BLOCKS)
+    folder = comfy.server.base_directory / "models" / "controlnet"
+    folder.mkdir(exist_ok=True)
+    save_file(_xlabs(), folder / "xlabs.safetensors")
+    save_file(_instantx(), folder / "instantx.safetensors")
+
+
+def _xlabs() -> dict[str, torch.Tensor]:
+    """Two double blocks in XLabs' layout, whose hint is the picture itself."""
+    flux, generator = tiny_flux_tensors(double_blocks=2, seed=3), torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    kept = {key: value for key, value in flux.items() if not key.startswith(("single_blocks", "final_layer"))}
+    hint = [(3, 16, 0), *((16, 16, index) for index in range(2, 16, 2))]
+    added = {f"input_hint_block.{i}.weight": draw(out, wide, 3, 3) for wide, out, i in hint}
+    added |= {f"input_hint_block.{i}.bias": torch.zeros(out) for _, out, i in hint}
+    added |= {"pos_embed_input.weight": draw(256, 64), "pos_embed_input.bias": torch.zeros(256)}
+    for block in range(2):
+        added[f"controlnet_blocks.{block}.weight"] = draw(256, 256)
+        added[f"controlnet_blocks.{block}.bias"] = torch.zeros(256)
+    return kept | added
+
+
+def _instantx() -> dict[str, torch.Tensor]:
+    """Double and single blocks in InstantX's (diffusers') layout, whose hint is a latent."""
+    torch.manual_seed(5)
+    model = FluxControlNetModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=128,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        pooled_projection_dim=32,
+        guidance_embeds=True,
+        axes_dims_rope=(16, 56, 56),
+    )
+    for name, parameter in model.named_parameters():
+        if name.startswith(("controlnet_blocks", "controlnet_single_blocks", "controlnet_x_embedder")):
+            torch.nn.init.normal_(parameter, std=0.05)
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def _image(graph: Graph, color: int = 0x804020) -> list:
+    return [graph.add("EmptyImage", width=128, height=96, batch_size=1, color=color), 0]
+
+
+def _vae(graph: Graph) -> list:
+    return [graph.add("TestTinyVAE"), 0]
+
+
+def _controlnet(name: str, start: float = 0.0):
+    def add(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+        loader = [graph.add("ControlNetLoader", control_net_name=name), 0]
+        applied = graph.add(
+            "ControlNetApplyAdvanced",
+            positive=positive,
+            negative=negative,
+            control_net=loader,
+            image=_image(graph),
+            strength=0.7,
+            start_percent=start,
+            end_percent=1.0,
+            vae=_vae(graph),
+        )
+        return [applied, 0], [applied, 1]
+
+    return add
+
+
+def _references(method: str, *sizes: tuple[int, int]):
+    def add(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+        for number, (width, height) in enumerate(sizes):
+            latent = graph.latent(width=width, height=height, draw=3 + number)
+            positive = [graph.add("ReferenceLatent", conditioning=positive, latent=latent), 0]
+        placed = graph.add(
+            "FluxKontextMultiReferenceLatentMethod",
+            conditioning=positive,
+            reference_latents_method=method,
+        )
+        return [placed, 0], negative
+
+    return add
+
+
+def _mask(boolean: bool):
+    def add(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+        masked = graph.add("TestAttentionMask", conditioning=positive, rows=6, columns=8, boolean=boolean)
+        return [masked, 0], negative
+
+    return add
+
+
+EXTRAS = {
+    "a ControlNet of XLabs": _controlnet("xlabs.safetensors"),
+    "a ControlNet of InstantX": _controlnet("instantx.safetensors"),
+    "a ControlNet from the middle on": _controlnet("xlabs.safetensors", start=0.5),
+    "one reference": _references("offset", (16, 12)),
+    "references of other sizes": _references("offset", (10, 20), (15, 9)),
+    "references by index": _references("index", (8, 8), (16, 12)),
+    "references by uxo": _references("uxo/uno", (8, 8), (9, 7)),
+    "an additive mask": _mask(False),
+    "a boolean mask": _mask(True),
+}
+
+
+def _sample(
+    comfy, kind: str, extra, strategy: str = "one", *, node: str = "KSampler", unet: str = DEV, **changes
+):
+    devices, settings = STRATEGIES[strategy]
+    graph = Graph()
+    positive, negative = extra(graph, graph.text(1), graph.text(2))
+    settings_of = {"cfg": 3.0, **changes}
+    if kind == STOCK or node == "KSampler":
+        model = graph.model(kind, unet, devices, **settings) if kind == OURS else graph.model(kind, unet)
+        return comfy.sample(
+            graph.prompt, graph.ksampler(model, positive, negative, graph.latent(), **settings_of)
+        )
+    loader = graph.parallel_loader(unet, devices, **settings)
+    latent = graph.parallel_sampler(loader, positive, negative, graph.latent(), **settings_of)
+    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+
+
+def _plain(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+    return positive, negative
+
+
+@pytest.fixture(scope="module")
+def stock(comfy):
+    """Stock latents by extra, each made once; each differs from the latent without the extra."""
+    made: dict[str, torch.Tensor] = {}
+
+    def get(name: str) -> torch.Tensor:
+        if "" not in made:
+            made[""] = _sample(comfy, STOCK, _plain)
+        if name not in made:
+            made[name] = _sample(comfy, STOCK, EXTRAS[name])
+            assert relative_difference(made[name], made[""]) > 0.01
+        return made[name]
+
+    return get
+
+
+def _cases() -> list[tuple[str, str]]:
+    """Every extra under three strategies, three of them under every strategy; as many ranks next to each other, since
+    a group of another size starts anew."""
+    everything = [
+        (strategy, name) for strategy in ("CFG 2", "PipeFusion 2", "Ulysses 2 x Ring 2") for name in EXTRAS
+    ]
+    few = ("a ControlNet of InstantX", "references of other sizes", "an additive mask")
+    everything += [(strategy, name) for strategy in STRATEGIES for name in few]
+    return sorted(dict.fromkeys(everything), key=lambda case: STRATEGIES[case[0]][0])
+
+
+@pytest.mark.parametrize(("strategy", "name"), _cases())
+def test_every_strategy_gives_what_one_device_gives(comfy, stock, strategy, name):
+    latent = _sample(comfy, OURS, EXTRAS[name], strategy)
+    assert relative_difference(latent, stock(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "because"),
+    [
+        ("a ControlNet of XLabs", "control"),
+        ("one reference", "reference_latents"),
+        ("a boolean mask", "attention_mask"),
+    ],
+)
+def test_parallel_sampler_goes_stepwise_and_says_why(comfy, stock, name, because):
+    latent, report = _sample(comfy, OURS, EXTRAS[name], "Ulysses 2", node="ParallelSampler")
+    assert relative_difference(latent, stock(name)) < TOLERANCE
+    assert "way: stepwise" in report and because in report
+
+
+def test_xfuser_stands_back_for_a_mask_and_says_so(comfy):
+    _, report = _sample(comfy, OURS, EXTRAS["a boolean mask"], "xfuser", node="ParallelSampler")
+    assert "engine xfuser stood back: it computes no attention masks" in report
+
+
+@pytest.mark.parametrize("unet", [FILL, DEPTH], ids=["Fill", "Depth"])
+def test_fill_and_depth_models_take_their_images(comfy, unet):
+    def inpaint(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+        mask = [graph.add("SolidMask", value=0.7, width=128, height=96), 0]
+        images = {"vae": _vae(graph), "pixels": _image(graph)}
+        if unet == FILL:
+            made = graph.add(
+                "InpaintModelConditioning",
+                positive=positive,
+                negative=negative,
+                mask=mask,
+                noise_mask=True,
+                **images,
+            )
+        else:
+            made = graph.add("InstructPixToPixConditioning", positive=positive, negative=negative, **images)
+        return [made, 0], [made, 1]
+
+    theirs = _sample(comfy, STOCK, inpaint, unet=unet)
+    assert relative_difference(_sample(comfy, STOCK, _plain, unet=unet), theirs) > 0.01
+    assert relative_difference(_sample(comfy, OURS, inpaint, "PipeFusion 2", unet=unet), theirs) < TOLERANCE
+    latent, report = _sample(comfy, OURS, inpaint, "Ulysses 2", node="ParallelSampler", unet=unet)
+    assert relative_difference(latent, theirs) < TOLERANCE and "way: stepwise" in report
+
+
+def test_a_method_that_flux_1_does_not_have_is_refused_by_name(comfy):
+    with pytest.raises(PromptFailed, match="reference latents method 'index_timestep_zero'"):
+        _sample(comfy, OURS, _references("index_timestep_zero", (8, 8)), "Ulysses 2")
