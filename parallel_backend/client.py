@@ -421,7 +421,7 @@ class Sidecar:
 
     def _count_failure(self, error: RankFailed) -> None:
         if not self._crashes.is_broken:  # else it is the refusal, or counted already
-            self._crashes.add(error)
+            self._crashes.add(error, self.devices[error.rank])
         self._last_failure = error
 
     def _through_a_crash(

@@ -17,10 +17,11 @@ class CrashHistory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._crashes: deque[tuple[float, RankFailed]] = deque(maxlen=FAILURES_UNTIL_BROKEN)
+        self._crashes: deque[tuple[float, str, RankFailed]] = deque(maxlen=FAILURES_UNTIL_BROKEN)
 
-    def add(self, error: RankFailed) -> None:
-        self._crashes.append((self._clock(), error))
+    def add(self, error: RankFailed, device: str) -> None:
+        """`device`: of the rank that failed."""
+        self._crashes.append((self._clock(), device, error))
 
     def clear(self) -> None:
         self._crashes.clear()
@@ -29,7 +30,7 @@ class CrashHistory:
     def count(self) -> int:
         """Failures within the window that ends now."""
         now = self._clock()
-        return sum(now - at < BROKEN_WINDOW for at, _ in self._crashes)
+        return sum(now - at < BROKEN_WINDOW for at, _, _ in self._crashes)
 
     @property
     def is_broken(self) -> bool:
@@ -40,15 +41,19 @@ class CrashHistory:
         """The error for a request to a broken group: the history, and what to do."""
         now = self._clock()
         history = "\n".join(
-            f"- {now - at:.0f} s ago, rank {error.rank}: {_first_line(error.cause)}"
-            for at, error in self._crashes
+            f"- {now - at:.0f} s ago, rank {error.rank} on {device}: {_first_line(error.cause)}"
+            for at, device, error in self._crashes
+        )
+        devices = {device for _, device, _ in self._crashes}
+        culprit = (
+            f"All came from {devices.pop()}: leave it" if len(devices) == 1 else "Leave the device that fails"
         )
         left = BROKEN_WINDOW - (now - self._crashes[0][0])
-        last = self._crashes[-1][1]
+        last = self._crashes[-1][2]
         return RankFailed(
             last.rank,
             f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
-            f"again by themselves for another {left:.0f} s. Leave the device that fails out in the Strategy "
+            f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy "
             f"Selector's devices, look with `python -m parallel_backend doctor`, or restart ComfyUI to try at once."
             f"\n{history}",
         )

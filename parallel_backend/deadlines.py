@@ -16,6 +16,7 @@ CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they 
 TERMINATE = 2.0  # s between SIGTERM and SIGKILL
 REPORT = 0.4  # s for all ranks to report after the first failure; who does not is stuck in a collective
 DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as end of file
+STACK = 0.15  # s for a rank that hangs to show where; one that is stopped cannot
 POLL = 0.05  # s between two looks at `should_cancel` while waiting
 SEND = 10.0  # s for a rank to take a request from its link's buffer
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again

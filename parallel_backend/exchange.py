@@ -238,7 +238,8 @@ class Exchange:
         how = "was stopped by a signal" if stopped else "gave no sign of life"
         where = in_words(notes, rank)
         cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
-        return self._kill(RankFailed(rank, cause, crashed=True))
+        stack = "" if stopped else get_supervisor().stack_of(self._group, rank)
+        return self._kill(RankFailed(rank, f"{cause}\n{stack}" if stack else cause, crashed=True))
 
     def _kill(self, error: BaseException | None) -> BaseException | None:
         get_supervisor().kill(self._group)

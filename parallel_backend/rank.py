@@ -30,6 +30,7 @@ def main(make_jobs=None) -> None:
     parser.add_argument("--whereabouts", type=int, required=True, help="the inherited page for notes")
     arguments = parser.parse_args()
     faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
     die_with_parent(arguments.parent)
 
     # Only now what takes a second: the parent may die during the import of torch as well.

@@ -34,6 +34,7 @@ from .whereabouts import Page
 
 PACK_ROOT = Path(__file__).resolve().parent.parent
 RANK_MODULE = "parallel_backend.rank"
+_FRAMES = 8  # of a rank that hangs
 OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
 _READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
 
@@ -182,6 +183,21 @@ class Supervisor:
 
         self._submit(command)
         return future.result()
+
+    def stack_of(self, group: RankGroup, rank: int) -> str:
+        """Where a rank hangs, even one that holds the GIL: its innermost Python frames, empty when it is silent."""
+        member = next((one for one in group.ranks if one.rank == rank), None)
+        if member is None:
+            return ""
+        with contextlib.suppress(OSError):  # it has just ended; and its children are not asked
+            signal.pidfd_send_signal(member.pidfd, signal.SIGUSR1)
+        until = time.monotonic() + deadlines.STACK
+        while time.monotonic() < until:
+            time.sleep(deadlines.STACK / 10)
+            _, asked, frames = bytes(member.output).rpartition(b"Stack (most recent call first):\n")
+            if asked and frames.endswith(b"\n"):
+                return "\n".join(frames.decode(errors="replace").splitlines()[:_FRAMES])
+        return ""
 
     def stop(self, group: RankGroup, grace: float = deadlines.TERMINATE) -> None:
         """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped."""

@@ -117,6 +117,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert "missed in an all-reduce by rank 0, after 2 steps" in caught.value.cause
     assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
+    assert ("faults.py" in caught.value.cause) == (kind != "stop")  # where it hangs
 
 
 # 9: ComfyUI is killed.
@@ -356,7 +357,7 @@ def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights
                 sidecar.sample(weights, scripted_request(), two_ranks())
         assert sidecar.state is State.BROKEN
         with pytest.raises(
-            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, rank 1: killed by SIGKILL"
+            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, rank 1 on cpu:1: killed by SIGKILL"
         ):
             sidecar.sample(weights, scripted_request(), two_ranks())
     finally:
