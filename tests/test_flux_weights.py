@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
 
+from lora_files import DIFFUSERS, LAYOUTS
 from lora_patches import BIAS, NORM, H, lora, merge, patch
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.weights import load_under
 from parallel_backend.errors import RequestError
+from parallel_backend.flux_keys import diffusers_sources
 from parallel_backend.models.flux import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
@@ -19,7 +23,7 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import CASES, difference
 from test_engine_parity import CONTEXT, POOLED
-from tiny_flux import write_tiny_flux
+from tiny_flux import tiny_flux_config, write_tiny_flux
 
 CPU = torch.device("cpu")
 CASE = CASES["odd sides, cfg 4, batch 3"]
@@ -86,6 +90,37 @@ def test_the_weights_become_those_of_a_merged_file_and_views_of_the_file_again(f
     assert model.weights.apply((), {}) == 10
     assert_same_bits(model, before)
     assert addresses == {n: p.data_ptr() for n, p in parameters(model).items()}
+
+
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+def test_a_lora_in_diffusers_names_gives_what_diffusers_own_loader_fuses(files, layout):
+    judge = FluxTransformer2DModel(**tiny_flux_config(context_dim=CONTEXT, pooled_dim=POOLED))
+    judge.load_state_dict(load_file(files["diffusers"]))
+    adapter = {key.removeprefix("transformer."): tensor for key, tensor in LAYOUTS["peft"].items()}
+    judge.load_lora_adapter(adapter, prefix=None)
+    judge.fuse_lora(lora_scale=0.8)
+    fused = {
+        name.replace(".base_layer", ""): p for name, p in judge.state_dict().items() if "lora_" not in name
+    }
+
+    model, tensors, patches = load(ModelSpec(files[layout]), CPU), {}, []
+    sources = diffusers_sources(model.file.dims)
+    for name in DIFFUSERS:
+        source = sources[f"{name}.weight"]
+        narrow = () if source.start is None else (0, source.start, source.stop - source.start)
+        up, down = adapter[f"{name}.lora_B.weight"], adapter[f"{name}.lora_A.weight"]
+        change = patch(tensors, source.key, "lora", 0.8, None, narrow, up=up, down=down)
+        patches.append(replace(change, swap_halves=source.swap_halves))
+    before = {name: p.detach().clone() for name, p in parameters(model).items()}
+    model.weights.apply(patches, tensors)
+    changed = 0
+    for name, found in parameters(model).items():
+        wanted = fused[name.replace("norm_out.linear.inner.", "norm_out.linear.").replace(".inner.", ".")]
+        if name.startswith("norm_out") and layout == "bfl":
+            wanted = torch.cat([*reversed(wanted.chunk(2))])
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+        changed += not found.equal(before[name])
+    assert changed == len(DIFFUSERS)
 
 
 def test_only_what_differs_is_computed_again(files):
