@@ -234,7 +234,7 @@ class Exchange:
             return self._kill(self._interrupt)
         notes = [self._group.whereabouts.read(rank) for rank in range(self._group.world_size)]
         stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
-        rank = stopped[0] if stopped else find_laggard(notes)
+        rank = stopped[0] if stopped else find_laggard(notes, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"
         where = in_words(notes, rank)
         cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")

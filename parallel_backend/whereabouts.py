@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 MOST_RANKS = 64  # bits of `waits_for`
@@ -129,13 +129,15 @@ class Page:
         os.close(self.descriptor)
 
 
-def find_laggard(notes: Sequence[Note]) -> int:
+def find_laggard(notes: Sequence[Note], silent: Collection[int] | None = None) -> int:
     """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
+
+    `silent`: the ranks that still owe an answer, by default all; those that gave theirs are in no collective either.
 
     Where all are in the same one, or wait for each other in a circle, or none is in any (collectives on a device do
     not hold up the host), the one that has entered the fewest.
     """
-    ranks = range(len(notes))
+    ranks = range(len(notes)) if silent is None else sorted(silent)
     for start in ranks:
         rank, seen = start, set()
         while notes[rank].inside and rank not in seen:

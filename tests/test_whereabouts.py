@@ -100,6 +100,11 @@ def test_the_rank_that_keeps_the_others_waiting_is_found(notes, laggard):
     assert find_laggard(notes) == laggard
 
 
+def test_a_rank_that_gave_its_answer_is_not_to_blame():
+    assert find_laggard([outside(entered=3), outside(entered=4)], silent={1}) == 1
+    assert find_laggard([outside(), inside("an all-to-all", 1, 2), outside()], silent={1, 2}) == 2
+
+
 def test_words_name_the_collective_and_who_waits_there():
     notes = [inside("an all-to-all", 0, 1), outside("a broadcast")]
     assert in_words(notes, 1) == (
