@@ -7,6 +7,7 @@ others waiting. A note costs about a microsecond.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -80,11 +81,11 @@ class Whereabouts:
         if self.observer is not None:
             self.observer(name, self._step)
 
-    def inside(self, collective: str, ranks: Sequence[int]) -> Whereabouts:
+    def inside(self, collective: str, ranks: tuple[int, ...] | range) -> Whereabouts:
         """`with inside(...):` around what blocks; not nested."""
         if self.observer is not None:
             self.observer(collective, self._step)
-        self._now = (_CODES[collective], sum(1 << rank for rank in ranks))
+        self._now = (_CODES[collective], _bits(ranks))
         self._entered += 1
         return self
 
@@ -99,6 +100,11 @@ class Whereabouts:
         _NOTE.pack_into(
             self._page, self._offset, inside, collective, self._step, self._entered, ranks, time.monotonic()
         )
+
+
+@functools.cache
+def _bits(ranks: tuple[int, ...] | range) -> int:
+    return sum(1 << rank for rank in ranks)
 
 
 here = Whereabouts()  # a process is one rank
