@@ -102,6 +102,86 @@ def rescaled_cfg(graph, model):
     return graph.ksampler([rescaled, 0], graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
 
 
+def sampler_custom(graph, model):
+    sampler = [graph.add("KSamplerSelect", sampler_name="heun"), 0]
+    node = graph.add(
+        "SamplerCustom",
+        model=model,
+        add_noise=True,
+        noise_seed=9,
+        cfg=2.5,
+        positive=graph.text(1),
+        negative=graph.text(2),
+        sampler=sampler,
+        sigmas=_sigmas(graph, model),
+        latent_image=graph.latent(),
+    )
+    return [node, 0]
+
+
+def _sigmas(graph, model):
+    return [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0]
+
+
+def dual_cfg_guider(graph, model):
+    guider = graph.add(
+        "DualCFGGuider",
+        model=model,
+        cond1=graph.text(1),
+        cond2=graph.text(3),
+        negative=graph.text(2),
+        cfg_conds=3.0,
+        cfg_cond2_negative=1.5,
+        style="regular",
+    )
+    node = graph.add(
+        "SamplerCustomAdvanced",
+        guider=[guider, 0],
+        noise=[graph.add("RandomNoise", noise_seed=3), 0],
+        sampler=[graph.add("KSamplerSelect", sampler_name="euler"), 0],
+        sigmas=_sigmas(graph, model),
+        latent_image=graph.latent(),
+    )
+    return [node, 0]
+
+
+def prompts_after_each_other(graph, model):
+    joined = graph.add("ConditioningConcat", conditioning_to=graph.text(1), conditioning_from=graph.text(3))
+    return graph.ksampler(model, [joined, 0], graph.text(2), graph.latent(), cfg=2.0)
+
+
+def an_average_of_prompts(graph, model):
+    between = graph.add(
+        "ConditioningAverage",
+        conditioning_to=graph.text(1),
+        conditioning_from=graph.text(3),
+        conditioning_to_strength=0.4,
+    )
+    guided = graph.add("FluxGuidance", conditioning=[between, 0], guidance=2.2)
+    return graph.ksampler(model, [guided, 0], graph.text(2), graph.latent())
+
+
+def a_prompt_behind_a_mask(graph, model):
+    mask = [graph.add("SolidMask", value=0.6, width=128, height=96), 0]
+    masked = graph.add(
+        "ConditioningSetMask", conditioning=graph.text(1), mask=mask, strength=0.9, set_cond_area="default"
+    )
+    both = graph.add("ConditioningCombine", conditioning_1=[masked, 0], conditioning_2=graph.text(3))
+    return graph.ksampler(model, [both, 0], graph.text(2), graph.latent(), cfg=2.0)
+
+
+def differential_diffusion(graph, model):
+    patched = graph.add("DifferentialDiffusion", model=model, strength=1.0)
+    latent = graph.latent(draw=4, noise_mask=True)
+    return graph.ksampler([patched, 0], graph.text(1), graph.text(2), latent, steps=5)
+
+
+def a_noise_mask(graph, model):
+    mask = [graph.add("SolidMask", value=0.5, width=128, height=96), 0]
+    latent = graph.add("SetLatentNoiseMask", samples=graph.latent(draw=4), mask=mask)
+    return graph.ksampler(model, graph.text(1), graph.text(2), [latent, 0], denoise=0.8)
+
+
 @pytest.mark.parametrize(  # varies fastest, so that the group stays warm
     "workflow",
     [
@@ -113,6 +193,13 @@ def rescaled_cfg(graph, model):
         two_prompts_in_areas,
         a_prompt_for_half_of_the_steps,
         rescaled_cfg,
+        sampler_custom,
+        dual_cfg_guider,
+        prompts_after_each_other,
+        an_average_of_prompts,
+        a_prompt_behind_a_mask,
+        differential_diffusion,
+        a_noise_mask,
     ],
     ids=lambda workflow: workflow.__name__,
 )
