@@ -47,18 +47,18 @@ def weight_patches(patches: Mapping[str, list[tuple]], file: FluxFile) -> Weight
     What is not a kind of change that the ranks know is computed here, by ComfyUI, one tensor after the other. Raises
     RequestError for changes that do not fit the model, naming the tensor.
     """
+    shapes = file.original_shapes
     found: list[WeightPatch] = []
     tensors: dict[str, Tensor] = {}
     for name, entries in patches.items():
         key = original_key(name)
         own: dict[str, Tensor] = {}
         try:
-            changes = [_patch(key, entry, own) for entry in entries]
+            changes = [_patch(key, shapes.get(key), entry, own) for entry in entries]
         except _NotOurs:
             changes = [_merged(key, entries, file, own)]
         found += [change for change in changes if not change.does_nothing]
         tensors |= own
-    shapes = file.original_shapes
     for key, changes in by_key(found).items():
         check_shapes(shapes[key], changes, tensors)
     return WeightPatches(tuple(found), tensors)
@@ -70,13 +70,13 @@ def original_key(name: str) -> str:
     return key.removesuffix(".weight") + ".scale" if key.endswith("_norm.weight") else key
 
 
-def _patch(key: str, entry: tuple, tensors: dict[str, Tensor]) -> WeightPatch:
+def _patch(key: str, shape: tuple[int, ...] | None, entry: tuple, tensors: dict[str, Tensor]) -> WeightPatch:
     strength, value, base_strength, offset, function = entry
     if isinstance(value, list):
         raise refusal(
             "another model merged into it", "merge the files with stock loaders and save the result"
         )
-    kind, parts = _parts(key, value)
+    kind, parts = _parts(key, shape, value)
     swap = function is comfy.utils.swap_scale_shift
     if function is not None and not swap:
         raise _NotOurs
@@ -98,12 +98,13 @@ def _patch(key: str, entry: tuple, tensors: dict[str, Tensor]) -> WeightPatch:
     )
 
 
-def _parts(key: str, value: object) -> tuple[str, dict[str, Tensor | float]]:
+def _parts(key: str, shape: tuple[int, ...] | None, value: object) -> tuple[str, dict[str, Tensor | float]]:
     """(kind, factors and alpha by role)."""
     if type(value) in _LAYOUTS:
         kind, roles = _LAYOUTS[type(value)]
         parts = dict(zip(roles, value.weights, strict=True))
-        if parts.pop("reshape", None) is not None:
+        reshape = parts.pop("reshape", None)
+        if reshape is not None and tuple(reshape) != shape:
             raise refusal(
                 f"a LoRA that makes {key} larger (Flux Canny or Depth as a LoRA)",
                 "use the full Canny or Depth model",

@@ -68,6 +68,17 @@ def _xlabs() -> dict:
     return _pairs(sizes, "up.weight", "down.weight")
 
 
+def _bfl_own() -> dict:
+    """As Black Forest Labs name them: no prefix, biases and norms beside the factors, always img_in among them."""
+    generator = torch.Generator().manual_seed(10)
+    found = _pairs({"img_in": (H, 64), **ORIGINAL}, "lora_B.weight", "lora_A.weight")
+    for name, (out, _) in ORIGINAL.items():
+        found[f"{name}.lora_B.bias"] = 0.2 * torch.randn(out, generator=generator)
+    for norm in ("single_blocks.0.norm.key_norm", "double_blocks.0.img_attn.norm.query_norm"):
+        found[f"{norm}.scale"] = 0.5 + torch.rand(128, generator=generator)
+    return found
+
+
 def _loha() -> dict:
     name, generator = "lora_unet_double_blocks_0_img_mlp_0", torch.Generator().manual_seed(3)
     sizes = {"w1_a": (4 * H, 3), "w1_b": (3, H), "w2_a": (4 * H, 3), "w2_b": (3, H)}
@@ -139,6 +150,7 @@ LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
     "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight")),
     "bfl": _pairs({f"diffusion_model.{n}": s for n, s in ORIGINAL.items()}, "lora_B.weight", "lora_A.weight"),
+    "bfl, own names": _bfl_own(),
     "peft": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight"),
     "peft, alpha": _pairs(
         {f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight", alpha=8.0
@@ -163,6 +175,7 @@ WITH_TEXT = {
     "text": TEXT,
 }
 BAD = {
+    "wider input": _bfl_own() | _pairs({"img_in": (H, 128)}, "lora_B.weight", "lora_A.weight"),
     "wrong shapes": _pairs(
         {"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, "lora_up.weight", "lora_down.weight"
     ),

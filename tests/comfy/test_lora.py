@@ -168,6 +168,7 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
     ("lora", "words"),
     [
         ("wrong shapes", r"double_blocks\.0\.img_attn\.proj\.weight has the shape \[256, 256\].*\[512, 4\]"),
+        ("wider input", r"makes img_in\.weight larger .* use the full Canny or Depth model"),
         ("no key", "none of its keys is known"),
         ("nan", r"double_blocks\.0\.img_attn\.proj\.weight holds NaN"),
     ],
