@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from fault_injection import fault
 from lora_patches import H, lora, merge, patch
 from parallel_backend import patch_client
 from parallel_backend.client import Sidecar
@@ -147,6 +149,21 @@ def test_a_cancel_before_the_change_leaves_a_state_that_the_next_request_sets_ri
     assert "applying LoRAs" in cancelled
     assert sample(ranks, spec, good).equal(expected)
     assert sample(ranks, spec).equal(bare)
+
+
+def test_a_job_that_goes_on_after_a_crash_goes_on_with_its_lora(no_leaks, files, tmp_path):
+    spec, _ = files
+    good, results = lora()[0], []
+    for options in ({}, {"kind": "kill", "point": "step", "step": 2, "once": tmp_path / "fired"}):
+        with fault(**options) if options else nullcontext():
+            ranks = Sidecar(("cpu:0", "cpu:1"))
+            try:
+                results.append(ranks.sample(spec, flux_request(), TWO, patches=good))
+            finally:
+                ranks.stop()
+    (undisturbed, resumed), fired = results, tmp_path / "fired"
+    assert fired.exists() and any("went on" in note or "failed" in note for note in resumed.info.notes)
+    assert resumed.latent.equal(undisturbed.latent)
 
 
 def test_a_group_that_was_started_again_has_the_lora_again(ranks, files):
