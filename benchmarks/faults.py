@@ -49,6 +49,7 @@ from parallel_backend.errors import (
     RankFailed,
 )
 from parallel_backend.payloads import state_tensors
+from parallel_backend.protocol import VERSION
 from parallel_backend.requests import ModelSpec, Placement, SamplerState
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.transport import pack_tensors
@@ -464,7 +465,7 @@ def versions(subject: Subject) -> Iterator[Check]:
     begun = time.perf_counter()
     text = error_of(sidecar.start)
     yield Check("s to the refusal, the import of torch included", time.perf_counter() - begun, 1.0 + READY)
-    yield true("both versions are named", "it runs protocol 2" in text)
+    yield true("both versions are named", f"it runs protocol {VERSION + 1}" in text)
     sidecar.stop()
 
 

@@ -29,12 +29,14 @@ class _Question:
     flag: Tensor
     work: dist.Work | None
     event: torch.cuda.Event | None
+    ranks: range
 
     def answer(self) -> bool:
         if self.event is not None:
             self.event.synchronize()
         if self.work is not None:
-            self.work.wait()
+            with here.inside("the agreement after a step", self.ranks):
+                self.work.wait()
         return bool(self.flag.item())
 
 
@@ -63,6 +65,7 @@ class StepBoundary:
         self._request = request
         self._rank = rank
         self._control = control
+        self._ranks = range(1 if control is None else control.size())
         self._device = device
         self._steps = steps
         self._previews = previews
@@ -82,7 +85,7 @@ class StepBoundary:
         self._take_time()
         flag = self._flag()
         if self._control is not None:
-            with here.inside("the agreement after a step", range(self._control.size())):
+            with here.inside("the agreement after a step", self._ranks):
                 dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
@@ -117,7 +120,7 @@ class StepBoundary:
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event is not None:
             event.record()
-        self._asked.append(_Question(flag, work, event))
+        self._asked.append(_Question(flag, work, event, self._ranks))
         if len(self._asked) > lag:
             self._stopped |= self._asked.popleft().answer()
         return self._stopped

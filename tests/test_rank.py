@@ -10,7 +10,7 @@ import torch
 from parallel_backend import client
 from parallel_backend.client import Sidecar, State
 from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
-from parallel_backend.protocol import Cancel, Envelope, encode
+from parallel_backend.protocol import VERSION, Cancel, Envelope, encode
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.transport import pack_tensors
@@ -20,7 +20,7 @@ from tiny_flux import write_tiny_flux
 
 def test_a_rank_of_another_version_is_refused(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.old_rank")
-    with pytest.raises(RankFailed, match=r"it runs protocol 2.*restart ComfyUI"):
+    with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI"):
         sidecar.start()
     sidecar.stop()
 
