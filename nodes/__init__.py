@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import comfy.model_management
+
+from ..parallel_backend.devices import use_only_cpu
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
 from .parallel_lora_loader import ParallelLoraLoader
@@ -17,3 +20,6 @@ NODES = [
     ParallelDemoLoader,
     ParallelVAEDecode,
 ]
+
+if comfy.model_management.cpu_state == comfy.model_management.CPUState.CPU:
+    use_only_cpu()

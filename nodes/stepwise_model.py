@@ -24,6 +24,7 @@ from ..parallel_backend.requests import Conditioning, ModelSpec, Placement, Pred
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.weight_patches import NO_PATCHES
 from .extras import take_extras
+from .rank_memory import size_on, watch
 from .ranks import RunRecord, decide, interrupted, ready_sidecar
 from .refusals import refuse_effects
 from .stepwise_patcher import PATCHES, StepwisePatcher
@@ -103,6 +104,7 @@ class StepwiseFlux(nn.Module):
         self.file = file
         self.dtype = torch.float32
         self.patch_size = 2
+        watch(self, spec)
         self._decided: tuple[tuple, Tensor | None, Decided] | None = (
             None  # its key, the run's sigmas, and what runs
         )
@@ -116,6 +118,10 @@ class StepwiseFlux(nn.Module):
             module.register_parameter(
                 name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
             )
+
+    def size_on(self, device: torch.device) -> int:
+        """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
+        return size_on(device, self.file, None if self._decided is None else self._decided[2])
 
     def forward(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import comfy.model_patcher
 import torch
 
+from ..parallel_backend import pool
 from ..parallel_backend.errors import RequestError
 from .lora_patches import weight_patches
 from .refusals import refusal
@@ -14,16 +15,17 @@ PATCHES = "parallel_weight_patches"
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
-    """To ComfyUI's memory manager a model of no size; to its nodes a MODEL that says what it cannot do yet."""
+    """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all; to its
+    nodes a MODEL that says what it cannot do yet."""
 
     def is_dynamic(self) -> bool:
         return False
 
     def model_size(self) -> int:
-        return 0
+        return self.model.diffusion_model.size_on(self.load_device)
 
     def loaded_size(self) -> int:
-        return 0
+        return self.model_size() if pool.is_held(self.model.diffusion_model.spec) else 0
 
     def lowvram_patch_counter(self) -> int:
         return 0
@@ -37,12 +39,15 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         return 0
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
-        return 0
+        freed = self.loaded_size()
+        pool.put_to_sleep(self.model.diffusion_model.spec)
+        return freed
 
     def detach(self, unpatch_all=True):
         # Clones share their object patches: one that is only collected must not take them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
+            pool.put_to_sleep(self.model.diffusion_model.spec)
         return self.model
 
     # What would change or read weights.

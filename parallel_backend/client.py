@@ -148,6 +148,12 @@ class Sidecar:
         return self._activity
 
     @property
+    def model(self) -> ModelSpec | None:
+        """What the ranks hold in their devices' memory; None for nothing, or while they sleep."""
+        held = self._held
+        return None if held is None or self._asleep else held.spec
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the ranks, in rank order; empty when there are none."""
         group = self._group

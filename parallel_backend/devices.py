@@ -11,6 +11,14 @@ from .errors import DeviceError
 # Several ranks on the CPU exist for tests, demos and machines without a GPU; more than this is a typing error.
 MAX_CPU_RANKS = 16
 
+_only_cpu = False
+
+
+def use_only_cpu() -> None:
+    """From now on no GPU is used in this process: a person started ComfyUI with --cpu."""
+    global _only_cpu
+    _only_cpu = True
+
 
 def resolve_devices(text: str) -> tuple[str, ...]:
     """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
@@ -19,7 +27,7 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     Raises DeviceError naming what does not exist.
     """
     wanted = text.strip().lower()
-    gpus = torch.cuda.device_count()
+    gpus = 0 if _only_cpu else torch.cuda.device_count()
     if wanted in ("", "all"):
         return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu:0",)
     if cpu := re.fullmatch(r"cpu(?::(\d+))?", wanted):
@@ -36,7 +44,8 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         raise DeviceError(f"devices {text!r} names a GPU twice; each rank needs a GPU of its own.")
     missing = [i for i in indices if i >= gpus]
     if missing:
-        has = f"GPUs 0 to {gpus - 1}" if gpus > 1 else "GPU 0 only" if gpus else "no GPU that torch can use"
+        without = "no GPU, since ComfyUI runs with --cpu" if _only_cpu else "no GPU that torch can use"
+        has = f"GPUs 0 to {gpus - 1}" if gpus > 1 else "GPU 0 only" if gpus else without
         raise DeviceError(
             f"devices {text!r}: GPU {missing[0]} does not exist; this machine has {has}. "
             f"Use 'all'{' or cpu:2 to run on the CPU' if not gpus else ''}."

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 
 from .client import Sidecar, State
+from .errors import ParallelError
+from .requests import ModelSpec
 
-_RUNNING = (State.STARTING, State.READY, State.RUNNING)
+_RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
+
+log = logging.getLogger(__name__)
 
 _sidecars: dict[tuple[str, ...], Sidecar] = {}
 _lock = threading.Lock()
@@ -37,6 +42,24 @@ def all_sidecars() -> tuple[Sidecar, ...]:
     """Every sidecar of the registry, started or not."""
     with _lock:
         return tuple(_sidecars.values())
+
+
+def put_to_sleep(spec: ModelSpec) -> None:
+    """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
+
+    Level 2 and not 1: the file is mapped once for all ranks, and a copy in host memory for each would be many.
+    """
+    for sidecar in all_sidecars():
+        if sidecar.model == spec and sidecar.state is State.READY:
+            try:
+                sidecar.sleep(level=2)
+            except ParallelError:
+                log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
+
+
+def is_held(spec: ModelSpec) -> bool:
+    """Whether ranks hold `spec` in their devices' memory."""
+    return any(sidecar.model == spec for sidecar in all_sidecars())
 
 
 def reset() -> tuple[tuple[str, ...], ...]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallel_backend import devices
 from parallel_backend.devices import MAX_CPU_RANKS, is_cpu, resolve_devices
 from parallel_backend.errors import DeviceError
 
@@ -59,3 +60,13 @@ def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):
     gpus(count)
     with pytest.raises(DeviceError, match=message):
         resolve_devices(text)
+
+
+def test_a_comfyui_without_gpus_uses_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_devices("all") == ("cuda:0", "cuda:1")
+    monkeypatch.setattr(devices, "_only_cpu", False)  # put back afterwards
+    devices.use_only_cpu()
+    assert resolve_devices("all") == ("cpu:0",)
+    with pytest.raises(DeviceError, match="ComfyUI runs with --cpu"):
+        resolve_devices("0")

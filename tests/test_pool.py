@@ -10,8 +10,10 @@ from parallel_backend import pool
 from parallel_backend.client import State
 from parallel_backend.crash_history import FAILURES_UNTIL_BROKEN
 from parallel_backend.errors import RankFailed
+from parallel_backend.requests import ModelSpec
 from parallel_backend.supervisor import PACK_ROOT
 from scripted import is_running, ranks_of
+from tiny_flux import write_tiny_flux
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,22 @@ def test_a_reset_lets_broken_groups_start_again_and_leaves_the_others_alone():
     assert broken.state is State.DOWN
     assert broken.start() > 0
     assert fine.pids == pids and pool.reset() == ()
+
+
+def test_ranks_that_hold_a_model_give_it_back_and_others_keep_theirs(tmp_path):
+    specs = [ModelSpec(str(write_tiny_flux(tmp_path / f"{name}.safetensors"))) for name in "ab"]
+    sidecars = [pool.get_sidecar((f"cpu:{i}",)) for i in range(2)]
+    for sidecar, spec in zip(sidecars, specs, strict=True):
+        assert not pool.is_held(spec)
+        sidecar.load(spec)
+        assert sidecar.model == spec and pool.is_held(spec)
+    pool.put_to_sleep(specs[0])
+    assert [sidecar.state for sidecar in sidecars] == [State.ASLEEP, State.READY]
+    assert not pool.is_held(specs[0]) and pool.is_held(specs[1])
+    assert pool.running_within(("cpu:0",)) is sidecars[0]
+    assert not sidecars[0].load(specs[0]).cached and pool.is_held(specs[0])
+    pool.put_to_sleep(ModelSpec("/nowhere"))
+    assert all(sidecar.state is State.READY for sidecar in sidecars)
 
 
 def test_stop_all_leaves_no_rank_and_no_entry():

@@ -233,6 +233,48 @@ class TestAttentionMask(io.ComfyNode):
         return io.NodeOutput([[context, extra]])
 
 
+def rank_states() -> list[str]:
+    """Of the pack's groups of ranks in this process."""
+    (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.pool"))
+    return [sidecar.state.value for sidecar in pool.all_sidecars()]
+
+
+class TestRankStates(io.ComfyNode):
+    """The states of the pack's groups of ranks in this process, in words."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestRankStates",
+            category=CATEGORY,
+            inputs=[io.Int.Input("nonce", min=0, max=2**31, tooltip="another number, another look")],
+            outputs=[io.String.Output()],
+        )
+
+    @classmethod
+    def execute(cls, nonce) -> io.NodeOutput:
+        return io.NodeOutput(" ".join(rank_states()))
+
+
+class TestUnload(io.ComfyNode):
+    """Unloads a MODEL as ComfyUI does where another one needs room; the states of ranks before and after."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestUnload",
+            category=CATEGORY,
+            inputs=[io.Model.Input("model")],
+            outputs=[io.String.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model) -> io.NodeOutput:
+        before = rank_states()
+        model.partially_unload(model.offload_device, 1)
+        return io.NodeOutput(" ".join([*before, *rank_states()]))
+
+
 class TestSaveImage(io.ComfyNode):
     """Write an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
 
@@ -293,6 +335,8 @@ class InjectExtension(ComfyExtension):
             TestScaledVAE,
             TestTinyVAE,
             TestAttentionMask,
+            TestRankStates,
+            TestUnload,
         ]
 
 

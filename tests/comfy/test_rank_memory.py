@@ -1,0 +1,86 @@
+"""Living with ComfyUI's memory manager: what frees memory puts idle ranks to sleep, and the next prompt wakes them."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+
+import pytest
+import torch
+from graphs import OURS, Graph
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_memory.safetensors", single_blocks=3)
+
+
+def _sample(comfy, unet: str) -> tuple[torch.Tensor, str]:
+    graph = Graph()
+    loader = graph.parallel_loader(unet, "cpu:2")
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=_sample.seed)
+    _sample.seed += 1  # else ComfyUI has the latent already
+    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+
+
+_sample.seed = 100
+WARM = "load: 0 s (weights were warm)"
+
+
+def _again(comfy, unet: str) -> bool:
+    """Whether the ranks had to load the model again."""
+    _, report = _sample(comfy, unet)
+    return WARM not in report
+
+
+def _free(comfy) -> None:
+    body = json.dumps({"unload_models": True, "free_memory": True}).encode()
+    request = urllib.request.Request(comfy.server.url + "/free", data=body, method="POST")
+    urllib.request.urlopen(request, timeout=10).close()
+
+
+def _wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
+    _sample(comfy, unet)
+    assert not _again(comfy, unet)
+    ranks = comfy.server.children()
+    _free(comfy)  # done between prompts, sometime soon
+    _wait_until(lambda: _again(comfy, unet))
+    assert comfy.server.children() == ranks
+    assert not _again(comfy, unet)
+
+
+def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep(comfy, unet):
+    _sample(comfy, unet)
+    graph = Graph()
+    model = graph.model(OURS, unet)  # the loader that the latest prompt had, so that the ranks stay warm
+    states = graph.add("TestUnload", model=model)
+    graph.add("TestSaveText", text=[states, 0], path="unloaded.txt")
+    comfy.run(graph.prompt)
+    assert comfy.output("unloaded.txt").read_text() == "ready asleep"
+    assert _again(comfy, unet)
+
+
+def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
+    _sample(comfy, unet)
+    graph = Graph()
+    graph.save(graph.latent(draw=_sample.seed), "nothing.safetensors")
+    comfy.run(graph.prompt)
+    _wait_until(lambda: "asleep" in _states(comfy))
+    assert _again(comfy, unet)
+
+
+def _states(comfy) -> list[str]:
+    """Of the groups of ranks in ComfyUI's process."""
+    graph = Graph()
+    states = graph.add("TestRankStates", nonce=time.monotonic_ns() % 2**31)
+    graph.add("TestSaveText", text=[states, 0], path="states.txt")
+    comfy.run(graph.prompt)
+    return comfy.output("states.txt").read_text().split()
