@@ -18,7 +18,7 @@ from parallel_backend.engine.pipeline_traffic import PipelineTraffic
 from parallel_backend.engine.traffic import expected_bytes
 from parallel_backend.engine.weights_traffic import gathered_bytes, sliced_shapes, tensor_bytes
 from parallel_backend.flux_file import inspect_flux
-from parallel_backend.flux_keys import FluxDims
+from parallel_backend.flux_keys import FLUX_DEV, FluxDims
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 
@@ -59,20 +59,8 @@ class Size:
     element_size: int
 
 
-FLUX_DEV = Size(
-    dims=FluxDims(
-        hidden=3072,
-        heads=24,
-        head_dim=128,
-        mlp=12288,
-        double_blocks=19,
-        single_blocks=38,
-        context_dim=4096,
-        pooled_dim=768,
-        in_channels=64,
-        out_channels=64,
-        guidance=True,
-    ),
+FLUX_DEV_JOB = Size(
+    dims=FLUX_DEV,
     height=128,
     width=128,
     text=512,
@@ -124,7 +112,7 @@ def _measure(sidecar, spec, size: Size, strategy: ParallelStrategy, cfg: float) 
     measured = [more - less for more, less in zip(sent(STEPS + 1), sent(STEPS), strict=True)]
     expected, flux_dev = (
         [_expected(strategy, rank, each, rows) for rank in range(strategy.world_size)]
-        for each in (size, FLUX_DEV)
+        for each in (size, FLUX_DEV_JOB)
     )
     return {
         "measured_bytes": max(measured),
