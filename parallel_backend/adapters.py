@@ -6,8 +6,10 @@ the same files. Sources: LoRA (Hu et al. 2021), LoHa and LoKr (Yeh et al. 2023, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def apply_patches(weight: Tensor, patches: Sequence[WeightPatch], tensors: Mappi
         except (RuntimeError, IndexError, TypeError, KeyError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                 raise
-            raise RequestError(_misfit(weight, patch, tensors)) from error
+            raise RequestError(_misfit(weight.shape, patch, tensors)) from error
     return weight
 
 
@@ -62,12 +64,48 @@ def cut_rows(
 
 def check_shapes(shape: Sequence[int], patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> None:
     """Raises RequestError, as apply_patches would for a weight of this shape; computes nothing."""
-    outlines = {
-        factor.digest: torch.empty_like(tensors[factor.digest], device="meta")
-        for patch in patches
-        for factor in patch.factors
-    }
-    apply_patches(torch.empty(shape, dtype=torch.float32, device="meta"), patches, outlines)
+    for patch in patches:
+        sizes = tuple((f.role, tuple(tensors[f.digest].shape)) for f in patch.factors)
+        if not _fits(tuple(shape), patch.kind, patch.narrow, patch.swap_halves, sizes):
+            raise RequestError(_misfit(shape, patch, tensors))
+
+
+@lru_cache(maxsize=1024)  # a model's blocks are alike, and a meta tensor takes milliseconds
+def _fits(
+    shape: tuple[int, ...],
+    kind: str,
+    narrow: tuple[int, ...],
+    swap_halves: bool,
+    sizes: tuple[tuple[str, tuple[int, ...]], ...],
+) -> bool:
+    """Whether factors of these sizes change a weight of this shape, tried without memory."""
+    if {role for role, _ in sizes} == {"up", "down"}:
+        return _product_fits(
+            shape, narrow, **dict(sizes)
+        )  # by far the most: saves importing what meta tensors need
+    factors = tuple(Factor(role, role) for role, _ in sizes)
+    patch = WeightPatch("", kind, factors, 1.0, narrow=narrow, swap_halves=swap_halves)
+    outlines = {role: torch.empty(size, device="meta") for role, size in sizes}
+    try:
+        _apply(torch.empty(shape, device="meta"), patch, outlines)
+    except (RuntimeError, IndexError, TypeError, KeyError):
+        return False
+    return True
+
+
+def _product_fits(
+    shape: tuple[int, ...], narrow: tuple[int, ...], up: tuple[int, ...], down: tuple[int, ...]
+) -> bool:
+    """Whether up @ down, all but the first dim of each made one, has as many values as the (part of the) weight."""
+    part = list(shape)
+    if narrow:
+        dim, start, length = narrow
+        if dim not in range(len(shape)) or min(start, length) < 0 or start + length > shape[dim]:
+            return False
+        part[dim] = length
+    if len(up) < 2 or len(down) < 2 or math.prod(up[1:]) != down[0]:
+        return False
+    return up[0] * math.prod(down[1:]) == math.prod(part)
 
 
 def _apply(weight: Tensor, patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
@@ -80,9 +118,9 @@ def _apply(weight: Tensor, patch: WeightPatch, tensors: Mapping[str, Tensor]) ->
     elif patch.kind == "diff":
         _add(part, patch, factors["diff"], 1.0)
     else:
-        if set(factors) == {"up", "down"} and not patch.swap_halves and part.ndim == 2:
+        if _multiplies_into(part, patch, factors):
             up, down = factors["up"].flatten(1), factors["down"].flatten(1)
-            part.addmm_(up, down, alpha=patch.strength * _scale(patch, down.shape[0]))  # no delta in memory
+            part.addmm_(up, down, alpha=patch.strength * _scale(patch, down.shape[0]))
             return
         delta, rank = _DELTAS[patch.kind](factors)
         scale = _scale(patch, rank)
@@ -90,6 +128,14 @@ def _apply(weight: Tensor, patch: WeightPatch, tensors: Mapping[str, Tensor]) ->
             _decompose(part, patch, delta.reshape(part.shape) * scale, factors["dora_scale"])
         else:
             _add(part, patch, delta.reshape(part.shape), scale)
+
+
+def _multiplies_into(part: Tensor, patch: WeightPatch, factors: Mapping[str, Tensor]) -> bool:
+    """Whether the product of a LoRA's factors can be added as it is made, without memory for it."""
+    if set(factors) != {"up", "down"} or patch.swap_halves or part.is_meta:
+        return False
+    up, down = factors["up"], factors["down"]
+    return part.ndim == 2 and (up.shape[0], down.shape[1:].numel()) == tuple(part.shape)
 
 
 def _scale(patch: WeightPatch, rank: int | None) -> float:
@@ -166,13 +212,13 @@ _BY_ROWS = {"lora": ("up",), "loha": ("w1_a", "w2_a"), "diff": ("diff",), "set":
 _DELTAS = {"lora": _lora, "loha": _loha, "lokr": _lokr}
 
 
-def _misfit(weight: Tensor, patch: WeightPatch, tensors: Mapping[str, Tensor]) -> str:
+def _misfit(shape: Sequence[int], patch: WeightPatch, tensors: Mapping[str, Tensor]) -> str:
     shapes = ", ".join(
         f"{f.role} {list(tensors[f.digest].shape) if f.digest in tensors else 'missing'}"
         for f in patch.factors
     )
     part = f" (its part {list(patch.narrow)})" if patch.narrow else ""
     return (
-        f"The LoRA does not fit this model: {patch.key}{part} has the shape {list(weight.shape)}, and the LoRA's "
+        f"The LoRA does not fit this model: {patch.key}{part} has the shape {list(shape)}, and the LoRA's "
         f"{patch.kind} for it has {shapes}. It was made for another model; choose one for Flux.1."
     )

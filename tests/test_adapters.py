@@ -174,6 +174,39 @@ def test_rows_that_depend_on_others_are_not_taken_alone(change):
     assert cut_rows(patch(tensors, KEY, kind, 1.0, **factors), tensors, 0, 10, OUT) is None
 
 
+@pytest.mark.parametrize(
+    ("up", "down", "narrow"),
+    [
+        ((OUT, 4), (4, IN), ()),
+        ((IN, 4), (4, OUT), ()),  # as many values: put into the weight's shape, as ComfyUI does
+        ((32, 4), (4, IN), (0, 64, 32)),
+        ((OUT, 4), (4, 8), (1, 0, 8)),
+        ((OUT, 2, 2), (4, IN), ()),
+        ((32, 4), (4, IN), (0, 65, 32)),
+        ((32, 4), (4, IN), (0, -1, 32)),
+        ((32, 4), (4, IN), (2, 0, 32)),
+        ((OUT, 4), (3, IN), ()),
+        ((OUT,), (4, IN), ()),
+        ((), (), ()),
+    ],
+    ids=str,
+)
+def test_the_rule_for_shapes_agrees_with_what_can_be_applied(up, down, narrow):
+    tensors = {}
+    change = patch(tensors, KEY, "lora", 1.0, None, narrow, up=torch.ones(up), down=torch.ones(down))
+    outcomes = []
+    for attempt in (
+        lambda: check_shapes((OUT, IN), (change,), tensors),
+        lambda: apply_patches(torch.zeros(OUT, IN), (change,), tensors),
+    ):
+        try:
+            attempt()
+            outcomes.append("fits")
+        except RequestError:
+            outcomes.append("refused")
+    assert len(set(outcomes)) == 1, outcomes
+
+
 def test_a_factor_that_was_not_sent_is_refused():
     with pytest.raises(RequestError, match="missing"):
         apply_patches(torch.zeros(OUT, IN), (WeightPatch(KEY, "diff", (Factor("diff", "aa"),), 1.0),), {})
