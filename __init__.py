@@ -26,9 +26,10 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes.doctor_route import add_route
+            from .nodes import doctor_route, rank_routes
 
-            add_route(PromptServer.instance.routes)
+            doctor_route.add_route(PromptServer.instance.routes)
+            rank_routes.add_routes(PromptServer.instance.routes)
 
         async def get_node_list(self):
             return list(NODES)

@@ -54,7 +54,8 @@ class CrashHistory:
             last.rank,
             f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
             f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy "
-            f"Selector's devices, look with `python -m parallel_backend doctor`, or restart ComfyUI to try at once."
+            f"Selector's devices, look with `python -m parallel_backend doctor`, or press Try again in ComfyUI's menu "
+            f"Extensions, Parallel Sampling, to try at once."
             f"\n{history}",
         )
 

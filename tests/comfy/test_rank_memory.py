@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import urllib.request
@@ -9,6 +10,8 @@ import urllib.request
 import pytest
 import torch
 from graphs import OURS, Graph
+
+_SEEDS = itertools.count(100)  # another seed, another run
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +22,10 @@ def unet(comfy):
 def _sample(comfy, unet: str) -> tuple[torch.Tensor, str]:
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2")
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=_sample.seed)
-    _sample.seed += 1  # else ComfyUI has the latent already
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))
     return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
 
 
-_sample.seed = 100
 WARM = "load: 0 s (weights were warm)"
 
 
@@ -71,7 +72,7 @@ def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep(comfy, unet):
 def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
     _sample(comfy, unet)
     graph = Graph()
-    graph.save(graph.latent(draw=_sample.seed), "nothing.safetensors")
+    graph.save(graph.latent(draw=next(_SEEDS)), "nothing.safetensors")
     comfy.run(graph.prompt)
     _wait_until(lambda: "asleep" in _states(comfy))
     assert _again(comfy, unet)
