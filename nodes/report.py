@@ -83,7 +83,7 @@ def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
     decided = record.decided
     if decided is None:
         return []
-    lines = [f"memory, predicted: {decided.memory.describe()} on the fullest device"]
+    lines = [f"memory, predicted for the fullest device: {decided.memory.describe()}"]
     outlook = expected(decided.outlooks, decided.decision.strategy)
     took = median(times[1:] or times)
     if outlook is not None and outlook.step_s > 0:

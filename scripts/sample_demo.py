@@ -27,7 +27,14 @@ from run_demo import parse_options
 from steps import SetupError, exit_on_setup_error, step
 from workflow_to_api import WorkflowError, workflow_to_api
 
+sys.path.insert(0, str(ROOT))
+from parallel_backend.devices import resolve_devices
+from parallel_backend.flux_file import inspect_flux
+from parallel_backend.selector import StrategyChoice, resolve
+from parallel_backend.strategy import DEGREES, RequestShape
+
 WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
+DEMO_MODEL = ROOT / "demo_model" / "transformer.safetensors"
 PACK_FOLDER = "comfyui-parallel-sampling"
 
 # Largest difference between the latents of several ranks and of one, relative to the largest value, in fp32: the
@@ -133,7 +140,8 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
     """Run ``prompt`` on ``devices``, then once more with another seed for the time of warm ranks."""
     prompt = copy.deepcopy(prompt)
     sampler, selector = _only(prompt, "ParallelSampler"), _only(prompt, "StrategySelector")
-    prompt[selector]["inputs"]["devices"] = devices
+    # By hand: `auto` may find one device faster for so small a picture, and there would be nothing to compare.
+    prompt[selector]["inputs"] |= {"mode": "manual", "devices": devices, **degrees(devices)}
     started = time.monotonic()
     outputs = client.run(prompt, _PROMPT_TIMEOUT)["outputs"]
     first_seconds = time.monotonic() - started
@@ -152,6 +160,14 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
         first_seconds=first_seconds,
         warm_seconds=warm_seconds,
     )
+
+
+def degrees(devices: str) -> dict[str, int]:
+    """The degrees that the rule "CFG, then Ulysses, then Ring" gives for all of ``devices``."""
+    model = inspect_flux(DEMO_MODEL).shape
+    request = RequestShape(batch=1, has_cfg=True)
+    strategy = resolve(StrategyChoice(), model, request, resolve_devices(devices)).strategy
+    return {name: getattr(strategy, name) for name in DEGREES}
 
 
 def report(

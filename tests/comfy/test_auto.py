@@ -36,7 +36,7 @@ def test_auto_tries_each_strategy_once_and_takes_the_fastest(measuring, sampler)
     # By more than two percent, else the rule (CFG first) stands; the report rounds to three digits.
     assert times[chosen] <= 1.03 * min(times.values())
     assert re.search(r"expected: [\d.]+ s a (step|model call) \(measured before\); it took [\d.]+ s", first)
-    assert "memory, predicted: " in first
+    assert "memory, predicted for the fullest device: " in first
 
     prompt, latent = _prompt(unet, 2, sampler)
     _, second = comfy.sample_with_text(prompt, latent, [latent[0], 1])
