@@ -84,10 +84,10 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
     """The node's saved widget values with their input names."""
     saved = node.get("widgets_values") or []
     if isinstance(saved, dict):
-        yield from ((name, saved[name]) for name, _, _ in _widgets(info) if name in saved)
+        yield from ((name, saved[name]) for name, _, _ in widgets(info) if name in saved)
         return
     position = 0
-    for name, kind, options in _widgets(info):
+    for name, kind, options in widgets(info):
         if position >= len(saved):
             # The workflow is older than this input; the editor fills in the default as well.
             if "default" in options:
@@ -109,7 +109,7 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
         raise WorkflowError(f"node {node['id']} ({node['type']}): saved values that fit no input: {unused}")
 
 
-def _widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, type and options of the inputs that the editor shows as widgets, in its order."""
     for group in ("required", "optional"):
         inputs = info["input"].get(group, {})

@@ -5,21 +5,40 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image
 
-from comfy_harness import ROOT
+from comfy_harness import ROOT, Comfy
 from comfyui_client import PromptRejected
-from workflow_to_api import workflow_to_api
+from draw_workflows import SIDE, outline
+from workflow_to_api import widgets, workflow_to_api
 
 EXAMPLES = (
     "demo_no_downloads",
+    "flux_dev_cfg_negative",
+    "flux_dev_controlnet",
+    "flux_dev_high_resolution",
+    "flux_dev_img2img",
+    "flux_dev_inpaint",
     "flux_dev_lora_parallel",
     "flux_dev_parallel",
+    "flux_dev_sharded_weights",
     "flux_schnell_parallel",
     "stock_ksampler_parallel_model",
 )
 
 # Checkpoints that a test machine does not have: the one reason for which a valid example may be rejected here.
-_FILE_INPUTS = {"unet_name", "vae_name", "clip_name", "clip_name1", "clip_name2", "ckpt_name", "lora_name"}
+_FILE_INPUTS = {"unet_name", "vae_name", "clip_name1", "clip_name2", "lora_name", "control_net_name"}
+
+
+@pytest.fixture(scope="module")
+def comfy_with_picture(comfy: Comfy) -> Comfy:
+    """With the picture that ComfyUI brings along in its input folder."""
+    Image.new("RGB", (64, 48), "teal").save(comfy.server.base_directory / "input" / "example.png")
+    return comfy
+
+
+def _workflow(name: str) -> dict:
+    return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text("utf-8"))
 
 
 def _example_names():
@@ -31,13 +50,9 @@ def test_no_example_is_missing_or_untested():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_loads_and_validates(comfy, name):
-    folder = ROOT / "example_workflows"
-    workflow = json.loads((folder / f"{name}.json").read_text())
-    assert (folder / f"{name}.jpg").read_bytes().startswith(b"\xff\xd8\xff"), (
-        "the thumbnail beside it is a JPEG"
-    )
-    prompt = workflow_to_api(workflow, comfy.client.object_info())
+def test_example_loads_and_validates(comfy_with_picture, name):
+    comfy = comfy_with_picture
+    prompt = workflow_to_api(_workflow(name), comfy.client.object_info())
     try:
         prompt_id = comfy.client.queue(prompt)
     except PromptRejected as rejected:
@@ -48,3 +63,46 @@ def test_example_loads_and_validates(comfy, name):
     else:
         outputs = comfy.client.wait(prompt_id, timeout=240)["outputs"]
         assert any("images" in output for output in outputs.values())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_says_what_it_shows_and_where_its_models_are(name):
+    nodes = _workflow(name)["nodes"]
+    (note,) = [node for node in nodes if node["type"] == "MarkdownNote"]
+    assert note["widgets_values"][0].startswith("# ")
+    for node in nodes:
+        for model in node["properties"].get("models", []):
+            assert model["name"] in node["widgets_values"]
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(model["name"])
+            assert f"{model['directory']}/{model['name']}" in note["widgets_values"][0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_keeps_a_value_for_every_widget(comfy, name):
+    """So that what an example shows does not hang on a default."""
+    info = comfy.client.object_info()
+    for node in _workflow(name)["nodes"]:
+        if node["type"] in info:
+            wanted = sum(1 + bool(o.get("control_after_generate")) for *_, o in widgets(info[node["type"]]))
+            assert len(node["widgets_values"]) - (node["type"] == "LoadImage") == wanted, node["type"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_node_of_an_example_lies_on_another(name):
+    boxes = [
+        (node["title"] if "title" in node else node["type"], outline(node))
+        for node in _workflow(name)["nodes"]
+    ]
+    for place, (one, a) in enumerate(boxes):
+        for other, b in boxes[place + 1 :]:
+            apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
+            assert apart, f"{one} and {other}"
+
+
+def test_each_example_has_a_small_picture_and_no_picture_is_left_over():
+    pictures = {path.stem: path for path in (ROOT / "example_workflows").glob("*.jpg")}
+    assert sorted(pictures) == sorted(EXAMPLES)
+    for path in pictures.values():
+        with Image.open(path) as picture:
+            assert (picture.format, picture.size) == ("JPEG", (SIDE, SIDE))
+        assert path.stat().st_size < 100_000

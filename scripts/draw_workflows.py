@@ -1,0 +1,297 @@
+"""Draw the pictures of the example workflows and of the nodes' help pages from the saved graphs themselves.
+
+``python scripts/draw_workflows.py`` asks a real ComfyUI for the names of the widgets, and writes
+``example_workflows/*.jpg`` and the pictures in ``web/docs``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+from comfyui_client import ComfyUIClient
+from comfyui_server import ComfyUIServer
+from comfyui_source import find_comfyui
+from steps import SetupError, exit_on_setup_error
+from workflow_to_api import widgets
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "example_workflows"
+
+SIDE = 768  # pixels of a thumbnail
+HELP_SCALE = 0.75
+# What the demo model drew (scripts/train_demo_model.py).
+DEMO_PICTURES = ROOT / "docs" / "images" / "demo_contact_sheet.jpg"
+# The two nodes that a thumbnail shows large; the demo's first is its pictures.
+LARGE = {
+    "demo_no_downloads": (None, "ParallelSampler"),
+    "flux_dev_controlnet": ("ControlNetApplyAdvanced", "ParallelSampler"),
+    "flux_dev_high_resolution": ("EmptySD3LatentImage", "ParallelVAEDecode"),
+    "flux_dev_img2img": ("LoadImage", "ParallelSampler"),
+    "flux_dev_inpaint": ("SetLatentNoiseMask", "ParallelSampler"),
+    "flux_dev_lora_parallel": ("ParallelLoraLoader", "ParallelSampler"),
+    "stock_ksampler_parallel_model": ("ParallelFluxLoader", "KSampler"),
+}
+# Help page -> the workflow and the nodes that its picture shows.
+HELP = {
+    "StrategySelector": (
+        "flux_dev_sharded_weights",
+        ("StrategySelector", "ParallelFluxLoader", "PreviewAny"),
+    ),
+    "ParallelFluxLoader": ("flux_dev_parallel", ("ParallelFluxLoader",)),
+    "ParallelLoraLoader": ("flux_dev_lora_parallel", ("ParallelLoraLoader",)),
+    "ParallelSampler": ("flux_dev_parallel", ("ParallelSampler",)),
+    "ParallelVAEDecode": ("flux_dev_high_resolution", ("ParallelVAEDecode",)),
+}
+
+# LiteGraph's measures, in the graph's units.
+_TITLE, _SLOT, _WIDGET = 30, 20, 24
+_SMOOTH = 2  # drawn this much larger, then scaled down
+
+_PAPER, _NODE, _HEAD, _FIELD, _TEXT, _FAINT = "#191b20", "#353535", "#2b2b2b", "#222222", "#dddddd", "#999999"
+_GROUP = "#1f2c38"
+_LINKS = {
+    "PARALLEL_STRATEGY": "#7fd67f",
+    "PARALLEL_MODEL": "#5fbfd0",
+    "MODEL": "#b39ddb",
+    "CONDITIONING": "#ffa931",
+    "LATENT": "#ff9cf9",
+    "IMAGE": "#64b5f6",
+    "MASK": "#81c784",
+    "VAE": "#ff6e6e",
+    "CLIP": "#ffd500",
+}
+
+
+class Box(NamedTuple):
+    """A rectangle in the graph's units."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+class Sheet:
+    """A picture of the part of a graph that lies in a box."""
+
+    def __init__(self, box: Box, scale: float) -> None:
+        self._box, self._scale = box, scale * _SMOOTH
+        size = (box.right - box.left) * self._scale, (box.bottom - box.top) * self._scale
+        self._image = Image.new("RGB", (round(size[0]), round(size[1])), _PAPER)
+        self._draw = ImageDraw.Draw(self._image)
+        self._fonts: dict[float, Any] = {}
+
+    def picture(self) -> Image.Image:
+        """[H, W] in RGB, smooth."""
+        return self._image.resize([side // _SMOOTH for side in self._image.size], Image.LANCZOS)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point of the graph lies, in pixels."""
+        return (x - self._box.left) * self._scale, (y - self._box.top) * self._scale
+
+    def rectangle(self, x: float, y: float, width: float, height: float, fill: str, radius: float) -> None:
+        corners = [*self.at(x, y), *self.at(x + width, y + height)]
+        self._draw.rounded_rectangle(corners, radius * self._scale, fill)
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        self._draw.circle(self.at(x, y), 5 * self._scale, fill)
+
+    def text(
+        self, x: float, y: float, text: str, fill: str, size: float, anchor: str, width: float = 1e9
+    ) -> None:
+        """``anchor`` is Pillow's; what is wider than ``width`` is cut."""
+        font = self._fonts.setdefault(size, ImageFont.load_default(size * self._scale))
+        while text and font.getlength(text) > width * self._scale:
+            text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
+        self._draw.text(self.at(x, y), text, fill, font, anchor)
+
+    def link(self, start: tuple[float, float], end: tuple[float, float], fill: str) -> None:
+        """A cubic curve that leaves and arrives level."""
+        reach = max(40.0, abs(end[0] - start[0]) / 2)
+        points = []
+        for step in range(33):
+            t = step / 32
+            a, b, c, d = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            x = a * start[0] + b * (start[0] + reach) + c * (end[0] - reach) + d * end[0]
+            points.append(self.at(x, a * start[1] + b * start[1] + c * end[1] + d * end[1]))
+        self._draw.line(points, fill, max(1, round(2.5 * self._scale)), "curve")
+
+
+def outline(node: dict[str, Any]) -> Box:
+    """The node with its title."""
+    (x, y), (width, height) = node["pos"], node["size"]
+    return Box(x, y - _TITLE, x + width, y + height)
+
+
+def around(nodes: list[dict[str, Any]], margin: float) -> Box:
+    """The smallest box around the nodes, and a margin."""
+    boxes = [outline(node) for node in nodes]
+    return Box(
+        min(box.left for box in boxes) - margin,
+        min(box.top for box in boxes) - margin,
+        max(box.right for box in boxes) + margin,
+        max(box.bottom for box in boxes) + margin,
+    )
+
+
+def draw_graph(workflow: dict[str, Any], object_info: dict[str, Any], box: Box, scale: float) -> Image.Image:
+    """What of a saved workflow lies in ``box``, ``scale`` pixels for each of the graph's units."""
+    sheet = Sheet(box, scale)
+    for group in workflow["groups"]:
+        x, y, width, height = group["bounding"]
+        sheet.rectangle(x, y, width, height, _GROUP, 6)
+        sheet.text(x + 12, y + 10, group["title"], _TEXT, 24, "la", width - 24)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for _, source, out, target, into, kind in workflow["links"]:
+        start, end = nodes[source], nodes[target]
+        sheet.link(
+            (start["pos"][0] + start["size"][0], _slot_height(start, out)),
+            (end["pos"][0], _slot_height(end, into)),
+            _LINKS.get(kind, _FAINT),
+        )
+    for node in nodes.values():  # over the links, as on ComfyUI's canvas
+        _draw_node(sheet, node, object_info)
+    return sheet.picture()
+
+
+def _slot_height(node: dict[str, Any], place: int) -> float:
+    return node["pos"][1] + _SLOT * (place + 0.7)
+
+
+def _draw_node(sheet: Sheet, node: dict[str, Any], object_info: dict[str, Any]) -> None:
+    (x, y), (width, height) = node["pos"], node["size"]
+    info = object_info.get(node["type"])
+    title = node.get("title") or (info and info.get("display_name")) or node["type"]
+    sheet.rectangle(x, y - _TITLE, width, height + _TITLE, node.get("bgcolor", _NODE), 8)
+    sheet.rectangle(x, y - _TITLE, width, _TITLE, node.get("color", _HEAD), 8)
+    sheet.text(x + 12, y - _TITLE / 2, title, _TEXT, 15, "lm", width - 24)
+    if info is None:
+        _draw_note(sheet, node)
+        return
+    for place, slot in enumerate(node["inputs"]):
+        sheet.dot(x, _slot_height(node, place), _LINKS.get(slot["type"], _FAINT))
+        sheet.text(x + 12, _slot_height(node, place), slot["name"], _TEXT, 13, "lm")
+    for place, slot in enumerate(node["outputs"]):
+        sheet.dot(x + width, _slot_height(node, place), _LINKS.get(slot["type"], _FAINT))
+        sheet.text(x + width - 12, _slot_height(node, place), slot["name"], _TEXT, 13, "rm")
+    top = y + 8 + _SLOT * max(len(node["inputs"]), len(node["outputs"]))
+    for name, value, long in _shown(node, info):
+        if top + _WIDGET - 4 > y + height:
+            break
+        tall = y + height - top - 8 if long else _WIDGET - 4
+        sheet.rectangle(x + 10, top, width - 20, tall, _FIELD, 4 if long else 10)
+        if long:
+            _draw_lines(sheet, x + 18, top + 8, width - 36, tall - 8, str(value), 13)
+        else:
+            sheet.text(x + 20, top + tall / 2, name, _FAINT, 12, "lm")
+            sheet.text(x + width - 20, top + tall / 2, str(value), _TEXT, 12, "rm", width * 0.55)
+        top += _WIDGET
+
+
+def _shown(node: dict[str, Any], info: dict[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Name, saved value and whether it is a text field, for each widget."""
+    saved = list(node["widgets_values"])
+    shown = []
+    for name, _, options in widgets(info):
+        if not saved:
+            break
+        shown.append((name, saved.pop(0), bool(options.get("multiline"))))
+        if options.get("control_after_generate"):
+            shown.append(("control after generate", saved.pop(0), False))
+    return shown
+
+
+def _draw_note(sheet: Sheet, node: dict[str, Any]) -> None:
+    (x, y), (width, height) = node["pos"], node["size"]
+    text = node["widgets_values"][0].replace("**", "").replace("`", "").replace("*", "")
+    _draw_lines(sheet, x + 14, y + 14, width - 28, height - 28, text, 15)
+
+
+def _draw_lines(
+    sheet: Sheet, x: float, y: float, width: float, height: float, text: str, size: float
+) -> None:
+    """Words in lines of about ``width``; a heading is larger."""
+    top = y
+    for paragraph in text.split("\n"):
+        large = paragraph.startswith("#")
+        letters = size * (1.4 if large else 1.0)
+        line = ""
+        for word in [*paragraph.lstrip("# ").split(), None]:
+            if word is None or len(line) + len(word) > width / (letters * 0.5):
+                if top + letters * 1.3 > y + height:
+                    return
+                sheet.text(x, top, line, _TEXT, letters, "la", width)
+                top += letters * 1.3
+                line = ""
+            line += f"{word} "
+
+
+def thumbnail(name: str, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
+    """[SIDE, SIDE]: what it is, two of its nodes large, and the whole graph."""
+    sheet = Sheet(Box(0, 0, SIDE, SIDE), 1)
+    note = next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
+    title = note["widgets_values"][0].splitlines()[0].lstrip("# ")
+    sheet.text(32, 36, title, "#ffffff", 34, "la", SIDE - 64)
+    sheet.text(32, 86, "Parallel Sampling for ComfyUI", "#8fb8e8", 22, "la")
+    picture = sheet.picture()
+    wanted = LARGE.get(name, ("StrategySelector", "ParallelSampler"))
+    for place, kind in enumerate(wanted):
+        if kind is None:
+            picture.paste(_demo_pictures(352).crop((0, 0, 352, 300)), (24 + place * 368, 136))
+            continue
+        node = next(node for node in workflow["nodes"] if node["type"] == kind)
+        left, top, _, _ = around([node], 12)
+        cut = Box(left, top, left + 352, top + 300)
+        picture.paste(draw_graph(workflow, object_info, cut, 1), (24 + place * 368, 136))
+    whole = around(workflow["nodes"], 70)
+    scale = min((SIDE - 48) / (whole.right - whole.left), 290 / (whole.bottom - whole.top))
+    graph = draw_graph(workflow, object_info, whole, scale)
+    picture.paste(graph, ((SIDE - graph.width) // 2, 456))
+    return picture
+
+
+def _demo_pictures(width: int) -> Image.Image:
+    sheet = Image.open(DEMO_PICTURES)
+    return sheet.resize((width, round(sheet.height * width / sheet.width)), Image.LANCZOS)
+
+
+def help_picture(page: str, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
+    """The nodes of a help page with the ends of their links."""
+    kinds = HELP[page][1]
+    nodes = [
+        node for node in workflow["nodes"] if node["type"] in kinds and node.get("title", "")[:6] != "Report"
+    ]
+    return draw_graph(workflow, object_info, around(nodes, 60), HELP_SCALE)
+
+
+def main() -> None:
+    """Draws them all; raises SetupError where there is no ComfyUI."""
+    comfyui = find_comfyui()
+    if comfyui is None:
+        raise SetupError("no ComfyUI found: run ./scripts/test once, or set COMFYUI_PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        packs = {"comfyui-parallel-sampling": ROOT}
+        with ComfyUIServer(comfyui, Path(folder), packs, cpu=True) as server:
+            object_info = ComfyUIClient(server.url).object_info()
+    draw_all(object_info)
+
+
+def draw_all(object_info: dict[str, Any]) -> None:
+    """Every picture, with the node definitions of ``/object_info``."""
+    workflows = {path.stem: json.loads(path.read_text("utf-8")) for path in EXAMPLES.glob("*.json")}
+    for name, workflow in sorted(workflows.items()):
+        thumbnail(name, workflow, object_info).save(EXAMPLES / f"{name}.jpg", quality=85, optimize=True)
+    for page, (name, _) in HELP.items():
+        picture = help_picture(page, workflows[name], object_info).quantize(256)
+        picture.save(ROOT / "web" / "docs" / f"{page}.png", optimize=True)
+    _demo_pictures(480).save(ROOT / "web" / "docs" / "ParallelDemoLoader.jpg", quality=85, optimize=True)
+    print(f"{len(workflows)} workflows and {len(HELP) + 1} help pages drawn")
+
+
+if __name__ == "__main__":
+    exit_on_setup_error(main)

@@ -1,0 +1,44 @@
+"""The English locale says what the schemas say, and the real ComfyUI serves locales and help pages."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+
+from comfy_harness import ROOT
+from write_english_locale import ENGLISH, english, own_nodes
+
+
+def test_the_english_locale_is_what_the_schemas_say(comfy):
+    said = english(comfy.client.object_info())
+    assert json.loads(ENGLISH.read_text("utf-8")) == said, "run: python scripts/write_english_locale.py"
+
+
+def test_every_node_can_be_found_by_other_words(comfy):
+    for name, info in own_nodes(comfy.client.object_info()).items():
+        assert info["search_aliases"], name
+
+
+@pytest.mark.parametrize("language", ["en", "es", "zh"])
+def test_comfyui_serves_the_locale(comfy, language):
+    with urllib.request.urlopen(f"{comfy.server.url}/i18n", timeout=30) as answer:
+        served = json.load(answer)[language]
+    folder = ROOT / "locales" / language
+    for name, texts in json.loads((folder / "nodeDefs.json").read_text("utf-8")).items():
+        assert served["nodeDefs"][name] == texts
+    categories = json.loads((folder / "main.json").read_text("utf-8"))["nodeCategories"]
+    assert served["nodeCategories"] == categories
+    assert set(categories) == {node["category"] for node in own_nodes(comfy.client.object_info()).values()}
+
+
+def test_comfyui_serves_each_help_page_where_its_page_looks(measuring):
+    """/extensions/<pack>/docs/<node>/<language>.md first, then /extensions/<pack>/docs/<node>.md."""
+    comfy = measuring[0]
+    for name, info in own_nodes(comfy.client.object_info()).items():
+        pack = info["python_module"].split(".")[1]
+        url = f"{comfy.server.url}/extensions/{pack}/docs/{name}.md"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            assert "text/html" not in answer.headers["content-type"]  # the page takes that for an error
+            assert answer.read() == (ROOT / "web" / "docs" / f"{name}.md").read_bytes()
