@@ -81,7 +81,8 @@ class RankJobs:
         try:
             return self.patches.apply(self._model.weights, message, tensors)
         finally:
-            _collect(self.world.device)  # whole tensors in float32 leave holes that activations do not fill
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()  # whole tensors in float32 leave holes that activations do not fill
 
     def sample(self, message: Sample, tensors: Tensors, on_step: StepBoundary) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank."""
