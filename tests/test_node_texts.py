@@ -111,3 +111,13 @@ def test_help_pages_show_pictures_that_are_there_and_workflows_that_exist():
     examples = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}
     for page in pages.values():
         assert set(re.findall(r"`(\w+)` in the Templates browser", page)) <= examples
+
+
+def test_the_readme_names_every_node_and_every_example():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    nodes = re.findall(r"^\| \*\*([\w ]+)\*\* \|", readme, re.MULTILINE)
+    assert sorted(nodes) == sorted(node["display_name"] for node in ENGLISH.values())
+    _, table = readme.split("| Template |")
+    rows = re.findall(r"^\| (`.*?) \|", table.split("\n\n")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
