@@ -102,10 +102,12 @@ def _advice(
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)
         return Automatic(None), ()
-    undecided = choice.mode == "auto" and advice.choice is None
-    if not (undecided and is_cpu(devices) and len(devices) > 1 and experience.store.path is not None):
+    if not is_cpu(devices) or advice.choice is not None:
         return advice, ()
-    return replace(advice, notes=()), _trials(work, file.shape, len(devices), choice.engine)
+    advice = replace(advice, notes=())  # that it takes a trial
+    if choice.mode == "manual" or len(devices) == 1 or experience.store.path is None:
+        return advice, ()
+    return advice, _trials(work, file.shape, len(devices), choice.engine)
 
 
 def _trials(work: Work, model: ModelShape, count: int, engine: str) -> tuple[ParallelStrategy, ...]:

@@ -157,21 +157,6 @@ def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name,
     assert comfy.server.children() == ranks
 
 
-def test_a_lora_is_refused_by_name(comfy, unet):
-    folder = comfy.server.base_directory / "models" / "loras"
-    folder.mkdir(exist_ok=True)
-    key = "lora_unet_double_blocks_0_img_attn_proj"
-    lora = {f"{key}.lora_down.weight": torch.randn(4, 256), f"{key}.lora_up.weight": torch.randn(256, 4)}
-    save_file(lora, folder / "tiny_lora.safetensors")
-    graph = Graph()
-    model = graph.model(OURS, unet)
-    patched = graph.add(
-        "LoraLoaderModelOnly", model=model, lora_name="tiny_lora.safetensors", strength_model=1.0
-    )
-    failure = _fails(comfy, graph, graph.ksampler([patched, 0], graph.text(1), graph.text(2), graph.latent()))
-    assert "LoRA" in failure.exception_message and "UNETLoader" in failure.exception_message
-
-
 def test_a_replaced_block_is_refused_by_name(comfy, unet):
     graph = Graph()
     layers = {"layers": "0", "double_layers": "0", "single_layers": "0"}

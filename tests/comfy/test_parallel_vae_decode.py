@@ -117,6 +117,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
         graph = DecodeGraph()
+        graph.parallel_loader(unet, "cpu:2")  # a graph without it would give the model's memory back
         output = graph.ours(graph.drawn(draw=draw), graph.vae(vaes["flux"]), devices)
         _, report = decoded(comfy, graph, output)
         assert "devices: cpu:0, cpu:1\n" in report
