@@ -33,6 +33,7 @@ from .errors import (
     TransportError,
 )
 from .exchange import USER_ERRORS, Exchange
+from .failing_devices import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .patch_client import PatchesOnRanks
 from .payloads import predict_tensors
 from .prompts import KnownPrompts
@@ -428,6 +429,7 @@ class Sidecar:
     def _count_failure(self, error: RankFailed) -> None:
         if not self._crashes.is_broken:  # else it is the refusal, or counted already
             self._crashes.add(error, self.devices[error.rank])
+            FAILING.add(self.devices[error.rank])
         self._last_failure = error
 
     def _through_a_crash(
@@ -459,8 +461,9 @@ class Sidecar:
             return attempt()
 
     def _rest(self, cancelled: ShouldCancel) -> None:
-        """Gives a driver time to recover when this is not the first crash lately."""
-        until = time.monotonic() + (deadlines.BACK_OFF if self._crashes.count > 1 else 0.0)
+        """Gives a driver time to recover when this is not the first crash lately, twice as long each time."""
+        earlier = self._crashes.count - 1
+        until = time.monotonic() + (deadlines.BACK_OFF * 2 ** (earlier - 1) if earlier > 0 else 0.0)
         while time.monotonic() < until and not cancelled():
             time.sleep(deadlines.POLL)
 
@@ -499,6 +502,11 @@ class Sidecar:
             exchange.wait(lambda: max(0.0, limit - time.monotonic()), answer)
         except RankFailed as error:
             error.crashed = False  # ranks that do not even start are no better off for starting again
+            raise
+        except DeviceError as error:
+            for device in self.devices:
+                if str(error).startswith(f"{device} "):  # a rank names its device first (rank_jobs.py)
+                    FAILING.add(device, FAILURES_UNTIL_LEFT_OUT)
             raise
         self._activity = State.READY
         return time.monotonic() - begun

@@ -20,7 +20,9 @@ STACK = 0.15  # s for a rank that hangs to show where; one that is stopped canno
 POLL = 0.05  # s between two looks at `should_cancel` while waiting
 SEND = 10.0  # s for a rank to take a request from its link's buffer
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
-BACK_OFF = 1.0  # s before ranks that failed twice within that window start again: a driver may recover
+BACK_OFF = (
+    1.0  # s before ranks that failed twice within that window start again, doubled with each more failure
+)
 
 
 def load_budget(file_bytes: int) -> float:

@@ -10,6 +10,7 @@ from .choice import enumerate_candidates, rule_key
 from .cost_traffic import Candidate, Work
 from .devices import is_cpu, resolve_devices
 from .experience import PIXELS_PER_LATENT, Experience, in_good_order
+from .failing_devices import FAILING, left_out
 from .flux_file import FluxFile
 from .local_machine import Automatic
 from .memory_model import Job, RankMemory, fullest_rank, predict_memory
@@ -41,12 +42,16 @@ def decide(
 ) -> Decided:
     """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started."""
     devices = resolve_devices(choice.devices)
-    if choice.mode == "auto" and not choice.device_shares:
-        devices = in_good_order(devices)
+    failing: tuple[str, ...] = ()
+    if choice.mode == "auto" and not choice.device_shares:  # else each place in a list means a device
+        failing = FAILING.among(devices)
+        devices = in_good_order([device for device in devices if device not in failing])
     job = job_of(work)
     advice, trials = _advice(choice, spec, file, work, devices, sampler)
     shape = RequestShape(batch=work.batch, has_cfg=work.rows == 2)
     decision = resolve(choice, file.shape, shape, devices, advice)
+    if failing:
+        decision = replace(decision, notes=(left_out(failing), *decision.notes))
     used = devices[: decision.strategy.world_size]
     plan = Plan(file, spec.weight_dtype, decision.strategy, job, used)
     if choice.mode == "auto" and not fits(plan):

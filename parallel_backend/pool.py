@@ -9,6 +9,7 @@ import threading
 
 from .client import Sidecar, State
 from .errors import ParallelError
+from .failing_devices import FAILING
 from .requests import ModelSpec
 
 _RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
@@ -63,7 +64,9 @@ def is_held(spec: ModelSpec) -> bool:
 
 
 def reset() -> tuple[tuple[str, ...], ...]:
-    """Lets groups that failed too often start again; returns the devices of those that were BROKEN."""
+    """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
+    the groups that were BROKEN."""
+    FAILING.clear()
     broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
     for sidecar in broken:
         sidecar.stop()  # which forgets its failures

@@ -11,6 +11,7 @@ from parallel_backend.calibration_store import VARIABLE
 from parallel_backend.decide import decide
 from parallel_backend.errors import StrategyError
 from parallel_backend.experience import Experience, image_work, in_good_order
+from parallel_backend.failing_devices import FAILING
 from parallel_backend.flux_file import FluxFile
 from parallel_backend.flux_keys import FLUX_DEV
 from parallel_backend.outlook import expected, table
@@ -138,3 +139,16 @@ def test_measurements_that_cannot_be_read_leave_it_to_the_rule(store, monkeypatc
     monkeypatch.setattr(module, "Experience", lambda devices: 1 / 0)
     decided = decide(StrategyChoice(devices="cpu:2"), SPEC, FP8, work(FP8, side=8))
     assert decided.decision.strategy == ULYSSES and decided.outlooks == ()
+
+
+def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
+    box(fake_nvml.two_4090())
+    FAILING.add("cuda:0", 2)
+    try:
+        decided = decide(StrategyChoice(), SPEC, FP8, work(FP8))
+        assert decided.devices == ("cuda:1",) and decided.decision.strategy == ONE
+        assert decided.decision.notes[0].startswith("cuda:0 left out")
+        manual = decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FP8, work(FP8))
+        assert manual.devices == ("cuda:0", "cuda:1")
+    finally:
+        FAILING.clear()

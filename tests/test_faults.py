@@ -25,6 +25,7 @@ from fault_injection import (
 from parallel_backend import deadlines
 from parallel_backend.client import Sidecar, State
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
+from parallel_backend.failing_devices import FAILING
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
 from parallel_backend.strategy import ParallelStrategy
 from scripted import (
@@ -258,7 +259,9 @@ def test_a_device_that_is_gone_is_named(no_leaks, weights):
     try:
         with pytest.raises(DeviceError, match=r"cuda:0 .*is not there.*devices"):
             sidecar.sample(weights, scripted_request(), Placement())
+        assert FAILING.among(("cuda:0", "cuda:1")) == ("cuda:0",)  # `auto` goes on with the rest
     finally:
+        FAILING.clear()
         sidecar.stop()
 
 

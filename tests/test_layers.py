@@ -55,6 +55,7 @@ COMFY_HALF = {
     "environment",
     "exchange",
     "experience",
+    "failing_devices",
     "families",
     "fingerprint",
     "hardware",
