@@ -25,6 +25,8 @@ STOP_TIMEOUT = 10
 CHILDREN_TIMEOUT = 2
 
 _LOG_LINES_SHOWN = 30
+_TAKEN = "is already in use"  # what ComfyUI says of a port
+_PORTS_TRIED = 5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -91,7 +93,16 @@ class ComfyUIServer:
             link = self.base_directory / "custom_nodes" / name
             if not link.exists():
                 link.symlink_to(source.resolve(), target_is_directory=True)
-        self._port = _free_port()
+        for attempt in range(1, _PORTS_TRIED + 1):
+            try:
+                return self._start_on(_free_port())
+            except SetupError:
+                # Somebody else may have taken the port between our look at it and ComfyUI's use, seconds later.
+                if _TAKEN not in self.log_tail() or attempt == _PORTS_TRIED:
+                    raise
+
+    def _start_on(self, port: int) -> None:
+        self._port = port
         command = [sys.executable, self.comfyui / "main.py", "--base-directory", self.base_directory]
         command += ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
         command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:", *self._arguments]

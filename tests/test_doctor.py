@@ -184,7 +184,7 @@ def test_it_runs_where_torch_is_missing_and_says_so():
 
 
 def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
-    monkeypatch.setattr(Sidecar.__init__, "__kwdefaults__", {"rank_module": "tests.garbage_rank"})
+    monkeypatch.setitem(Sidecar.__init__.__kwdefaults__, "rank_module", "tests.garbage_rank")
     report = examination.examine(("cpu:0", "cpu:1"))
     broken = [v for v in report.verdicts if v.status == "broken"]
     assert [v.name for v in broken] == ["ranks"] and report.exit_status == 1
