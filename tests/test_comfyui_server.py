@@ -1,22 +1,57 @@
-"""The real ComfyUI as tests and demo start it."""
+"""Starting ComfyUI for the tests and the demo: a port that somebody took meanwhile costs another try, and no more."""
 
 from __future__ import annotations
 
 import socket
+import textwrap
+
+import pytest
 
 import comfyui_server
-from comfy_harness import start_comfyui
-from comfyui_client import ComfyUIClient
+from comfyui_server import ComfyUIServer
+from steps import SetupError
+
+# Says of a taken port what ComfyUI says, and answers on a free one.
+MAIN = """
+import http.server, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+class Server(http.server.HTTPServer):
+    allow_reuse_address = False
+try:
+    server = Server(("127.0.0.1", port), Answer)
+except OSError:
+    sys.exit(f"Port {port} is already in use on address 127.0.0.1.")
+server.serve_forever()
+"""
 
 
-def test_a_port_that_was_taken_meanwhile_costs_another_try(tmp_path, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        free = comfyui_server._free_port
-        ports = [taken.getsockname()[1], free()]
-        monkeypatch.setattr(comfyui_server, "_free_port", lambda: ports.pop(0))
-        with start_comfyui(tmp_path) as server:
-            assert ports == []
-            assert "ParallelSampler" in ComfyUIClient(server.url).object_info()
+@pytest.fixture
+def taken():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "main.py").write_text(textwrap.dedent(MAIN))
+    return ComfyUIServer(tmp_path, tmp_path / "base", {}, cpu=True)
+
+
+def test_another_port_is_tried(server, taken, monkeypatch):
+    ports = [taken, taken, comfyui_server._free_port()]
+    monkeypatch.setattr(comfyui_server, "_free_port", lambda: ports.pop(0))
+    with server:
+        assert ports == []
     assert server.survivors == []
+
+
+def test_a_machine_without_a_free_port_is_told_so(server, taken, monkeypatch):
+    monkeypatch.setattr(comfyui_server, "_free_port", lambda: taken)
+    with pytest.raises(SetupError, match="already in use"):
+        server.start()

@@ -293,9 +293,7 @@ def gained(files, tmp_path, strategy):
     "strategy",
     [
         {"ulysses_degree": 2, "shard_weights": True},
-        {"ulysses_degree": 2, "ring_degree": 2, "shard_weights": True},
         {"tensor_degree": 2},
-        {"tensor_degree": 2, "data_degree": 2, "shard_weights": True},
     ],
     ids=lambda s: ParallelStrategy(**s).describe(),
 )

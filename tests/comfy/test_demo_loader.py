@@ -101,7 +101,7 @@ def test_the_latent_is_that_of_stock_nodes_on_the_same_file(comfy, stock_unet):
     )
 
 
-@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"ulysses": 2}], ids=str)
 def test_two_ranks_draw_what_one_draws(comfy, degrees):
     one = DemoGraph("cpu:1")
     expected = comfy.sample(one.prompt, one.sampled(steps=6))

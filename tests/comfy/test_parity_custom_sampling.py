@@ -182,7 +182,7 @@ def a_noise_mask(graph, model):
     return graph.ksampler(model, graph.text(1), graph.text(2), [latent, 0], denoise=0.8)
 
 
-@pytest.mark.parametrize(  # varies fastest, so that the group stays warm
+@pytest.mark.parametrize(
     "workflow",
     [
         basic_guider,
@@ -203,11 +203,10 @@ def a_noise_mask(graph, model):
     ],
     ids=lambda workflow: workflow.__name__,
 )
-@pytest.mark.parametrize("devices", ["cpu:2", "cpu:1"])
-def test_a_stock_workflow_gives_the_stock_latent(comfy, unet, workflow, devices):
+def test_a_stock_workflow_gives_the_stock_latent(comfy, unet, workflow):
     graph = Graph()
     for kind in (STOCK, OURS):
-        graph.save(workflow(graph, graph.model(kind, unet, devices)), f"custom-{kind}.safetensors")
+        graph.save(workflow(graph, graph.model(kind, unet, "cpu:2")), f"custom-{kind}.safetensors")
     comfy.run(graph.prompt, timeout=300)
     stock, ours = (load_file(comfy.output(f"custom-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
     assert ours.shape == stock.shape

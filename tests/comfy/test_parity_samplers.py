@@ -30,10 +30,12 @@ def _options(entry) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, ranks, subtests):
-    samplers, schedulers = lists
-    assert len(samplers) >= 30 and len(schedulers) >= 8
+    """All pairs on two ranks; on one, which runs the same code, each sampler with one scheduler."""
+    samplers, all_schedulers = lists
+    assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst = {}
-    for sampler in samplers:
+    for number, sampler in enumerate(samplers):
+        schedulers = all_schedulers if ranks > 1 else [all_schedulers[number % len(all_schedulers)]]
         graph = Graph()
         ours, stock = graph.model(OURS, unet, f"cpu:{ranks}"), graph.model(STOCK, unet)
         loader = ours[0]
@@ -59,6 +61,6 @@ def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, 
                     difference = ((latents[way] - stock_latent).abs().max() / stock_latent.abs().max()).item()
                     worst[sampler, scheduler, way] = difference
                     assert difference <= TOLERANCE
-    assert len(worst) == 2 * len(samplers) * len(schedulers)
+    assert len(worst) == 2 * len(samplers) * (len(all_schedulers) if ranks > 1 else 1)
     for (sampler, scheduler, way), difference in sorted(worst.items(), key=lambda item: -item[1])[:10]:
         print(f"{ranks} ranks: {sampler} {scheduler} {way}: {difference:.1e}")
