@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from test_stock_baseline import relative_difference
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted
+from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
 
 OUR_NODES = {
     "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy"],
@@ -155,6 +155,33 @@ def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name,
     assert words in failure.exception_message
     comfy.sample(good.prompt, good_latent)
     assert comfy.server.children() == ranks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "ABSOLUTE",
+        r"\\host\share\x.safetensors",
+        "x\0.safetensors",
+        "sub/../../outside.safetensors",
+    ],
+)
+@pytest.mark.parametrize("node", ["ParallelFluxLoader", "ParallelLoraLoader"])
+def test_a_path_out_of_the_model_folders_is_no_choice(comfy, unet, node, name):
+    """A file that is there, and that ComfyUI did not list."""
+    outside = comfy.server.base_directory / "models" / "outside.safetensors"
+    save_file({"x": torch.zeros(1)}, outside)
+    name = str(outside) if name == "ABSOLUTE" else name
+    graph = Graph()
+    if node == "ParallelFluxLoader":
+        loader = graph.parallel_loader(name, "cpu")
+    else:
+        model = [graph.parallel_loader(unet, "cpu"), 0]
+        loader = graph.add(node, parallel_model=model, lora_name=name, strength_model=1.0)
+    latent = _parallel(graph, loader)
+    with pytest.raises(PromptRejected, match="not in list"):
+        comfy.sample(graph.prompt, latent)
 
 
 def test_a_replaced_block_is_refused_by_name(comfy, unet):
