@@ -13,7 +13,8 @@ from .experience import PIXELS_PER_LATENT, Experience, in_good_order
 from .failing_devices import FAILING, left_out
 from .flux_file import FluxFile
 from .local_machine import Automatic
-from .memory_model import Job, RankMemory, fullest_rank, predict_memory
+from .measurements import strategy_of
+from .memory_model import Job, RankMemory, fullest_rank
 from .outlook import Outlook
 from .requests import ModelSpec
 from .selector import Decision, StrategyChoice, resolve
@@ -82,16 +83,8 @@ def _advice(
     """What was measured and predicted, and what should be tried. Never the reason why a picture is not made."""
 
     def memory_of(candidate: Candidate) -> float:
-        strategy = candidate.strategy.replace(shard_weights=candidate.shard_weights)
-        memories = predict_memory(
-            file.dims,
-            file.dtype,
-            strategy,
-            job_of(work),
-            weight_dtype=spec.weight_dtype,
-            on_cpu=is_cpu(devices),
-        )
-        return fullest_rank(memories).private_bytes
+        plan = Plan(file, spec.weight_dtype, strategy_of(candidate), job_of(work), devices)
+        return fullest_rank(plan.memories).private_bytes
 
     try:
         experience = Experience(devices)

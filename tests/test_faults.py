@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import test_rank
 from fault_injection import (
     BESIDE_OTHERS,
     FEW_DESCRIPTORS,
@@ -26,7 +27,7 @@ from parallel_backend import deadlines
 from parallel_backend.client import Sidecar, State
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.failing_devices import FAILING
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
+from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.strategy import ParallelStrategy
 from scripted import (
     SLOW,
@@ -274,23 +275,7 @@ def flux(tmp_path_factory):
 
 
 def flux_request():
-    generator = torch.Generator().manual_seed(0)
-    prompt = Conditioning(
-        context=torch.randn(1, 7, 64, generator=generator),
-        pooled=torch.randn(1, 32, generator=generator),
-        guidance=torch.tensor([3.5]),
-    )
-    noise = torch.randn(1, 16, 9, 11, generator=generator)
-    return SampleRequest(
-        noise=noise,
-        latent=torch.zeros_like(noise),
-        sigmas=torch.linspace(1, 0, 6),
-        positive=prompt,
-        negative=None,
-        cfg=1.0,
-        sampler="dpmpp_2m",
-        seed=0,
-    )
+    return replace(test_rank.flux_request(), sigmas=torch.linspace(1, 0, 6), sampler="dpmpp_2m")
 
 
 @pytest.mark.parametrize(
