@@ -8,6 +8,7 @@ from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.weights import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
+from ranks import run_ranks
 from test_engine_parity import CASES as ALL_CASES
 from test_engine_parity import CONTEXT, POOLED
 from tiny_flux import write_tiny_flux
@@ -46,6 +47,23 @@ class Subjects:
             path = write_tiny_flux(folder / "tiny.safetensors", **sizes_of(heads))
             self._made[heads] = str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
         return self._made[heads]
+
+
+def results_by_world_size(subjects, strategies):
+    """A function that gives `sample`'s results of all strategies of one number of ranks, by rank, computed once.
+
+    `strategies`: number of ranks -> (heads, strategies).
+    """
+    cache = {}
+
+    def get(world_size):
+        if world_size not in cache:
+            heads, wanted = strategies[world_size]
+            cases = list(CASES) if world_size <= 4 else FEW_CASES
+            cache[world_size] = run_ranks(sample, world_size, subjects.get(heads)[0], wanted, cases)
+        return cache[world_size]
+
+    return get
 
 
 def sample(world, path, strategies, cases, engine="native", weight_dtype="auto"):

@@ -26,7 +26,18 @@ from parallel_backend.models.flux import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from spread_weights import CASES, DOUBLE, FEW_CASES, SINGLE, Subjects, difference, sample, sizes_of, tokens_of
+from spread_weights import (
+    CASES,
+    DOUBLE,
+    FEW_CASES,
+    SINGLE,
+    Subjects,
+    difference,
+    results_by_world_size,
+    sample,
+    sizes_of,
+    tokens_of,
+)
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -73,17 +84,7 @@ def subjects(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results_of(subjects):
-    """Results of all strategies of one number of ranks, computed once."""
-    cache = {}
-
-    def get(world_size):
-        if world_size not in cache:
-            heads, strategies = STRATEGIES[world_size]
-            cases = list(CASES) if world_size <= 4 else FEW_CASES
-            cache[world_size] = run_ranks(sample, world_size, subjects.get(heads)[0], strategies, cases)
-        return cache[world_size]
-
-    return get
+    return results_by_world_size(subjects, STRATEGIES)
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.describe())
