@@ -11,6 +11,7 @@ from .topology import Topology
 from .topology_probe import read_topology
 
 BY_MEMORY = "memory"
+INPUT = ("device_shares",)  # of Strategy Selector, where it was written
 
 
 def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None = None) -> tuple[float, ...]:
@@ -30,12 +31,14 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
     except ValueError:
         raise StrategyError(
             f"device_shares {text!r} is not understood; write one number for each device such as 24,16, or memory, "
-            f"or nothing for equal shares."
+            f"or nothing for equal shares.",
+            inputs=INPUT,
         ) from None
     if len(shares) != len(devices):
         raise StrategyError(
             f"device_shares {text!r} names {len(shares)} share(s) and {len(devices)} device(s) are selected "
-            f"({', '.join(devices)}); write one number for each."
+            f"({', '.join(devices)}); write one number for each.",
+            inputs=INPUT,
         )
     return shares
 
@@ -77,6 +80,7 @@ def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...
     unknown = [name for name in devices if not by_name.get(name)]
     if unknown:
         raise StrategyError(
-            f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16."
+            f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16.",
+            inputs=INPUT,
         )
     return tuple(by_name[name] / 2**30 for name in devices)

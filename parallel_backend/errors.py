@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class ParallelError(Exception):
     """Base of every error this pack raises on purpose."""
@@ -11,11 +13,33 @@ class PlatformError(ParallelError):
     """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
 
 
-class DeviceError(ParallelError):
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what a person set, in words. `inputs`: those of Strategy Selector it lies in."""
+
+    message: str
+    inputs: tuple[str, ...] = ()
+
+
+class SettingsError(ParallelError):
+    """What a person set cannot run. `problems`: each thing that is wrong, for those who show it where it was set."""
+
+    inputs: tuple[str, ...] = ()  # where it lies, unless told otherwise
+
+    def __init__(
+        self, message: str, *, inputs: tuple[str, ...] | None = None, problems: tuple[Problem, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.problems = problems or (Problem(message, self.inputs if inputs is None else inputs),)
+
+
+class DeviceError(SettingsError):
     """A device was named that does not exist, or is named twice."""
 
+    inputs = ("devices",)
 
-class StrategyError(ParallelError):
+
+class StrategyError(SettingsError):
     """A strategy breaks one or more rules; the message lists each, with the nearest valid setting."""
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from .flux_keys import FluxDims
 from .memory_activations import FP32, Call, Moment, double_block, single_block
 from .memory_messages import Messages, Turn
-from .memory_weights import ITEMSIZE, Dtypes, Part, Place, chunks_of, held_weights, token_shares
+from .memory_weights import ITEMSIZE, Dtypes, Part, chunks_of, held_weights, token_shares
+from .places import Place
 from .shares import share
 from .strategy import ParallelStrategy
 

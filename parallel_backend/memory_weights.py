@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .flux_keys import FluxDims, diffusers_shapes
+from .places import Place
 from .shares import share
 from .stages import split_blocks
-from .strategy import DEGREES, ParallelStrategy
+from .strategy import ParallelStrategy
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 _FP8 = "float8_e4m3fn"
@@ -31,43 +32,6 @@ _BY_ROWS = (
     "norm.linear",
 )
 _BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", "proj_out")
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's coordinates in the layout of its strategy (strategy.DEGREES)."""
-
-    data: int
-    cfg: int
-    stage: int
-    ring: int
-    ulysses: int
-    tensor: int
-
-    @classmethod
-    def of(cls, strategy: ParallelStrategy, rank: int) -> Place:
-        found = []
-        for name in reversed(DEGREES):
-            rank, own = divmod(rank, getattr(strategy, name))
-            found.append(own)
-        return cls(*reversed(found))
-
-    def row(self, strategy: ParallelStrategy) -> int:
-        """Which share of the rows it computes."""
-        return self.data * strategy.cfg_degree + self.cfg
-
-    def pipeline_shares(self, strategy: ParallelStrategy) -> list[list[float]]:
-        """device_shares of this rank's pipeline by stage and place in the sequence; empty for equal shares."""
-        if not strategy.device_shares:
-            return []
-        inner = strategy.sequence_degree * strategy.tensor_degree
-        first = self.row(strategy) * strategy.pipefusion_degree * inner
-        own = strategy.device_shares[first : first + strategy.pipefusion_degree * inner]
-        tensor = strategy.tensor_degree
-        summed = [sum(own[i : i + tensor]) for i in range(0, len(own), tensor)]
-        return [
-            summed[i : i + strategy.sequence_degree] for i in range(0, len(summed), strategy.sequence_degree)
-        ]
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,17 @@ class StrategyChoice:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise StrategyError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.")
+            raise StrategyError(
+                f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.", inputs=("mode",)
+            )
         if self.engine not in ENGINES:
-            raise StrategyError(f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
+            raise StrategyError(
+                f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.", inputs=("engine",)
+            )
         if self.approximation not in APPROXIMATION:
             raise StrategyError(
-                f"approximation {self.approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}."
+                f"approximation {self.approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}.",
+                inputs=("approximation",),
             )
 
 

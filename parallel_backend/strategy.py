@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 
-from .errors import StrategyError
+from .errors import Problem, StrategyError
 
 ENGINES = ("auto", "native", "xfuser")
+MAX_SHARE = 1e15  # of a device: bytes of its memory serve too; sums of far larger numbers are no numbers
 DEGREES = (
     "data_degree",
     "cfg_degree",
@@ -75,9 +75,11 @@ class ParallelStrategy:
         for name in ("num_pipeline_patch", "warmup_steps"):
             _check_whole(name, getattr(self, name), 0)
         shares = tuple(float(value) for value in self.device_shares)
-        if not all(math.isfinite(value) and value > 0 for value in shares):
+        if not all(0 < value <= MAX_SHARE for value in shares):
             raise StrategyError(
-                f"device_shares is {', '.join(f'{v:g}' for v in shares)}; each must be a number above 0."
+                f"device_shares is {', '.join(f'{v:g}' for v in shares)}; each must be a number above 0"
+                f"{f' and at most {MAX_SHARE:g}' if any(value > MAX_SHARE for value in shares) else ''}.",
+                inputs=("device_shares",),
             )
         object.__setattr__(self, "device_shares", () if len(set(shares)) <= 1 else shares)
 
@@ -139,64 +141,84 @@ class ParallelStrategy:
             offload_weights=self.offload_weights,
         )
 
-    def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
+    def problems(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[Problem]:
         """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run."""
         found = []
+
+        def add(message: str, *inputs: str) -> None:
+            found.append(Problem(message, inputs))
+
         if self.world_size > device_count:
-            found.append(
+            add(
                 f"{self.describe()} needs {self.world_size} devices and {device_count} "
                 f"{'is' if device_count == 1 else 'are'} selected; lower a degree so that the product of all "
-                f"degrees is at most {device_count}, or select more devices."
+                f"degrees is at most {device_count}, or select more devices.",
+                *(name for name in DEGREES if getattr(self, name) > 1),
+                "devices",
             )
         if model.heads % self.ulysses_degree:
             ulysses, ring = split_sequence(self.sequence_degree, model.heads)
-            found.append(
+            add(
                 f"ulysses_degree {self.ulysses_degree} does not divide the {model.heads} attention heads of "
-                f"{model.name}; the nearest valid setting is ulysses_degree {ulysses} with ring_degree {ring}."
+                f"{model.name}; the nearest valid setting is ulysses_degree {ulysses} with ring_degree {ring}.",
+                "ulysses_degree",
             )
         if self.cfg_degree > 2:
-            found.append(
+            add(
                 f"cfg_degree {self.cfg_degree}: there are only two prompts to share out, positive and negative; the "
-                f"nearest valid setting is cfg_degree 2."
+                f"nearest valid setting is cfg_degree 2.",
+                "cfg_degree",
             )
         if self.pipefusion_degree > model.blocks > 0:
-            found.append(
+            add(
                 f"pipefusion_degree {self.pipefusion_degree}: {model.name} has {model.blocks} blocks and each device "
-                f"needs one; the nearest valid setting is pipefusion_degree {model.blocks}."
+                f"needs one; the nearest valid setting is pipefusion_degree {model.blocks}.",
+                "pipefusion_degree",
             )
         if model.heads % (self.ulysses_degree * self.tensor_degree) and not model.heads % self.ulysses_degree:
             heads = model.heads // self.ulysses_degree
             nearest = max(d for d in range(1, self.tensor_degree) if heads % d == 0)
-            found.append(
+            add(
                 f"tensor_degree {self.tensor_degree} times ulysses_degree {self.ulysses_degree} does not divide the "
-                f"{model.heads} attention heads of {model.name}; the nearest valid setting is tensor_degree {nearest}."
+                f"{model.heads} attention heads of {model.name}; the nearest valid setting is tensor_degree {nearest}.",
+                "tensor_degree",
             )
         if self.pipefusion_degree > 1 and self.tensor_degree > 1:
-            found.append(
+            add(
                 f"pipefusion_degree {self.pipefusion_degree} with tensor_degree {self.tensor_degree}: the layers of a "
                 f"pipeline's stages are not split yet; the nearest valid settings are tensor_degree 1, or "
-                f"pipefusion_degree 1."
+                f"pipefusion_degree 1.",
+                "pipefusion_degree",
+                "tensor_degree",
             )
         if self.pipefusion_degree > 1 and self.shards:
-            found.append(
+            add(
                 f"pipefusion_degree {self.pipefusion_degree} with {'shard' if self.shard_weights else 'offload'}"
                 f"_weights: the stages of a pipeline are not sharded yet, each holds its blocks whole; the nearest "
-                f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1."
+                f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1.",
+                "pipefusion_degree",
+                *(name for name in ("shard_weights", "offload_weights") if getattr(self, name)),
             )
         if self.device_shares and len(self.device_shares) != self.world_size:
-            found.append(
+            add(
                 f"device_shares names {len(self.device_shares)} shares and {self.describe()} uses {self.world_size} "
-                f"devices; name one share for each."
+                f"devices; name one share for each.",
+                "device_shares",
             )
         if engine not in ENGINES:
-            found.append(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.")
+            add(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.", "engine")
         return found
+
+    def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
+        """The same in words only."""
+        return [problem.message for problem in self.problems(model, device_count, engine)]
 
     def check(self, model: ModelShape, device_count: int, engine: str = "auto") -> None:
         """Raises StrategyError with every violated rule."""
-        found = self.violations(model, device_count, engine)
+        found = self.problems(model, device_count, engine)
         if found:
-            raise StrategyError("This strategy cannot run:\n" + "\n".join(f"- {line}" for line in found))
+            lines = "\n".join(f"- {problem.message}" for problem in found)
+            raise StrategyError(f"This strategy cannot run:\n{lines}", problems=tuple(found))
 
     def replace(self, **changes: object) -> ParallelStrategy:
         return replace(self, **changes)
@@ -204,7 +226,9 @@ class ParallelStrategy:
 
 def _check_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise StrategyError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+        raise StrategyError(
+            f"{name} is {value!r}; it must be a whole number of at least {least}.", inputs=(name,)
+        )
 
 
 def split_sequence(count: int, heads: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ GROUND = {
     "memory_weights",
     "flux_tensors",
     "payloads",
+    "places",
     "protocol",
     "requests",
     "shares",
@@ -53,11 +54,13 @@ COMFY_HALF = {
     "doctor",
     "endings",
     "environment",
+    "events",
     "exchange",
     "experience",
     "failing_devices",
     "families",
     "fingerprint",
+    "group_status",
     "hardware",
     "local_machine",
     "measured_links",
@@ -74,6 +77,7 @@ COMFY_HALF = {
     "topology_probe",
     "trials",
     "vae_client",
+    "warm_ranks",
 }
 # Rank's half, lowest first: a layer may import itself and those before it.
 RANK_HALF = [
@@ -81,6 +85,7 @@ RANK_HALF = [
     "engine",
     "sampling",
     "rank_errors",
+    "rank_meter",
     "step_boundary",
     "rank_calibrate",
     "rank_decode",

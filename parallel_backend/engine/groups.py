@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 
 import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..strategy import DEGREES, ParallelStrategy
+from ..places import AXES, Place
+from ..strategy import ParallelStrategy
 from .counting import Traffic
 
-# Axes of the rank layout, slowest first, in the order of ParallelStrategy's degrees.
-AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
 ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
@@ -160,10 +157,8 @@ class Layouts:
 
 def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Global ranks of every group that spans `axes`: ranks that agree on all other coordinates."""
-    degrees = [getattr(strategy, name) for name in DEGREES]
+    others = tuple(axis for axis in AXES if axis not in axes)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinates in enumerate(product(*(range(degree) for degree in degrees))):
-        others = tuple(c for axis, c in zip(AXES, coordinates, strict=True) if axis not in axes)
-        groups.setdefault(others, []).append(rank)
-    assert sum(len(ranks) for ranks in groups.values()) == prod(degrees)
+    for rank in range(strategy.world_size):
+        groups.setdefault(Place.of(strategy, rank).on(others), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
