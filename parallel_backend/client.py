@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import collections
-import enum
-import itertools
-import logging
 import os
-import platform
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from . import deadlines
 from .calibration import Calibration
-from .crash_history import CrashHistory
 from .decoding import DecodeResult, VaeWeights, check_decode
-from .errors import (
-    Cancelled,
-    CheckpointError,
-    DeviceError,
-    RankFailed,
-    RequestError,
-    StrategyError,
-    TransportError,
-)
+from .errors import Cancelled, CheckpointError, RankFailed, RequestError, StrategyError, TransportError
+from .events import Loaded, Stepped, tell
 from .exchange import USER_ERRORS, Exchange
-from .failing_devices import FAILING, FAILURES_UNTIL_LEFT_OUT
+from .group_status import GroupStatus, read_ranks
 from .patch_client import PatchesOnRanks
 from .payloads import predict_tensors
 from .prompts import KnownPrompts
-from .protocol import (
-    NO_REQUEST,
-    VERSION,
-    Calibrate,
-    Done,
-    Hello,
-    Load,
-    Predict,
-    Progress,
-    Ready,
-    Sample,
-    Setup,
-    Sleep,
-    Wake,
-)
+from .protocol import Calibrate, Done, Load, Predict, Progress, Sample, Sleep, Wake
 from .requests import (
     LoadInfo,
     ModelSpec,
@@ -64,30 +34,13 @@ from .requests import (
 )
 from .resume import OnStep, SamplingJob
 from .strategy import ParallelStrategy
-from .supervisor import RANK_MODULE, RankGroup, get_supervisor, require_linux
+from .supervisor import RANK_MODULE
 from .transport import pack_tensors
 from .vae_client import VaeOnRanks
+from .warm_ranks import OnPhase, ShouldCancel, State, Turn, WarmRanks
 from .weight_patches import NO_PATCHES, WeightPatches
 
-OnPhase = Callable[[str], None]
-ShouldCancel = Callable[[], bool]
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
-
-
-class State(enum.Enum):
-    """DOWN -> STARTING -> READY <-> RUNNING; READY <-> ASLEEP; any -> FAILED -> STARTING; after three failures in ten
-    minutes BROKEN, until those are past or somebody resets it."""
-
-    DOWN = "down"
-    STARTING = "starting"
-    READY = "ready"
-    RUNNING = "running"
-    ASLEEP = "asleep"
-    FAILED = "failed"
-    BROKEN = "broken"
+_STEPS_SHOWN = 60  # whose times a status has
 
 
 @dataclass(frozen=True)
@@ -114,39 +67,18 @@ class Sidecar:
     def __init__(
         self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE, resumes: bool = True
     ) -> None:
-        if not devices:
-            raise RequestError("A sidecar needs at least one device.")
-        twice = [name for name in devices if devices.count(name) > 1]
-        if twice:
-            raise DeviceError(f"{twice[0]} is named twice; each rank needs a device of its own.")
-        self.devices = tuple(devices)
-        self._rank_module = rank_module
+        self._ranks = WarmRanks(devices, rank_module, resumes=resumes, forget=self._forget_memory)
+        self.devices = self._ranks.devices
         self._resumes = resumes
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # thread that serves a request
-        self._cancel = threading.Event()
-        self._activity = State.READY
-        self._group: RankGroup | None = None
-        self._requests = itertools.count(1)
-        self._crashes = CrashHistory()
-        self._last_failure: RankFailed | None = None
-        self._asleep = 0  # level
-        self._woken_with: tuple[ModelSpec, ParallelStrategy] | None = None  # the model discarded at level 2
         self._vae = VaeOnRanks(self.devices)
-        self._forget_model()
+        self._steps = (0, 0)  # of the sampling job that runs
+        self._step_seconds: collections.deque[float] = collections.deque(maxlen=_STEPS_SHOWN)
+        self._forget_memory()
 
     @property
     def state(self) -> State:
-        group = self._group
-        if self._crashes.is_broken:
-            return State.BROKEN
-        if group is None:
-            return State.DOWN if self._last_failure is None else State.FAILED
-        if group.ended.is_set():
-            return State.FAILED
-        if self._asleep and self._activity is State.READY:
-            return State.ASLEEP
-        return self._activity
+        state = self._ranks.state
+        return State.ASLEEP if self._asleep and state is State.READY else state
 
     @property
     def model(self) -> ModelSpec | None:
@@ -157,13 +89,27 @@ class Sidecar:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the ranks, in rank order; empty when there are none."""
-        group = self._group
-        return () if group is None else group.pids
+        return self._ranks.pids
+
+    def status(self) -> GroupStatus:
+        """What the ranks are doing, without asking them. Any thread, at any time."""
+        model, (step, steps) = self.model, self._steps
+        return GroupStatus(
+            devices=self.devices,
+            state=self.state.value,
+            reason=self._ranks.last_failure,
+            phase=self._ranks.phase,
+            model="" if model is None else Path(model.path).name,
+            step=step,
+            steps=steps,
+            step_seconds=tuple(self._step_seconds),
+            ranks=read_ranks(self._ranks.group),
+        )
 
     def start(self, on_phase: OnPhase | None = None) -> float:
         """Starts the ranks unless they run; returns the seconds it took, 0.0 when they ran."""
-        with self._turn(None) as cancelled:
-            return self._ensure_started(on_phase, cancelled)
+        with self._ranks.turn("start", None, on_phase) as turn:
+            return self._ensure_started(turn)
 
     def load(
         self,
@@ -178,9 +124,9 @@ class Sidecar:
         Raises CheckpointError for a file they refuse, RequestError for changes that do not fit it, which leave the
         weights as they were; the group stays usable.
         """
-        with self._turn(should_cancel) as cancelled:
-            return self._through_a_crash(
-                lambda: self._ensure_ready(spec, strategy, patches, on_phase, cancelled), on_phase, cancelled
+        with self._ranks.turn("load", should_cancel, on_phase) as turn:
+            return self._ranks.through_a_crash(
+                lambda: self._ensure_ready(spec, strategy, patches, turn), turn
             )
 
     def sample(
@@ -205,29 +151,35 @@ class Sidecar:
             states=self._resumes,
         )
 
-        with self._turn(should_cancel) as cancelled:
+        with self._ranks.turn("sample", should_cancel, on_phase) as turn:
 
             def attempt() -> SampleResult:
-                self._ensure_ready(spec, placement.strategy, patches, on_phase, cancelled)
-                return self._run(job, message, on_phase, cancelled)
+                self._ensure_ready(spec, placement.strategy, patches, turn)
+                return self._run(job, message, turn)
 
-            return self._through_a_crash(attempt, on_phase, cancelled, job.survive)
+            try:
+                result = self._ranks.through_a_crash(attempt, turn, job.survive)
+            finally:
+                self._steps = (0, 0)
+            turn.info = result.info
+            return result
 
-    def _run(
-        self, job: SamplingJob, message: Sample, on_phase: OnPhase | None, cancelled: ShouldCancel
-    ) -> SampleResult:
+    def _run(self, job: SamplingJob, message: Sample, turn: Turn) -> SampleResult:
         """The job from where it is to its end, on ranks that hold its model."""
         seconds: list[float] = []
 
         def progress(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
-            self._expect(message, Progress, rank)
+            self._ranks.expect(message, Progress, rank)
             seconds.append(message.seconds)
+            self._steps, self._ranks.phase = (message.step, message.steps), "sampling"
+            self._step_seconds.append(message.seconds)
+            tell(Stepped(self.devices, message.step, message.steps, message.seconds))
             job.take(message, tensors)
 
-        exchange = self._exchange(cancelled)
+        exchange = self._ranks.exchange(turn)
+        self._step_seconds.clear()
         self._send(exchange, message, job.begin(self._held.identity))
-        if on_phase is not None:
-            exchange.guard(lambda: on_phase("first step"))
+        exchange.guard(lambda: turn.phase("first step"))
         done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
         result = self._result(exchange, {"latent": job.shape, "step_seconds": None})
         info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
@@ -243,20 +195,18 @@ class Sidecar:
     ) -> tuple[Tensor, RunInfo]:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
-        with self._turn(should_cancel) as cancelled:
+        with self._ranks.turn("predict", should_cancel) as turn:
             notes: list[str] = []
 
             def survive(error: RankFailed, device: str) -> str:
                 notes.append(f"rank {error.rank} on {device} failed; a model call was made again")
                 return notes[-1]
 
-            velocity, info = self._through_a_crash(
-                lambda: self._call_model(spec, request, placement, patches, cancelled),
-                None,
-                cancelled,
-                survive,
+            velocity, info = self._ranks.through_a_crash(
+                lambda: self._call_model(spec, request, placement, patches, turn), turn, survive
             )
-            return velocity, replace(info, notes=(*info.notes, *notes))
+            turn.info = replace(info, notes=(*info.notes, *notes))
+            return velocity, turn.info
 
     def _call_model(
         self,
@@ -264,15 +214,15 @@ class Sidecar:
         request: PredictRequest,
         placement: Placement,
         patches: WeightPatches,
-        cancelled: ShouldCancel,
+        turn: Turn,
     ) -> tuple[Tensor, RunInfo]:
-        self._ensure_ready(spec, placement.strategy, patches, None, cancelled)
+        self._ensure_ready(spec, placement.strategy, patches, turn)
         key, is_new = self._prompts.find(request.conditioning)
         times = self._call_seconds[placement, tuple(request.x.shape)]
         try:
             tensors = predict_tensors(request, with_conditioning=is_new)
             message = Predict(placement, conditioning=key, forget=self._prompts.take_forgotten())
-            exchange = self._exchange(cancelled)
+            exchange = self._ranks.exchange(turn)
             self._send(exchange, message, tensors)
             done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
             velocity = self._result(exchange, {"velocity": request.velocity_shape})["velocity"]
@@ -295,14 +245,15 @@ class Sidecar:
     ) -> DecodeResult:
         """The image of `latent` [B, C, h, w], its rows shared out over all ranks. The model they hold stays loaded."""
         check_decode(latent, shares, len(self.devices))
-        with self._turn(should_cancel) as cancelled:
+        with self._ranks.turn("decode", should_cancel, on_phase) as turn:
 
             def new_exchange(survivable: frozenset[str]) -> Exchange:
-                return self._exchange(cancelled, survivable)
+                return self._ranks.exchange(turn, survivable)
 
-            self._ensure_started(on_phase, cancelled)
-            self._activity = State.RUNNING
-            return self._vae.decode(self._group.epoch, new_exchange, vae, latent, shares, on_step, on_phase)
+            self._ensure_started(turn)
+            self._ranks.working()
+            epoch = self._ranks.group.epoch
+            return self._vae.decode(epoch, new_exchange, vae, latent, shares, on_step, turn.phase)
 
     def calibrate(
         self,
@@ -315,12 +266,11 @@ class Sidecar:
     ) -> tuple[Calibration, ...]:
         """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
         self._check_placement(placement)
-        with self._turn(should_cancel) as cancelled:
-            self._ensure_started(on_phase, cancelled)
-            self._activity = State.RUNNING
-            if on_phase is not None:
-                on_phase("measuring the links")
-            exchange = self._exchange(cancelled)
+        with self._ranks.turn("calibrate", should_cancel, on_phase) as turn:
+            self._ensure_started(turn)
+            self._ranks.working()
+            turn.phase("measuring the links")
+            exchange = self._ranks.exchange(turn)
             exchange.send(Calibrate(placement.strategy, budget_s, thorough))
             done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
             return tuple(_reports(done, "calibration"))
@@ -335,11 +285,11 @@ class Sidecar:
             raise RequestError(
                 f"A sleep of level {level} is unknown; 1 keeps weights in host memory, 2 discards them."
             )
-        with self._turn(None) as cancelled:
-            if self._group is None or self._group.ended.is_set() or self._asleep >= level:
+        with self._ranks.turn("sleep") as turn:
+            if not self._ranks.running or self._asleep >= level:
                 return SleepInfo(0.0, 0)
             held = self._held
-            info = self._ask_all_to_move(Sleep(level), cancelled)
+            info = self._ask_all_to_move(Sleep(level), turn)
             self._asleep = level
             self._vae.forget()
             if level == 2:
@@ -349,23 +299,23 @@ class Sidecar:
 
     def wake(self, on_phase: OnPhase | None = None) -> SleepInfo:
         """Gives the ranks back what `sleep` took, bit for bit; ranks that are awake need nothing."""
-        with self._turn(None) as cancelled:
+        with self._ranks.turn("wake", None, on_phase) as turn:
             level, model = self._asleep, self._woken_with
-            if not level or self._group is None or self._group.ended.is_set():
+            if not level or not self._ranks.running:
                 return SleepInfo(0.0, 0)
-            info = self._wake(cancelled)
+            info = self._wake(turn)
             if level == 2 and model is not None:
-                info = SleepInfo(self._ensure_loaded(*model, on_phase, cancelled).seconds, 0)
+                info = SleepInfo(self._ensure_loaded(*model, turn).seconds, 0)
             return info
 
-    def _wake(self, cancelled: ShouldCancel) -> SleepInfo:
+    def _wake(self, turn: Turn) -> SleepInfo:
         level, self._asleep, self._woken_with = self._asleep, 0, None
-        return self._ask_all_to_move(Wake(), cancelled) if level == 1 else SleepInfo(0.0, 0)
+        return self._ask_all_to_move(Wake(), turn) if level == 1 else SleepInfo(0.0, 0)
 
-    def _ask_all_to_move(self, message: Sleep | Wake, cancelled: ShouldCancel) -> SleepInfo:
+    def _ask_all_to_move(self, message: Sleep | Wake, turn: Turn) -> SleepInfo:
         size = 0 if self._held is None else self._held.info.bytes
         # As with a load, ranks agree before they report.
-        exchange = self._exchange(cancelled, survivable=USER_ERRORS | {"OutOfMemory"})
+        exchange = self._ranks.exchange(turn, survivable=USER_ERRORS | {"OutOfMemory"})
         exchange.send(message)
         try:
             done = exchange.wait(lambda: deadlines.load_budget(size), self._refuse_message)
@@ -377,153 +327,34 @@ class Sidecar:
 
     def cancel(self) -> None:
         """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
-        self._cancel.set()
+        self._ranks.cancel()
 
     def stop(self) -> None:
         """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
-        if self._owner == threading.get_ident():  # from a callback: the request cleans up as it ends
-            self._cancel.set()
-            if self._group is None:
-                return
-            get_supervisor().stop(self._group)
-            return
-        while not self._lock.acquire(timeout=deadlines.POLL):
-            self._cancel.set()  # for a request that has not started the ranks yet
-            if (group := self._group) is not None:
-                get_supervisor().stop(group)
-        try:
-            self._discard_group()
-            self._crashes.clear()
-            self._last_failure = None
-        finally:
-            self._lock.release()
+        self._ranks.stop()
 
-    # One request at a time.
+    # What a request needs first.
 
-    @contextmanager
-    def _turn(self, should_cancel: ShouldCancel | None) -> Iterator[ShouldCancel]:
-        """Waits for this caller's turn; gives the question whether it is cancelled; keeps count of failures."""
-        require_linux()
-        if self._owner == threading.get_ident():
-            raise RequestError("A callback of a request may not send another request to the same ranks.")
-        while not self._lock.acquire(timeout=deadlines.POLL):
-            if should_cancel is not None and should_cancel():
-                raise Cancelled("The request was cancelled while it waited for its turn.")
-        self._owner = threading.get_ident()
-        self._cancel.clear()
-        try:
-            if self._crashes.is_broken:
-                raise self._crashes.refusal()
-            yield lambda: self._cancel.is_set() or (should_cancel is not None and should_cancel())
-            self._last_failure = None
-        except RankFailed as error:
-            self._count_failure(error)
-            raise
-        finally:
-            self._activity = State.READY
-            if self._group is not None and self._group.ended.is_set():
-                self._discard_group()
-            self._owner = None
-            self._lock.release()
-
-    def _count_failure(self, error: RankFailed) -> None:
-        if not self._crashes.is_broken:  # else it is the refusal, or counted already
-            self._crashes.add(error, self.devices[error.rank])
-            FAILING.add(self.devices[error.rank])
-        self._last_failure = error
-
-    def _through_a_crash(
-        self,
-        attempt: Callable[[], T],
-        on_phase: OnPhase | None,
-        cancelled: ShouldCancel,
-        survive: Callable[[RankFailed, str], str] | None = None,
-    ) -> T:
-        """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
-
-        An error that the code raised would come again, and so would an out-of-memory: those are not tried again.
-        """
-        try:
-            return attempt()
-        except RankFailed as error:
-            if not (error.crashed and self._resumes):
-                raise
-            self._count_failure(error)
-            if self._crashes.is_broken:
-                raise
-            device = self.devices[error.rank]
-            text = survive(error, device) if survive is not None else f"rank {error.rank} on {device} failed"
-            log.warning("%s: %s", text, error.cause)
-            self._discard_group()
-            if on_phase is not None:
-                on_phase(text)
-            self._rest(cancelled)
-            return attempt()
-
-    def _rest(self, cancelled: ShouldCancel) -> None:
-        """Gives a driver time to recover when this is not the first crash lately, twice as long each time."""
-        earlier = self._crashes.count - 1
-        until = time.monotonic() + (deadlines.BACK_OFF * 2 ** (earlier - 1) if earlier > 0 else 0.0)
-        while time.monotonic() < until and not cancelled():
-            time.sleep(deadlines.POLL)
-
-    # Start, load, end.
-
-    def _ensure_started(self, on_phase: OnPhase | None, cancelled: ShouldCancel) -> float:
-        if self._group is not None and not self._group.ended.is_set():
-            if self._asleep:
-                if on_phase is not None:
-                    on_phase("waking the ranks")
-                self._wake(cancelled)
-            return 0.0
-        self._discard_group()
-        begun = time.monotonic()
-        self._activity = State.STARTING
-        count = len(self.devices)
-        if on_phase is not None:
-            on_phase(f"starting {count} rank{'s' if count > 1 else ''}")
-        self._group = group = get_supervisor().spawn(self.devices, self._rank_module)
-        exchange = Exchange(group, NO_REQUEST, cancelled, terminal=Ready, survivable=frozenset())
-
-        def answer(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
-            self._expect(message, Hello, rank)
-            _check_versions(rank, message)
-            setup = Setup(
-                rank=rank,
-                world_size=count,
-                devices=self.devices,
-                rendezvous=group.rendezvous,
-                backend=_backend(self.devices),
-            )
-            exchange.send_to(rank, setup)
-
-        limit = begun + deadlines.START
-        try:
-            exchange.wait(lambda: max(0.0, limit - time.monotonic()), answer)
-        except RankFailed as error:
-            error.crashed = False  # ranks that do not even start are no better off for starting again
-            raise
-        except DeviceError as error:
-            for device in self.devices:
-                if str(error).startswith(f"{device} "):  # a rank names its device first (rank_jobs.py)
-                    FAILING.add(device, FAILURES_UNTIL_LEFT_OUT)
-            raise
-        self._activity = State.READY
-        return time.monotonic() - begun
+    def _ensure_started(self, turn: Turn) -> float:
+        if not self._ranks.running:
+            return self._ranks.start(turn)
+        if self._asleep:
+            turn.phase("waking the ranks")
+            self._wake(turn)
+        return 0.0
 
     def _ensure_ready(
         self,
         spec: ModelSpec,
         strategy: ParallelStrategy | None,
         patches: WeightPatches,
-        on_phase: OnPhase | None,
-        cancelled: ShouldCancel,
+        turn: Turn,
     ) -> LoadInfo:
         """The model is loaded and its weights changed by `patches`, and by nothing else."""
-        info = self._ensure_loaded(spec, strategy, on_phase, cancelled)
+        info = self._ensure_loaded(spec, strategy, turn)
         try:
             patched = self._patches.ensure(
-                lambda survivable: self._exchange(cancelled, survivable), patches, info.bytes, on_phase
+                lambda survivable: self._ranks.exchange(turn, survivable), patches, info.bytes, turn.phase
             )
         except (RequestError, Cancelled):
             raise  # the weights are known, or made known by the next request
@@ -532,13 +363,7 @@ class Sidecar:
             raise
         return replace(info, patched=patched)
 
-    def _ensure_loaded(
-        self,
-        spec: ModelSpec,
-        strategy: ParallelStrategy | None,
-        on_phase: OnPhase | None,
-        cancelled: ShouldCancel,
-    ) -> LoadInfo:
+    def _ensure_loaded(self, spec: ModelSpec, strategy: ParallelStrategy | None, turn: Turn) -> LoadInfo:
         weights = ParallelStrategy() if strategy is None else strategy.weights
         spec = replace(spec, path=str(Path(spec.path).absolute()))
         try:
@@ -546,15 +371,14 @@ class Sidecar:
         except OSError as error:
             raise CheckpointError(f"{spec.path} cannot be read: {error.strerror}.") from None
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        self._ensure_started(on_phase, cancelled)
-        self._activity = State.RUNNING
+        self._ensure_started(turn)
+        self._ranks.working()
         wanted = (spec, weights, identity)
         if self._held is not None and (self._held.spec, self._held.weights, self._held.identity) == wanted:
             return replace(self._held.info, seconds=0.0, cached=True)
-        if on_phase is not None:
-            on_phase(f"loading {Path(spec.path).name}")
+        turn.phase(f"loading {Path(spec.path).name}")
         # Ranks agree on a load before they report, so an out-of-memory there leaves no collective half done.
-        exchange = self._exchange(cancelled, survivable=USER_ERRORS | {"OutOfMemory"})
+        exchange = self._ranks.exchange(turn, survivable=USER_ERRORS | {"OutOfMemory"})
         exchange.send(Load(spec, weights))
         try:
             done = exchange.wait(lambda: deadlines.load_budget(status.st_size), self._refuse_message)
@@ -567,7 +391,14 @@ class Sidecar:
         info = replace(infos[0], seconds=max(i.seconds for i in infos))
         self._forget_model()
         self._held = _Held(*wanted, info)
+        tell(Loaded(self.devices, spec, info))
         return info
+
+    def _forget_memory(self) -> None:
+        """The ranks are gone, and all that they held."""
+        self._asleep = 0  # level
+        self._woken_with: tuple[ModelSpec, ParallelStrategy] | None = None  # the model discarded at level 2
+        self._forget_model()
 
     def _forget_model(self) -> None:
         self._held: _Held | None = None
@@ -578,22 +409,7 @@ class Sidecar:
             lambda: collections.deque(maxlen=20)
         )
 
-    def _discard_group(self) -> None:
-        group, self._group, self._asleep, self._woken_with = self._group, None, 0, None
-        if group is None:
-            return
-        get_supervisor().stop(group)
-        if group.death is not None and self._last_failure is None:
-            self._last_failure = group.death.error()
-        group.close()
-        self._forget_model()
-
     # Messages.
-
-    def _exchange(self, cancelled: ShouldCancel, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
-        if cancelled():
-            raise Cancelled("The request was cancelled before it reached the ranks.")
-        return Exchange(self._group, next(self._requests), cancelled, survivable=survivable)
 
     @staticmethod
     def _send(exchange: Exchange, message: Sample | Predict, tensors: dict[str, Tensor]) -> None:
@@ -612,17 +428,11 @@ class Sidecar:
             for name, shape in shapes.items()
         )
         if not fits:
-            get_supervisor().kill(self._group)
-            raise TransportError(f"rank 0 answered with the tensors {found}; expected {shapes}, float32")
+            raise self._ranks.refuse(f"rank 0 answered with the tensors {found}; expected {shapes}, float32")
         return result
 
-    def _expect(self, message, kind: type, rank: int) -> None:
-        if not isinstance(message, kind):
-            get_supervisor().kill(self._group)
-            raise TransportError(f"rank {rank} sent {type(message).__name__} where {kind.__name__} was due")
-
     def _refuse_message(self, rank: int, message, tensors) -> None:
-        self._expect(message, Done, rank)
+        self._ranks.expect(message, Done, rank)
 
     def _check_placement(self, placement: Placement) -> None:
         size = placement.strategy.world_size
@@ -651,18 +461,3 @@ def _reports(done: dict[int, Done], name: str) -> list:
     if None in found:
         raise TransportError(f"rank {found.index(None)} ended the request without saying how it ran")
     return found
-
-
-def _backend(devices: tuple[str, ...]) -> str:
-    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
-
-
-def _check_versions(rank: int, hello: Hello) -> None:
-    ours = (VERSION, platform.python_version(), str(torch.__version__))
-    theirs = (hello.protocol, hello.python, hello.torch)
-    if ours != theirs:
-        raise RankFailed(
-            rank,
-            f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
-            f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
-        )

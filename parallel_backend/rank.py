@@ -159,6 +159,7 @@ def _answer(link, envelope, descriptors, jobs):
             steps=steps,
             previews=previews,
             states=states,
+            meter=jobs.meter,
         )
 
     try:

@@ -17,6 +17,7 @@ from .payloads import Tensors, predict_parts, sample_request, take_state
 from .protocol import ApplyPatches, Calibrate, Predict, RankPatch, RankRun, Sample, Setup
 from .rank_decode import VaeJobs
 from .rank_errors import PeerFailed, is_out_of_memory
+from .rank_meter import Meter
 from .rank_patches import PatchJobs
 from .requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
 from .step_boundary import StepBoundary
@@ -41,6 +42,7 @@ class RankJobs:
         self.vae = VaeJobs(self.world, lambda error: self._agree(error) == _GOOD)
         self.patches = PatchJobs(lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
+        self.meter = Meter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
         self._model = None
         self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
         self._forwards: dict[Placement, object] = {}
@@ -66,6 +68,7 @@ class RankJobs:
             raise error or PeerFailed("another rank could not load the model")
         self._drop_model()
         self._model = model
+        self.meter.weigh(model.chunks)
         return LoadInfo(
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
@@ -145,6 +148,7 @@ class RankJobs:
             self._move(torch.device("cpu"))
         else:
             self._drop_model()
+        self._weigh()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(device))
 
     def wake(self) -> SleepInfo:
@@ -152,7 +156,11 @@ class RankJobs:
         begun, before = time.perf_counter(), _allocated(self.world.device)
         self._move(self.world.device)
         self._moved_out = []
+        self._weigh()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
+
+    def _weigh(self) -> None:
+        self.meter.weigh(() if self._model is None else self._model.chunks)
 
     def _move(self, device: torch.device) -> None:
         """Moves what sleeps at level 1, on every rank; where one has no room, all drop the model."""
@@ -183,7 +191,10 @@ class RankJobs:
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
             here.point("load")
-            return self._read_model(spec, strategy), None
+            here.loading(0.0)
+            model = self._read_model(spec, strategy)
+            here.loading(1.0)
+            return model, None
         except Exception as error:
             return None, error
 

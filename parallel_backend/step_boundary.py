@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import Cancelled, TransportError
 from .payloads import state_tensors
 from .protocol import Cancel, Envelope, Progress
+from .rank_meter import Meter
 from .requests import SamplerState
 from .transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
 from .whereabouts import here
@@ -59,6 +60,7 @@ class StepBoundary:
         steps: int,
         previews: bool,
         states: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self._link = link
         self._epoch = epoch
@@ -70,6 +72,7 @@ class StepBoundary:
         self._steps = steps
         self._previews = previews
         self._states = states
+        self._meter = meter
         self._state: Callable[[], SamplerState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._request_begun = self._begun = time.perf_counter()
@@ -89,7 +92,7 @@ class StepBoundary:
                 dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
-        here.steps_done(i + 1)
+        self._note_down(i + 1)
         if flag.item():
             raise Cancelled(f"The request was cancelled after step {i + 1} of {self._steps}.")
 
@@ -107,7 +110,7 @@ class StepBoundary:
         self._take_time()
         if self._rank == 0:
             self._show(i + 1, denoised)
-        here.steps_done(i + 1)
+        self._note_down(i + 1)
 
     def is_stopped(self, lag: int) -> bool:
         """Whether the request was cancelled, as known `lag` questions ago, the same on all ranks.
@@ -124,6 +127,11 @@ class StepBoundary:
         if len(self._asked) > lag:
             self._stopped |= self._asked.popleft().answer()
         return self._stopped
+
+    def _note_down(self, steps: int) -> None:
+        here.steps_done(steps)
+        if self._meter is not None:
+            self._meter.note()
 
     def _take_time(self) -> None:
         now = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Where each rank is: which collective it is in and with whom, on a page of memory that the parent reads unasked.
+"""Where each rank is and what it holds, on a page of memory that the parent reads unasked.
 
 A rank that hangs answers no question, so it notes down each collective as it enters and leaves it, in memory that it
 shares with the supervisor. When a deadline passes, the parent follows who waits for whom to the rank that keeps the
-others waiting. A note costs about a microsecond.
+others waiting. A busy rank answers none either, so its progress and its memory stand there too. A note costs about a
+microsecond.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ COLLECTIVES = (
     "the agreement on a load",
 )
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
-# inside, collective, steps done in this request, collectives entered, ranks it waits for, time.monotonic() of the note
-_NOTE = struct.Struct("<BBxxIQQd")
+# As in Note; `loaded` in thousandths.
+_NOTE = struct.Struct("<BBHIQQdQQQ")
 assert _NOTE.size * MOST_RANKS <= PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank noted down last. `waits_for`: the ranks of the collective, itself among them; `since`:
-    time.monotonic() of the machine."""
+    """What a rank noted down last. `step`: steps done in this request; `entered`: collectives so far; `waits_for`: the
+    ranks of the collective, itself among them; `since`: time.monotonic() of the machine; `loaded`: how much of the
+    model that it loads is there, 0 to 1; bytes on its device for weights and beside them, and sent to other ranks."""
 
     inside: bool
     collective: str
@@ -50,6 +52,10 @@ class Note:
     entered: int
     waits_for: frozenset[int]
     since: float
+    loaded: float = 0.0
+    weight_bytes: int = 0
+    working_bytes: int = 0
+    sent_bytes: int = 0
 
 
 class Whereabouts:
@@ -61,6 +67,8 @@ class Whereabouts:
         self._now = (0, 0)  # collective, ranks
         self._entered = 0
         self._step = 0
+        self._loaded = 0
+        self._holds = (0, 0, 0)
         self.observer: Callable[[str, int], None] | None = None
 
     def share(self, descriptor: int, rank: int) -> None:
@@ -75,6 +83,16 @@ class Whereabouts:
         self._write(inside=0)
         if self.observer is not None and count:
             self.observer("step", count)
+
+    def loading(self, part: float) -> None:
+        """How much of the model that this rank loads is there, 0 to 1."""
+        self._loaded = int(1000 * min(max(part, 0.0), 1.0))
+        self._write(inside=0)
+
+    def holds(self, weight_bytes: int, working_bytes: int, sent_bytes: int) -> None:
+        """What is on this rank's device, and what it has sent to others since it began."""
+        self._holds = (weight_bytes, working_bytes, sent_bytes)
+        self._write(inside=0)
 
     def point(self, name: str) -> None:
         """A place that is no collective, for the observer alone."""
@@ -98,7 +116,16 @@ class Whereabouts:
     def _write(self, inside: int) -> None:
         collective, ranks = self._now
         _NOTE.pack_into(
-            self._page, self._offset, inside, collective, self._step, self._entered, ranks, time.monotonic()
+            self._page,
+            self._offset,
+            inside,
+            collective,
+            self._loaded,
+            self._step,
+            self._entered,
+            ranks,
+            time.monotonic(),
+            *self._holds,
         )
 
 
@@ -120,7 +147,9 @@ class Page:
 
     def read(self, rank: int) -> Note:
         """Whatever a rank wrote there is read as numbers; an unknown collective is none."""
-        inside, code, step, entered, ranks, since = _NOTE.unpack_from(self._page, rank * _NOTE.size)
+        inside, code, loaded, step, entered, ranks, since, *holds = _NOTE.unpack_from(
+            self._page, rank * _NOTE.size
+        )
         return Note(
             inside=inside == 1,
             collective=COLLECTIVES[code] if code < len(COLLECTIVES) else "",
@@ -128,6 +157,10 @@ class Page:
             entered=entered,
             waits_for=frozenset(r for r in range(MOST_RANKS) if ranks >> r & 1),
             since=since,
+            loaded=loaded / 1000,
+            weight_bytes=holds[0],
+            working_bytes=holds[1],
+            sent_bytes=holds[2],
         )
 
     def close(self) -> None:

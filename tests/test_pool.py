@@ -59,7 +59,7 @@ def test_a_reset_lets_broken_groups_start_again_and_leaves_the_others_alone():
     fine.start()
     pids = fine.pids
     for _ in range(FAILURES_UNTIL_BROKEN):
-        broken._crashes.add(RankFailed(0, "killed by SIGKILL"), "cpu:0")
+        broken._ranks.crashes.add(RankFailed(0, "killed by SIGKILL"), "cpu:0")
     assert broken.state is State.BROKEN
     with pytest.raises(RankFailed, match="3 times within 10 minutes"):
         broken.start()

@@ -82,7 +82,7 @@ def test_a_hostile_payload_is_refused_and_the_group_lives_on(sidecar, weights, m
 )
 def test_a_frame_that_cannot_be_answered_ends_the_rank_with_the_reason(sidecar, weights, frame, reason):
     sidecar.load(weights)
-    group = sidecar._group
+    group = sidecar._ranks.group
     group.links[1]._socket.send(frame(group.epoch))
     assert group.gone.wait(2.0)
     assert group.death.rank == 1
@@ -93,7 +93,7 @@ def test_a_frame_that_cannot_be_answered_ends_the_rank_with_the_reason(sidecar, 
 
 def test_a_cancel_that_comes_too_late_does_not_hit_the_next_request(sidecar, weights):
     sidecar.sample(weights, scripted_request(), two_ranks())
-    group = sidecar._group
+    group = sidecar._ranks.group
     group.links[0].send(Envelope(group.epoch, 2, Cancel()))
     result = sidecar.sample(weights, scripted_request(steps=3), two_ranks())
     assert len(result.info.step_seconds) == 3
@@ -101,7 +101,7 @@ def test_a_cancel_that_comes_too_late_does_not_hit_the_next_request(sidecar, wei
 
 def test_a_rank_ends_when_its_link_does(sidecar):
     sidecar.start()
-    group = sidecar._group
+    group = sidecar._ranks.group
     pids = group.pids
     group.links[0].shut_down()
     deadline = time.monotonic() + 2.0

@@ -63,7 +63,7 @@ def test_ranks_that_do_not_run_have_nothing_to_give_back(sidecar, weights):
 def test_a_rank_that_dies_asleep_is_no_obstacle(sidecar, weights):
     sidecar.load(weights)
     sidecar.sleep(1)
-    group = sidecar._group
+    group = sidecar._ranks.group
     os.kill(sidecar.pids[0], signal.SIGKILL)
     assert group.gone.wait(2.0)
     assert sidecar.state is State.FAILED

@@ -196,11 +196,11 @@ def test_comfyuis_half_imports_where_posix_is_missing():
             delattr(os, name)
         for name in ("AF_UNIX", "SOCK_SEQPACKET", "socketpair", "SCM_RIGHTS", "MSG_CMSG_CLOEXEC"):
             delattr(socket, name)
-        import parallel_backend.pool, parallel_backend.client
+        import parallel_backend.pool, parallel_backend.errors
         sys.platform = "win32"
         try:
             parallel_backend.pool.get_sidecar(("cuda:0",)).start()
-        except parallel_backend.client.require_linux.__globals__["PlatformError"] as error:
+        except parallel_backend.errors.PlatformError as error:
             print(error)
         """
     )

@@ -6,8 +6,9 @@ A rank that holds a stage of a pipeline has a transformer for each chunk of bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from diffusers.hooks.tensor_parallel import TPShardSpec
@@ -20,6 +21,8 @@ from ..flux_file import AXES_DIMS, FluxFile, inspect_flux
 from ..flux_keys import FluxDims, diffusers_sources
 from ..flux_tensors import diffusers_part
 from ..requests import WEIGHT_DTYPES, ModelSpec
+from ..whereabouts import here
+from .block_list import BlockList
 from .casting import HalvesSwapped, cast_on_use
 from .flux_slices import Slices, slice_layers, take_slice
 from .flux_weights import FluxWeights, HeldParameter
@@ -35,13 +38,23 @@ Residuals = Callable[[int], Tensor | None]
 Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
 
 
+class Gathers(Protocol):
+    """How the ranks that share the weights out gather them for their calls. `blocks`: numbered doubles first."""
+
+    def sit_out(self, blocks: range | None = None) -> None:
+        """Takes part in what a call, through `blocks` or all of them, gathers where only other ranks make it."""
+
+    def only(self, blocks: range) -> AbstractContextManager[None]:
+        """Inside, calls go through `blocks` alone, so no other block's weights travel ahead."""
+
+
 @dataclass(frozen=True)
 class FluxModel:
     """A loaded Flux.1 on one rank: whole, as one chunk, or a stage of it. `bytes`: all the model's in the file.
 
     `blocks`: of each chunk, numbered doubles first.
     `weights`: what of it LoRAs change.
-    `sit_out`: what a rank must do in place of a call that only other ranks make; None where there is nothing to do.
+    `gathers`: where each rank has a share of the weights; None where it has all it needs.
     """
 
     chunks: tuple[FluxTransformer2DModel, ...]
@@ -50,7 +63,7 @@ class FluxModel:
     compute_dtype: torch.dtype
     device: torch.device
     weights: FluxWeights
-    sit_out: Callable[[], None] | None = None
+    gathers: Gathers | None = None
 
     @property
     def bytes(self) -> int:
@@ -104,8 +117,8 @@ class FluxModel:
         img_ids: Tensor,
         txt_ids: Tensor,
         residuals: Residuals | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What one chunk makes of (image, text).
+    ) -> tuple[Tensor, Tensor | None]:
+        """What one chunk makes of (image, text); no text where its last block is left out (flux_parts.py).
 
         [r, n, in_channels] and [r, t, context_dim] go into the first chunk, [r, n or t, hidden] lie between chunks, and
         the last gives the image as [r, n, 64]. The rest as in `velocity`.
@@ -149,7 +162,7 @@ class FluxModel:
     def _without_grad(self) -> Iterator[None]:
         """Weights that are gathered go where an earlier call left room for them, which inference mode forbids."""
         with (
-            torch.inference_mode(torch.is_inference_mode_enabled() and self.sit_out is None),
+            torch.inference_mode(torch.is_inference_mode_enabled() and self.gathers is None),
             torch.no_grad(),
         ):
             yield
@@ -165,9 +178,9 @@ class _LastText(nn.Module):
     def __call__(self, block: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         self._text = output[0]
 
-    def taken(self) -> Tensor:
+    def taken(self) -> Tensor | None:
+        """None where the last block did not run."""
         text, self._text = self._text, None
-        assert text is not None, "the last block ran"
         return text
 
 
@@ -211,8 +224,13 @@ def load(
     whole = range(file.dims.double_blocks + file.dims.single_blocks)
     parameters = _Parameters(file, _opened(file), storage, compute, slices)
     chunks, held = [], []
-    for blocks in stage or (whole,):
-        chunk, parts = _build(parameters, blocks, device, shard)
+    stage = stage or (whole,)
+
+    def progress(part: float) -> None:
+        here.loading((len(chunks) + part) / len(stage))
+
+    for blocks in stage:
+        chunk, parts = _build(parameters, blocks, device, shard, progress)
         if chunks:  # the embedding of time and text is every chunk's: one copy will do
             chunk.time_text_embed = chunks[0].time_text_embed
             parts = [part for part in parts if not part.name.startswith("time_text_embed.")]
@@ -221,7 +239,7 @@ def load(
     weights = FluxWeights(
         file, held, device, read=parameters.read, mapped=parameters.mapped, cut=parameters.cut
     )
-    return FluxModel(tuple(chunks), tuple(stage or (whole,)), file, compute, device, weights)
+    return FluxModel(tuple(chunks), tuple(stage), file, compute, device, weights)
 
 
 def _opened(file: FluxFile) -> safe_open:
@@ -281,7 +299,11 @@ class _Parameters:
 
 
 def _build(
-    parameters: _Parameters, blocks: range, device: torch.device, shard: Shard | None
+    parameters: _Parameters,
+    blocks: range,
+    device: torch.device,
+    shard: Shard | None,
+    progress: Callable[[float], None],
 ) -> tuple[FluxTransformer2DModel, list[HeldParameter]]:
     """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong, and what
     its parameters are in the whole model."""
@@ -295,7 +317,7 @@ def _build(
     specs = parameters.slice_layers(transformer)
     names = _stored_names(file, transformer, blocks)
     if shard is None:
-        origins = _fill(transformer, parameters, names, specs, device)
+        origins = _fill(transformer, parameters, names, specs, device, progress)
     else:
         origins = _outline(transformer, parameters, names)
     transformer = _finished(transformer, file, parameters.compute)
@@ -307,6 +329,7 @@ def _build(
         original = None
         if share is not None:
             share.copy_(parameters.mapped(name, spec, rows))
+            progress(len(held) / len(origin_of))
         elif device.type == "cpu":
             original = transformer.get_parameter(path).data
         held.append(HeldParameter(name, transformer, path, spec, rows, original))
@@ -319,6 +342,7 @@ def _fill(
     names: dict[str, str],
     specs: dict[str, TPShardSpec],
     device: torch.device,
+    progress: Callable[[float], None],
 ) -> dict[nn.Parameter, str]:
     """Gives every parameter its value, on the CPU a view of the mapping wherever the dtype allows, and returns their
     names."""
@@ -326,6 +350,7 @@ def _fill(
     for own, name in names.items():
         mapped = parameters.mapped(name, specs.get(own))
         values[own] = mapped.to(device).to(parameters.dtype(own, mapped.dtype))
+        progress(len(values) / len(names))
     transformer.load_state_dict(values, strict=True, assign=True)
     return {parameter: own for own, parameter in transformer.named_parameters()}
 
@@ -351,6 +376,8 @@ def _finished(
     cast_on_use(transformer, compute)
     transformer.time_text_embed = _ExactTimestep(transformer.time_text_embed)
     transformer.last_text = _LastText()
+    transformer.transformer_blocks = BlockList(transformer.transformer_blocks)
+    transformer.single_transformer_blocks = BlockList(transformer.single_transformer_blocks)
     last = [*transformer.transformer_blocks, *transformer.single_transformer_blocks][-1]
     last.register_forward_hook(transformer.last_text)
     return transformer.requires_grad_(False).eval()

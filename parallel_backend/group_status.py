@@ -1,0 +1,65 @@
+"""What a group of ranks is doing, as a person looks at it: cheap to ask, at any time, of busy ranks too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .supervisor import RankGroup
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank. `step`: steps of its request behind it; `loaded`: of the model that it loads, 0 to 1; bytes on its
+    device for weights and beside them; `bytes_sent` to other ranks since it began."""
+
+    rank: int
+    device: str
+    pid: int | None
+    step: int
+    loaded: float
+    weight_bytes: int
+    working_bytes: int
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """The ranks of one device set.
+
+    `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: what the request that runs is at, in
+    words; `model`: the file's name, "" for none; `step` of `steps`, 0 outside a sampling job; `step_seconds`: of its
+    latest steps, or the job's before; `ranks`: empty when there are none.
+    """
+
+    devices: tuple[str, ...]
+    state: str
+    reason: str
+    phase: str
+    model: str
+    step: int
+    steps: int
+    step_seconds: tuple[float, ...]
+    ranks: tuple[RankStatus, ...]
+
+
+def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
+    """What the ranks noted down last; empty once they are gone."""
+    if group is None:
+        return ()
+    try:
+        notes = [group.whereabouts.read(rank) for rank in range(group.world_size)]
+    except ValueError:  # the page was closed meanwhile
+        return ()
+    return tuple(
+        RankStatus(
+            rank=rank,
+            device=group.devices[rank],
+            pid=group.pid_of(rank),
+            step=note.step,
+            loaded=note.loaded,
+            weight_bytes=note.weight_bytes,
+            working_bytes=note.working_bytes,
+            bytes_sent=note.sent_bytes,
+        )
+        for rank, note in enumerate(notes)
+    )
