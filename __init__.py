@@ -26,10 +26,11 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes import doctor_route, rank_routes
+            from .nodes import doctor_route, rank_routes, strategy_route
 
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
+            strategy_route.add_route(PromptServer.instance.routes)
 
         async def get_node_list(self):
             return list(NODES)

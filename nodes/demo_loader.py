@@ -22,6 +22,7 @@ from .flux_loader import load_parallel_flux
 from .links import CATEGORY, ModelLink, StrategyLink
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
+MODEL = FOLDER / "transformer.safetensors"
 
 
 class ParallelDemoLoader(io.ComfyNode):
@@ -51,15 +52,13 @@ class ParallelDemoLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, strategy: StrategyChoice | None = None) -> io.NodeOutput:
-        missing = [
-            n for n in ("transformer.safetensors", "image_coder.safetensors") if not (FOLDER / n).is_file()
-        ]
+        missing = [n for n in (MODEL.name, "image_coder.safetensors") if not (FOLDER / n).is_file()]
         if missing:
             raise CheckpointError(
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        parallel_model, model = load_parallel_flux(str(FOLDER / "transformer.safetensors"), "auto", strategy)
+        parallel_model, model = load_parallel_flux(str(MODEL), "auto", strategy)
         return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
 
 

@@ -5,33 +5,29 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..parallel_backend.choice import APPROXIMATION
-from ..parallel_backend.devices import is_cpu, resolve_devices
-from ..parallel_backend.flux_keys import FLUX_DEV
-from ..parallel_backend.memory_model import Job, fullest_rank, predict_memory
-from ..parallel_backend.selector import MODES, StrategyChoice, resolve
-from ..parallel_backend.strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape
+from ..parallel_backend.preview import preview
+from ..parallel_backend.selector import MODES
+from ..parallel_backend.selector_inputs import LIMITS, SelectorInputs
+from ..parallel_backend.strategy import ENGINES
 from .links import CATEGORY, StrategyLink
 
-_FLUX = ModelShape(heads=24, blocks=57, name="Flux.1")
-_SQUARE = Job(height=128, width=128)  # latent pixels
+
+def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:
+    least, most = LIMITS[name]
+    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, **more)
 
 
 def _degree(name: str, tooltip: str) -> io.Int.Input:
-    return io.Int.Input(name, default=1, min=1, max=64, tooltip=tooltip + " Counts in manual mode only.")
+    return _number(name, 1, tooltip + " Counts in manual mode only.")
 
 
-# A request that gives every degree something to do.
-_ANY = RequestShape(batch=64, has_cfg=True)
 # Inputs that came later: workflows without them still load.
 _OPTIONAL = (
-    io.Int.Input(
+    _number(
         "tensor_degree",
-        default=1,
-        min=1,
-        max=64,
+        1,
+        "Splits every layer's heads and columns, and so the weights; wants fast links. Counts in manual mode only.",
         optional=True,
-        tooltip="Splits every layer's heads and columns, and so the weights; wants fast links. "
-        "Counts in manual mode only.",
     ),
     io.Boolean.Input(
         "shard_weights",
@@ -46,23 +42,18 @@ _OPTIONAL = (
         optional=True,
         tooltip="Keeps the shares in the computer's memory: slowest, smallest. Counts in manual mode only.",
     ),
-    io.Int.Input(
+    _number(
         "num_pipeline_patch",
-        default=0,
-        min=0,
-        max=1024,
+        0,
+        "Patches that PipeFusion cuts an image into; 0 for as many as pipefusion_degree. Counts in manual mode only.",
         optional=True,
-        tooltip="Patches that PipeFusion cuts an image into; 0 for as many as pipefusion_degree. "
-        "Counts in manual mode only.",
     ),
-    io.Int.Input(
+    _number(
         "warmup_steps",
-        default=1,
-        min=0,
-        max=10000,
-        optional=True,
-        tooltip="PipeFusion's exact first steps. More come nearer to one device's image; as many as steps is exact. "
+        1,
+        "PipeFusion's exact first steps. More come nearer to one device's image; as many as steps is exact. "
         "Counts in manual mode only.",
+        optional=True,
     ),
     io.String.Input(
         "device_shares",
@@ -132,43 +123,6 @@ class StrategySelector(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        mode: str,
-        devices: str,
-        engine: str,
-        device_shares: str = "",
-        approximation: str = "if_needed",
-        **settings: int | bool,
-    ) -> io.NodeOutput:
-        choice = StrategyChoice(
-            mode, devices, ParallelStrategy(**settings), engine, device_shares, approximation
-        )
-        return io.NodeOutput(choice, _in_words(choice))
-
-
-def _in_words(choice: StrategyChoice) -> str:
-    """What will run. Raises StrategyError for what no model could run; the model's own rules are checked with it."""
-    devices = resolve_devices(choice.devices)
-    if choice.mode == "manual":
-        # Zero heads divide by everything: only the rules that hold for any model.
-        decision = resolve(choice, ModelShape(heads=0, blocks=0), _ANY, devices)
-        said = f"{decision.strategy.describe()} on {', '.join(devices)}, set by hand"
-        notes = [note.rstrip(".") for note in decision.notes]
-        return ". ".join([said, *notes, _memory(decision.strategy, devices)]) + "."
-    plain, with_cfg = (
-        resolve(choice, _FLUX, RequestShape(batch=1, has_cfg=has_cfg), devices) for has_cfg in (False, True)
-    )
-    memory = _memory(plain.strategy, devices)
-    if plain.strategy == with_cfg.strategy:
-        return f"auto on {', '.join(devices)}. By the rule for Flux.1: {plain.reason}. {memory}."
-    return (
-        f"auto on {', '.join(devices)}. By the rule for Flux.1 without a negative prompt: {plain.reason}. "
-        f"With one: {with_cfg.reason}. {memory}."
-    )
-
-
-def _memory(strategy: ParallelStrategy, devices: tuple[str, ...]) -> str:
-    """What the fullest device will hold, before a model is chosen."""
-    memories = predict_memory(FLUX_DEV, "bfloat16", strategy, _SQUARE, on_cpu=is_cpu(devices))
-    return f"Predicted for FLUX.1-dev in bf16 at 1024x1024: {fullest_rank(memories).describe()} on the fullest device"
+    def execute(cls, **inputs: str | int | bool) -> io.NodeOutput:
+        choice = SelectorInputs(**inputs).choice()
+        return io.NodeOutput(choice, preview(choice).why)

@@ -42,11 +42,7 @@ def decide(
     choice: StrategyChoice, spec: ModelSpec, file: FluxFile, work: Work, *, sampler: str = "euler"
 ) -> Decided:
     """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started."""
-    devices = resolve_devices(choice.devices)
-    failing: tuple[str, ...] = ()
-    if choice.mode == "auto" and not choice.device_shares:  # else each place in a list means a device
-        failing = FAILING.among(devices)
-        devices = in_good_order([device for device in devices if device not in failing])
+    devices, failing = devices_in_use(choice)
     job = job_of(work)
     advice, trials = _advice(choice, spec, file, work, devices, sampler)
     shape = RequestShape(batch=work.batch, has_cfg=work.rows == 2)
@@ -58,6 +54,15 @@ def decide(
     if choice.mode == "auto" and not fits(plan):
         decision, plan = _offloaded(decision, plan)
     return Decided(decision, used, check_capacity(plan), advice.outlooks, trials)
+
+
+def devices_in_use(choice: StrategyChoice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The devices of `choice` in rank order, and those left out because ranks failed there. Raises DeviceError."""
+    devices = resolve_devices(choice.devices)
+    if choice.mode == "manual" or choice.device_shares:  # each place in a list means a device
+        return devices, ()
+    failing = FAILING.among(devices)
+    return in_good_order([device for device in devices if device not in failing]), failing
 
 
 def job_of(work: Work) -> Job:
