@@ -211,7 +211,7 @@ def test_a_rank_without_rows_gathers_in_the_same_order(tmp_path):
 def alone(world, path):
     """A group of one, as a single device has that offloads."""
     gather = sharding.Sharding(Axis((0,), 0, None), world.device, Traffic(), offload=False)
-    model = replace(load(ModelSpec(path), world.device, shard=gather.shard), sit_out=gather.sit_out)
+    model = replace(load(ModelSpec(path), world.device, shard=gather.shard), gathers=gather)
     whole = load(ModelSpec(path), world.device)
     layouts, outputs = Layouts(world), []
     for held in (model, whole):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +35,32 @@ class Engine(SharedAttention, Protocol):
         """Why this engine cannot compute `plan` exactly, in a user's words; None when it can."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a model call. `parts`: each a call of the transformer.
+
+    `first`: its first row among the `total`;
+    `idle`: calls that only other ranks make, but for whose weights this one is needed.
+    """
+
+    parts: list[Rows]
+    first: int
+    total: int
+    idle: int
+
+
+@dataclass(frozen=True)
+class TransformerCall:
+    """One call of the transformer: the arguments of FluxModel.velocity for this rank's tokens, and what its attention
+    and its result need."""
+
+    inputs: dict[str, object]
+    plan: TokenPlan
+    mask: Tensor | None
+    own_tokens: int
+    size: tuple[int, int]
+
+
 class ParallelForward:
     """Callable: `forward(rows) -> velocities`, one [r, C, h, w] float32 per entry, complete on every rank.
 
@@ -46,54 +74,71 @@ class ParallelForward:
     exact = True
 
     def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
-        self._model = model
-        self._layout = layout
+        self.model = model
+        self.layout = layout
+        self.traffic = traffic
         self._engines = engines
-        self._traffic = traffic
         self.engine = engines[0].name
         self.notes: list[str] = []
 
     @property
     def device(self) -> torch.device:
-        return self._model.device
+        return self.model.device
 
     @property
     def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
+        return self.traffic.bytes_sent
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        return self.shared_out(rows, self._velocities)
+
+    def shared_out(self, rows: list[Rows], compute: Callable[[Share], list[Tensor]]) -> list[Tensor]:
+        """The model call, of which `compute` does this rank's share: the velocities of its parts."""
         for engine in self._engines:
             engine.prepare()
-        axis = self._layout.row
+        axis = self.layout.row
         counts = [len(entry.x) for entry in rows]
         shares = share(sum(counts), axis.size)
-        parts = batched(take(rows, span(shares, axis.index)))
-        outputs = [self._predict(part) for part in parts]
-        if self._model.sit_out is not None:  # ranks gather weights from each other in every call
-            calls = max(len(batched(take(rows, span(shares, i)))) for i in range(axis.size))
-            for _ in range(calls - len(parts)):
-                self._model.sit_out()
+        mine = span(shares, axis.index)
+        parts = batched(take(rows, mine))
+        idle = 0
+        if self.model.gathers is not None:  # ranks gather weights from each other in every call
+            idle = max(len(batched(take(rows, span(shares, i)))) for i in range(axis.size)) - len(parts)
+        outputs = compute(Share(parts, mine.start, sum(counts), idle))
         like = rows[0].x
         empty = like.new_empty(0, LATENT_CHANNELS, *like.shape[2:], dtype=torch.float32)
-        mine = torch.cat(outputs) if outputs else empty
-        return list(all_gather(mine, shares, axis, self._traffic).split(counts))
+        velocities = torch.cat(outputs) if outputs else empty
+        return list(all_gather(velocities, shares, axis, self.traffic).split(counts))
 
-    def _predict(self, rows: Rows) -> Tensor:
-        """The velocity of a few rows, [r, C, h, w] float32, on every rank of the sequence axis."""
-        axis = self._layout.sequence
+    def sit_out(self, calls: int, blocks: range | None = None) -> None:
+        """Gathers weights for calls, through `blocks` or all of them, that only other ranks make."""
+        for _ in range(calls):
+            self.model.gathers.sit_out(blocks)
+
+    def _velocities(self, share: Share) -> list[Tensor]:
+        outputs = []
+        for part in share.parts:
+            call = self.begin(part)
+            self.make_ready(call)
+            outputs.append(self.end(call, self.model.velocity(**call.inputs)))
+        self.sit_out(share.idle)
+        return outputs
+
+    def begin(self, rows: Rows) -> TransformerCall:
+        """The call of the transformer for a few rows, with this rank's tokens."""
+        axis = self.layout.sequence
         image_side = image_tokens(rows)
         prompt, extras = rows.conditioning, rows.extras
         plan = TokenPlan.split(
-            prompt.context.shape[1], image_side.count, axis.size, self._layout.sequence_shares
+            prompt.context.shape[1], image_side.count, axis.size, self.layout.sequence_shares
         )
         text, image = span(plan.text, axis.index), span(plan.image, axis.index)
-        self._use_engine_for(plan, extras.mask)
 
         def residual(block: int) -> Tensor | None:
             added = extras.residuals.get(block)
             return None if added is None else residual_share(added, image, image_side.count, self.device)
 
-        output = self._model.velocity(
+        inputs = dict(
             img_tokens=image_side.tokens[:, image],
             context=prompt.context[:, text],
             pooled=prompt.pooled,
@@ -103,9 +148,18 @@ class ParallelForward:
             txt_ids=text_ids(prompt.context.shape[1], self.device)[text],
             residuals=residual if extras.residuals else None,
         )
+        return TransformerCall(inputs, plan, extras.mask, image_side.own, tuple(rows.x.shape[-2:]))
+
+    def make_ready(self, call: TransformerCall) -> None:
+        """Has attention computed for this call, until it is for another."""
+        self._use_engine_for(call.plan, call.mask)
+
+    def end(self, call: TransformerCall, output: Tensor) -> Tensor:
+        """From the transformer's output the velocity [r, C, h, w] float32, on every rank of the sequence axis."""
+        axis = self.layout.sequence
         if axis.size > 1:  # tokens first, so that shares gather into one contiguous tensor
-            output = all_gather(output.transpose(0, 1), plan.image, axis, self._traffic).transpose(0, 1)
-        return unpack(output[:, : image_side.own], *rows.x.shape[-2:])
+            output = all_gather(output.transpose(0, 1), call.plan.image, axis, self.traffic).transpose(0, 1)
+        return unpack(output[:, : call.own_tokens], *call.size)
 
     def _use_engine_for(self, plan: TokenPlan, mask: Tensor | None) -> None:
         for engine in self._engines:
@@ -123,6 +177,6 @@ class ParallelForward:
             engine.mask = (
                 None
                 if mask is None
-                else mask_in_order(mask, plan.order, self._model.compute_dtype, self.device)
+                else mask_in_order(mask, plan.order, self.model.compute_dtype, self.device)
             )
-        share_attention(self._model.transformer, engine)
+        share_attention(self.model.transformer, engine)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -55,8 +56,7 @@ class Sharding:
         for module in (*blocks, transformer):
             fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
             module.set_custom_all_gather(self._gather)
-        for module, following in pairwise((transformer, *blocks)):
-            module.set_modules_to_forward_prefetch([following])
+        _look_ahead((transformer, *blocks))
         rows = {name: parameter.shape[0] for name, parameter in transformer.named_parameters()}
         transformer.to_empty(device="cpu" if self._offload else self._device)
         transformer.register_forward_hook(self._end_call)
@@ -68,13 +68,25 @@ class Sharding:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def sit_out(self) -> None:
-        """Takes part in gathering the weights for a model call that only other ranks make."""
+    def sit_out(self, blocks: range | None = None) -> None:
+        """Takes part in gathering the weights for a model call, through `blocks` or all, that only other ranks make."""
         for transformer in self._transformers:
-            for module in (transformer, *_blocks(transformer)):
+            own = _blocks(transformer)
+            for module in (transformer, *(own if blocks is None else own[blocks.start : blocks.stop])):
                 module.unshard()
                 module.reshard()
         self._gather.free()
+
+    @contextmanager
+    def only(self, blocks: range) -> Iterator[None]:
+        """Inside, model calls go through `blocks` alone: what is gathered ahead follows them."""
+        try:
+            for transformer in self._transformers:
+                _look_ahead((transformer, *_blocks(transformer)[blocks.start : blocks.stop]))
+            yield
+        finally:
+            for transformer in self._transformers:
+                _look_ahead((transformer, *_blocks(transformer)))
 
     def _end_call(self, transformer: FluxTransformer2DModel, *inputs_and_output: object) -> None:
         """Forgets what FSDP notes down for a backward pass that never comes; frees what the call gathered."""
@@ -85,6 +97,13 @@ class Sharding:
 
 def _blocks(transformer: FluxTransformer2DModel) -> list[nn.Module]:
     return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+
+
+def _look_ahead(modules: Sequence[FSDPModule]) -> None:
+    """Has each module's weights gathered while the one before it computes."""
+    for module, following in pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+    modules[-1].set_modules_to_forward_prefetch([])
 
 
 def _share(rows: int, axis: Axis) -> slice:

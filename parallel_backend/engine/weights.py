@@ -29,7 +29,7 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     if not _is_worth_sharding(layout):
         return load(spec, device, _stage(spec, layout), slices)
     sharding = Sharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
-    return replace(load(spec, device, None, slices, sharding.shard), sit_out=sharding.sit_out)
+    return replace(load(spec, device, None, slices, sharding.shard), gathers=sharding)
 
 
 def notes_on_weights(layout: Layout) -> list[str]:
