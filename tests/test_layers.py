@@ -79,6 +79,7 @@ COMFY_HALF = {
     "topology",
     "topology_probe",
     "trials",
+    "user_settings",
     "vae_client",
     "warm_ranks",
 }
