@@ -152,6 +152,7 @@ class Sidecar:
         )
 
         with self._ranks.turn("sample", should_cancel, on_phase) as turn:
+            turn.strategy, turn.images = placement.strategy, len(request.noise)
 
             def attempt() -> SampleResult:
                 self._ensure_ready(spec, placement.strategy, patches, turn)
@@ -173,7 +174,7 @@ class Sidecar:
             seconds.append(message.seconds)
             self._steps, self._ranks.phase = (message.step, message.steps), "sampling"
             self._step_seconds.append(message.seconds)
-            tell(Stepped(self.devices, message.step, message.steps, message.seconds))
+            tell(Stepped(self.devices, message.step, message.steps, message.seconds, turn.strategy))
             job.take(message, tensors)
 
         exchange = self._ranks.exchange(turn)
@@ -196,6 +197,7 @@ class Sidecar:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
         with self._ranks.turn("predict", should_cancel) as turn:
+            turn.strategy = placement.strategy
             notes: list[str] = []
 
             def survive(error: RankFailed, device: str) -> str:
@@ -246,6 +248,7 @@ class Sidecar:
         """The image of `latent` [B, C, h, w], its rows shared out over all ranks. The model they hold stays loaded."""
         check_decode(latent, shares, len(self.devices))
         with self._ranks.turn("decode", should_cancel, on_phase) as turn:
+            turn.images = len(latent)
 
             def new_exchange(survivable: frozenset[str]) -> Exchange:
                 return self._ranks.exchange(turn, survivable)

@@ -12,10 +12,15 @@ _UNLIMITED = 2**60  # bytes; a control group without a limit says something larg
 
 @dataclass(frozen=True)
 class Ending:
-    """`words` for people; `out_of_memory`: the system's out-of-memory killer ended it."""
+    """`words` for people; `reason`: of errors.FAILURES."""
 
     words: str
-    out_of_memory: bool
+    reason: str
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the system's out-of-memory killer ended it."""
+        return self.reason == "out_of_memory"
 
 
 def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> Ending:
@@ -36,7 +41,8 @@ def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_byt
     else:
         words = f"exited with code {code}"
     tail = "\n".join(line[:500] for line in _last_words(output))
-    return Ending(f"{words}\n{tail}" if tail else words, out_of_memory)
+    reason = "out_of_memory" if out_of_memory else "signal" if code < 0 else "exit"
+    return Ending(f"{words}\n{tail}" if tail else words, reason)
 
 
 def _last_words(output: bytes) -> list[str]:

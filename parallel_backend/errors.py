@@ -13,6 +13,12 @@ class PlatformError(ParallelError):
     """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
 
 
+# How a rank can fail, in one word for those who count: its process was ended by a signal, exited, or by the system for
+# memory; it gave no sign of life; its device or the link to its peers failed; its code raised; it closed its own link;
+# it is of another version.
+FAILURES = ("signal", "exit", "out_of_memory", "hang", "device", "error", "link", "version")
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with what a person set, in words. `inputs`: those of Strategy Selector it lies in."""
@@ -68,13 +74,15 @@ class RankFailed(ParallelError):
 
     `rank` is the one that failed first (not its victims), `cause` says how in words. `crashed`: its process, device or
     link failed, which may go well the next time; False for an error that the code raised and would raise again.
+    `reason`: one of FAILURES.
     """
 
-    def __init__(self, rank: int, cause: str, *, crashed: bool = False) -> None:
+    def __init__(self, rank: int, cause: str, *, crashed: bool = False, reason: str = "error") -> None:
         super().__init__(f"rank {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
         self.crashed = crashed
+        self.reason = reason
 
 
 # Under which a rank reports that its device or the link to its peers failed.
@@ -108,4 +116,5 @@ def from_wire(kind: str, message: str, rank: int) -> ParallelError:
     """The error a rank reported, as the type the caller can catch."""
     if kind in _WIRE_ERRORS:
         return _WIRE_ERRORS[kind](message)
-    return RankFailed(rank, message, crashed=kind == RANK_CRASHED)
+    crashed = kind == RANK_CRASHED
+    return RankFailed(rank, message, crashed=crashed, reason="device" if crashed else "error")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .requests import LoadInfo, ModelSpec, RunInfo
+from .strategy import ParallelStrategy
 
 log = logging.getLogger(__name__)
 
@@ -42,24 +43,27 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Stepped:
-    """`step` (1-based) of `steps` of a sampling job took `seconds`."""
+    """`step` (1-based) of `steps` of a sampling job under `strategy` took `seconds`."""
 
     devices: tuple[str, ...]
     step: int
     steps: int
     seconds: float
+    strategy: ParallelStrategy
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A rank failed. `cause`: in words; `crashed`: its process ended or hung, not an error that its code raised;
-    `broken`: that was too often, the group does not start again by itself."""
+    """A rank failed; one that died idle is noticed with the next request. `cause`: in words; `crashed`: its process
+    ended or hung, not an error that its code raised; `broken`: that was too often, the group does not start again by
+    itself; `reason`: of errors.FAILURES."""
 
     devices: tuple[str, ...]
     rank: int
     cause: str
     crashed: bool
     broken: bool
+    reason: str
 
     @property
     def device(self) -> str:
@@ -70,7 +74,7 @@ class Failed:
 class Ended:
     """A request is over. `request`: what a caller asked for, such as "sample"; `result`: done, cancelled, refused,
     out_of_memory or failed; `cancel_s`: from the first sight of a cancel to the end, None without one; `info`: how it
-    ran, None where nothing did."""
+    ran, None where nothing did; `strategy`: as asked for, None for requests without one; `images`: that it was for."""
 
     devices: tuple[str, ...]
     request: str
@@ -78,6 +82,8 @@ class Ended:
     seconds: float
     cancel_s: float | None
     info: RunInfo | None
+    strategy: ParallelStrategy | None
+    images: int
 
 
 Event = Changed | Started | Loaded | Stepped | Failed | Ended

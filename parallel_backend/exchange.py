@@ -75,9 +75,8 @@ class Exchange:
         except LinkClosed:
             raise self._group_ended(rank) from None
         except LinkFull:
-            raise self._kill(
-                RankFailed(rank, f"took no request for {deadlines.SEND:g} s", crashed=True)
-            ) from None
+            cause = f"took no request for {deadlines.SEND:g} s"
+            raise self._kill(RankFailed(rank, cause, crashed=True, reason="hang")) from None
 
     def wait(self, budget: Callable[[], float], on_message: OnMessage) -> dict[int, Done | Ready]:
         """Every rank's terminal message. `budget()` is the seconds allowed until the next sign of life.
@@ -205,7 +204,8 @@ class Exchange:
     def _group_ended(self, rank: int | None) -> BaseException:
         """The error for a group that died or was stopped; `rank`: whose link closed, if that is how we know."""
         if not self._group.ended.wait(deadlines.DEATH_NOTICE):
-            return self._kill(RankFailed(rank or 0, "closed its control link", crashed=True))
+            cause = "closed its control link"
+            return self._kill(RankFailed(rank or 0, cause, crashed=True, reason="link"))
         death = self._group.death
         self._collect_reports()
         get_supervisor().kill(self._group)
@@ -239,7 +239,8 @@ class Exchange:
         where = in_words(notes, rank)
         cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
         stack = "" if stopped else get_supervisor().stack_of(self._group, rank)
-        return self._kill(RankFailed(rank, f"{cause}\n{stack}" if stack else cause, crashed=True))
+        cause = f"{cause}\n{stack}" if stack else cause
+        return self._kill(RankFailed(rank, cause, crashed=True, reason="hang"))
 
     def _kill(self, error: BaseException | None) -> BaseException | None:
         get_supervisor().kill(self._group)

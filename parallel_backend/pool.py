@@ -17,7 +17,7 @@ _RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
 log = logging.getLogger(__name__)
 
 _sidecars: dict[tuple[str, ...], Sidecar] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # what stops under it tells listeners, who may ask for all sidecars
 _owner = os.getpid()
 
 

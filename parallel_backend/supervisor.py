@@ -54,7 +54,9 @@ class Death:
 
     def error(self) -> RankFailed:
         # Where memory ran out once it would again.
-        return RankFailed(self.rank, self.cause, crashed=not self.ending.out_of_memory)
+        return RankFailed(
+            self.rank, self.cause, crashed=not self.ending.out_of_memory, reason=self.ending.reason
+        )
 
 
 class RankProcess:

@@ -31,6 +31,7 @@ from .exchange import USER_ERRORS, Exchange
 from .failing_devices import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .protocol import NO_REQUEST, VERSION, Hello, Ready, Setup
 from .requests import RunInfo
+from .strategy import ParallelStrategy
 from .supervisor import RankGroup, get_supervisor, require_linux
 
 OnPhase = Callable[[str], None]
@@ -55,7 +56,8 @@ class State(enum.Enum):
 
 
 class Turn:
-    """One caller's use of the ranks. `info`: how its request ran, once that is known."""
+    """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
+    it has none; `images`: that it makes."""
 
     def __init__(
         self,
@@ -66,6 +68,8 @@ class Turn:
     ) -> None:
         self.request = request
         self.info: RunInfo | None = None
+        self.strategy: ParallelStrategy | None = None
+        self.images = 0
         self.begun = time.monotonic()
         self.cancelled_at: float | None = None
         self.phase = on_phase
@@ -113,6 +117,7 @@ class WarmRanks:
         self._activity = State.READY
         self._requests = itertools.count(1)
         self._last_failure: RankFailed | None = None
+        self._told = False  # listeners know how these ranks failed
 
     @property
     def state(self) -> State:
@@ -221,7 +226,12 @@ class WarmRanks:
     def _tell_end(self, turn: Turn, result: str) -> None:
         now = time.monotonic()
         cancel_s = None if turn.cancelled_at is None else now - turn.cancelled_at
-        tell(Ended(self.devices, turn.request, result, now - turn.begun, cancel_s, turn.info))
+        seconds = now - turn.begun
+        tell(
+            Ended(
+                self.devices, turn.request, result, seconds, cancel_s, turn.info, turn.strategy, turn.images
+            )
+        )
         tell(Changed(self.devices))
 
     def working(self) -> None:
@@ -233,9 +243,14 @@ class WarmRanks:
         if not self.crashes.is_broken:  # else it is the refusal, or counted already
             self.crashes.add(error, self.devices[error.rank])
             FAILING.add(self.devices[error.rank])
-            cause = error.cause.split("\n", 1)[0]
-            tell(Failed(self.devices, error.rank, cause, error.crashed, self.crashes.is_broken))
+            self._tell_failure(error)
         self._last_failure = error
+
+    def _tell_failure(self, error: RankFailed) -> None:
+        self._told = True
+        cause = error.cause.split("\n", 1)[0]
+        broken = self.crashes.is_broken
+        tell(Failed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
 
     def through_a_crash(
         self,
@@ -273,7 +288,7 @@ class WarmRanks:
         """Starts the ranks, whether or not any were left; returns the seconds it took."""
         self.discard()
         begun = time.monotonic()
-        self._activity = State.STARTING
+        self._activity, self._told = State.STARTING, False
         count = len(self.devices)
         turn.phase(f"starting {count} rank{'s' if count > 1 else ''}")
         self.group = group = get_supervisor().spawn(self.devices, self._rank_module)
@@ -313,8 +328,11 @@ class WarmRanks:
         if group is None:
             return
         get_supervisor().stop(group)
-        if group.death is not None and self._last_failure is None:
-            self._last_failure = group.death.error()
+        if group.death is not None:
+            if not self._told:  # it died while it was idle, or while a request was cancelled
+                self._tell_failure(group.death.error())
+            if self._last_failure is None:
+                self._last_failure = group.death.error()
         group.close()
         self._forget()
 
@@ -348,4 +366,5 @@ def _check_versions(rank: int, hello: Hello) -> None:
             rank,
             f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
             f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
+            reason="version",
         )

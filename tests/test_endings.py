@@ -25,7 +25,7 @@ def memory_of_this_host(monkeypatch):
 )
 def test_codes_and_signals_have_names(code, words):
     assert ending(code).words == words
-    assert not ending(code).out_of_memory
+    assert ending(code).reason == ("exit" if code > 0 else "signal")
 
 
 def test_a_kill_counts_as_out_of_memory_when_the_system_says_so():

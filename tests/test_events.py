@@ -27,6 +27,7 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, heard):
     assert [(type(one), one.step, one.steps) for one in (first, second)] == [(Stepped, 1, 2), (Stepped, 2, 2)]
     assert (type(ended), ended.request, ended.result, ended.cancel_s) == (Ended, "sample", "done", None)
     assert ended.info == result.info
+    assert first.strategy == ended.strategy == two_ranks().strategy and ended.images == 1
     assert {event.devices for event in heard} == {sidecar.devices}
     assert isinstance(heard[-1], Changed)
 
@@ -43,6 +44,7 @@ def test_every_way_to_end_has_its_name(sidecar, weights, heard):
         sidecar.sample(weights, scripted_request(CRASH), two_ranks())
     failed, ended = facts(heard)[-2:]
     assert (type(failed), failed.crashed, failed.broken, failed.device) == (Failed, True, False, "cpu:1")
+    assert failed.reason == "signal"
     assert ended.result == "failed"
     status = sidecar.status()
     assert (status.state, status.ranks) == ("failed", ())
