@@ -33,6 +33,7 @@ from .requests import (
     SleepInfo,
 )
 from .resume import OnStep, SamplingJob
+from .step_cache import check_step_cache
 from .strategy import ParallelStrategy
 from .supervisor import RANK_MODULE
 from .transport import pack_tensors
@@ -141,6 +142,7 @@ class Sidecar:
     ) -> SampleResult:
         """Runs a whole sampling job on the ranks, starting and loading first where needed."""
         self._check_placement(placement)
+        check_step_cache(request.cache_threshold, placement.strategy)
         job = SamplingJob(request, on_step)
         message = Sample(
             placement=placement,
@@ -149,6 +151,7 @@ class Sidecar:
             seed=request.seed,
             previews=on_step is not None,
             states=self._resumes,
+            cache_threshold=float(request.cache_threshold),
         )
 
         with self._ranks.turn("sample", should_cancel, on_phase) as turn:
@@ -181,7 +184,11 @@ class Sidecar:
         self._step_seconds.clear()
         self._send(exchange, message, job.begin(self._held.identity))
         exchange.guard(lambda: turn.phase("first step"))
-        done = exchange.wait(lambda: deadlines.step_budget(seconds), progress)
+
+        def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
+            return deadlines.step_budget([max(seconds)] if message.cache_threshold and seconds else seconds)
+
+        done = exchange.wait(budget, progress)
         result = self._result(exchange, {"latent": job.shape, "step_seconds": None})
         info = _run_info(done, step_seconds=tuple(result["step_seconds"].tolist()))
         return SampleResult(latent=result["latent"], info=job.told(info))
@@ -455,6 +462,8 @@ def _run_info(done: dict[int, Done], step_seconds: tuple[float, ...]) -> RunInfo
         bytes_sent=tuple(run.bytes_sent for run in runs),
         notes=runs[0].notes,
         exact=all(run.exact for run in runs),
+        model_calls=runs[0].model_calls,
+        reused_calls=runs[0].reused_calls,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from .errors import RequestError, TransportError
 from .protocol import Sample
 from .requests import Conditioning, Extras, PredictRequest, SampleRequest, SamplerState
+from .step_cache import check_threshold
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,6 +39,7 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
         sampler=message.sampler,
         seed=message.seed,
         denoise_mask=left.pop("denoise_mask", None),
+        cache_threshold=message.cache_threshold,
     )
     _refuse_rest(left)
     check_sample(request)
@@ -51,6 +53,7 @@ def state_tensors(state: SamplerState) -> Tensors:
         "state.x": state.x,
         "state.generator": state.generator,
         "state.exact": torch.tensor(state.exact),
+        "state.calls": torch.tensor([state.calls, state.reused]),
     }
     return tensors if state.denoised is None else tensors | {"state.denoised": state.denoised}
 
@@ -60,20 +63,23 @@ def take_state(tensors: Tensors) -> SamplerState | None:
     one, or one of the wrong dtypes."""
     if "state.x" not in tensors:
         return None
-    state = {name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact")} | {
+    state = {name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")} | {
         "denoised": tensors.pop("state.denoised", None)
     }
     x, denoised = state["x"], state["denoised"]
     fits = (
         (state["step"].dtype, state["step"].shape) == (torch.int64, ())
         and (state["exact"].dtype, state["exact"].shape) == (torch.bool, ())
+        and (state["calls"].dtype, state["calls"].shape) == (torch.int64, (2,))
         and (state["generator"].dtype, state["generator"].ndim) == (torch.uint8, 1)
         and x.dtype == torch.float32
         and (denoised is None or (denoised.dtype, denoised.shape) == (x.dtype, x.shape))
     )
     if not fits:
         raise TransportError("a sampler's state in a payload has the wrong shapes or dtypes")
-    return SamplerState(**state | {"step": int(state["step"]), "exact": bool(state["exact"])})
+    calls, reused = state["calls"].tolist()
+    numbers = {"step": int(state["step"]), "exact": bool(state["exact"]), "calls": calls, "reused": reused}
+    return SamplerState(**state | numbers)
 
 
 def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
@@ -146,6 +152,7 @@ def check_sample(request: SampleRequest) -> None:
         _check_finite(name, getattr(request, name))
     if not math.isfinite(request.cfg):
         raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
+    check_threshold(request.cache_threshold)
 
 
 def check_predict(request: PredictRequest) -> None:

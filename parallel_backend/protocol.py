@@ -18,7 +18,7 @@ from .requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from .strategy import ParallelStrategy
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -86,7 +86,8 @@ class RankPatch:
 @dataclass(frozen=True)
 class Sample:
     """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
-    resumed. `previews`: send denoised latents; `states`: send the sampler's states."""
+    resumed. `previews`: send denoised latents; `states`: send the sampler's states; `cache_threshold`: as in
+    SampleRequest."""
 
     placement: Placement
     cfg: float
@@ -94,6 +95,7 @@ class Sample:
     seed: int
     previews: bool
     states: bool = False
+    cache_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Progress:
 @dataclass(frozen=True)
 class RankRun:
     """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload;
-    `exact`: it computed what one device would."""
+    `exact`: it computed what one device would; `model_calls`, `reused_calls`: as in RunInfo."""
 
     engine: str
     strategy: ParallelStrategy
@@ -177,6 +179,8 @@ class RankRun:
     bytes_sent: int
     notes: tuple[str, ...]
     exact: bool = True
+    model_calls: int = 0
+    reused_calls: int = 0
 
 
 @dataclass(frozen=True)

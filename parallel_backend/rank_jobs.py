@@ -21,6 +21,7 @@ from .rank_meter import Meter
 from .rank_patches import PatchJobs
 from .requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
 from .step_boundary import StepBoundary
+from .step_cache import check_step_cache
 from .strategy import ParallelStrategy
 from .whereabouts import here
 
@@ -98,12 +99,21 @@ class RankJobs:
         request = sample_request(message, tensors)
         forward = self._forward(message.placement)
         sent = forward.bytes_sent
-        latent = denoise(forward, request, on_step, state=state, keep=on_step.keep)
+        cached, keep = None, on_step.keep
+        if request.cache_threshold > 0:
+            check_step_cache(request.cache_threshold, message.placement.strategy)
+            from .engine.step_cache import CachedForward
+
+            cached = CachedForward(forward, request.cache_threshold, state)
+            keep = cached.kept_by(on_step.keep)
+        latent = denoise(cached or forward, request, on_step, state=state, keep=keep)
         result = {
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
         run = _run(forward, message.placement, begun, sent)
+        if cached is not None:
+            run = replace(run, exact=not cached.reused, model_calls=cached.calls, reused_calls=cached.reused)
         return result, run if state is None else replace(run, exact=run.exact and state.exact)
 
     @torch.inference_mode()

@@ -50,7 +50,8 @@ class SampleRequest:
 
     noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
     sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
-    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise.
+    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise; cache_threshold: of the step cache
+    (step_cache.py), 0 for none.
     """
 
     noise: torch.Tensor
@@ -64,6 +65,7 @@ class SampleRequest:
     denoise_mask: torch.Tensor | None = None
 
     @property
+    cache_threshold: float = 0.0
     def prompts(self) -> tuple[Conditioning, ...]:
         """Those that are evaluated: positive, and negative where there is one and cfg is not 1."""
         with_negative = self.negative is not None and self.cfg != 1.0
@@ -75,7 +77,8 @@ class SamplerState:
     """All that the rest of a sampling job depends on beside its request, after `step` steps.
 
     x: [B, C, H/8, W/8] float32; denoised: of the step before like x, or None; generator: [n] uint8, the state of the
-    source of noise; exact: everything so far was what one device computes.
+    source of noise; exact: everything so far was what one device computes; calls, reused: of the model under a step
+    cache, and how many of them it answered.
     """
 
     step: int
@@ -85,6 +88,8 @@ class SamplerState:
     exact: bool = True
 
 
+    calls: int = 0
+    reused: int = 0
 @dataclass(frozen=True)
 class Extras:
     """What a model call may carry beside latent, sigma and prompt. Rows: 1 or R.
@@ -132,7 +137,11 @@ class RunInfo:
     step_seconds: tuple[float, ...] = ()  # rank 0, one per sampler step (heun: two model calls in one)
     bytes_sent: tuple[int, ...] = ()  # per rank: collective payload that left the rank
     notes: tuple[str, ...] = ()  # what was resolved or refused and replaced, in words
-    exact: bool = True  # False: PipeFusion went on with keys and values of the step before
+    exact: bool = True  # False: PipeFusion went on with keys and values of the step before, or a call was reused
+    model_calls: int = 0  # counted under a step cache, else 0
+    reused_calls: int = 0  # of these, what the step cache answered but for the first block
+    kernel: str = "torch"  # of attention, one of computing.ATTENTION_KERNELS
+    compiled: Compiled | None = None  # None where blocks were not to be compiled
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class SamplingJob:
         """How the whole job ran, of which `info` is the part after the last crash."""
         earlier = tuple(self._seconds.get(step, 0.0) for step in range(1, self._first + 1))
         notes = self._notes
-        if self._first and not info.exact:
+        if self._first and info.strategy.pipefusion_degree > 1 and not info.exact:
             notes += ("PipeFusion warmed up again after that, so this is another approximation",)
+        if self._first and info.reused_calls:
+            notes += ("the step cache was empty again after that, so this is another approximation",)
         return replace(info, step_seconds=earlier + info.step_seconds, notes=info.notes + notes)

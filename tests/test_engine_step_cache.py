@@ -22,8 +22,8 @@ from tiny_flux import write_tiny_flux
 SIZES = dict(heads=4, double_blocks=2, single_blocks=2, context_dim=CONTEXT, pooled_dim=POOLED)
 TOLERANCE = 1e-5
 STEPS = 12
-# (latent size, cfg, batch, …): tokens that do not divide; rows that go to different ranks, one rank without any; prompts
-# of two lengths, which one rank computes one after the other and two ranks side by side.
+# Tokens that do not divide; rows that go to different ranks, one of which may have none; prompts of two lengths, which
+# one rank computes one after the other and two ranks side by side.
 CASES = {
     "one image": request((10, 14), 1.0, 1, steps=STEPS),
     "cfg": request((9, 13), 4.0, 1, steps=STEPS),

@@ -30,6 +30,7 @@ GROUND = {
     "requests",
     "shares",
     "stages",
+    "step_cache",
     "strategy",
     "strict_json",
     "transport",

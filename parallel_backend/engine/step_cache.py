@@ -20,6 +20,8 @@ from .forward import ParallelForward, Share
 from .groups import Axis
 from .rows import Rows
 
+MakeState = Callable[[], SamplerState]
+
 
 class CachedForward:
     """`forward(rows) -> velocities` of one sampling job, some of them approximate; it ends with the job.
@@ -55,15 +57,19 @@ class CachedForward:
         self.calls += 1
         return self._forward.shared_out(rows, self._velocities)
 
-    def counted(self, state: Callable[[], SamplerState]) -> Callable[[], SamplerState]:
-        """The state that `state` makes, with what was reused until then."""
+    def kept_by(self, keep: Callable[[MakeState], None]) -> Callable[[MakeState], None]:
+        """`keep` (sampling.denoise.Keep) of states that also say what was reused until then."""
 
-        def with_counts() -> SamplerState:
-            made = state()
-            exact = made.exact and not self.reused
-            return replace(made, exact=exact, calls=self.calls, reused=self.reused)
+        def counted(make: MakeState) -> None:
+            calls, reused = self.calls, self.reused
 
-        return with_counts
+            def state() -> SamplerState:
+                made = make()
+                return replace(made, exact=made.exact and not reused, calls=calls, reused=reused)
+
+            keep(state)
+
+        return counted
 
     def _velocities(self, share: Share) -> list[Tensor]:
         forward, model = self._forward, self._forward.model
