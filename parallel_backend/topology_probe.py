@@ -73,21 +73,21 @@ def _ask_nvml(nvml, sys_root: Path) -> Topology:
         devices,
         tuple(pairs),
         "nvml",
-        _text(_ask(nvml, "nvmlSystemGetDriverVersion", default="")),
+        _text(ask(nvml, "nvmlSystemGetDriverVersion", default="")),
         tuple(notes),
     )
 
 
 def _device(nvml, index: int, handle, sys_root: Path) -> Device:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
-    width = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
+    generation = ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
+    width = ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
     return Device(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
         memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0))),
+        capability=tuple(ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0))),
         bus=bus,
         numa=_numa(nvml, handle, bus, sys_root),
         pcie=_PCIE_LANE.get(generation, 0.0) * width,
@@ -100,7 +100,7 @@ def _numa(nvml, handle, bus: str, sys_root: Path) -> int | None:
     try:
         node = int(file.read_text())
     except (OSError, ValueError):
-        node = _ask(nvml, "nvmlDeviceGetNumaNodeId", handle, default=-1)
+        node = ask(nvml, "nvmlDeviceGetNumaNodeId", handle, default=-1)
     return node if node >= 0 else None
 
 
@@ -108,12 +108,12 @@ def _nvlinks(nvml, handle) -> tuple[int, list[str], bool]:
     """(version, bus id of the other end per active link, whether links end in a switch)."""
     version, ends, switch = 0, [], False
     for link in range(_MAX_LINKS):
-        if not _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link, default=0):
+        if not ask(nvml, "nvmlDeviceGetNvLinkState", handle, link, default=0):
             continue
-        version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, link, default=0) or version
-        if _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link, default=None) == _SWITCH:
+        version = ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, link, default=0) or version
+        if ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link, default=None) == _SWITCH:
             switch = True
-        info = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link, default=None)
+        info = ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link, default=None)
         ends.append(_bus(info.busId) if info is not None else "")
     return version, ends, switch
 
@@ -124,12 +124,12 @@ def _with_links(board: Device, links: tuple[int, list[str], bool]) -> Device:
 
 def _slices(nvml, handle, board: Device) -> list[Device] | None:
     """The MIG slices of a GPU in MIG mode, None of any other."""
-    current, _ = _ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))
+    current, _ = ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))
     if not current:
         return None
     found = []
-    for i in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
-        part = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i, default=None)
+    for i in range(ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
+        part = ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i, default=None)
         if part is None:  # this place is not occupied
             continue
         found.append(
@@ -149,7 +149,7 @@ def _slices(nvml, handle, board: Device) -> list[Device] | None:
 
 
 def _pair(nvml, one, other, a: Device, b: Device, a_links, b_links) -> Pair:
-    status = _ask(nvml, "nvmlDeviceGetP2PStatus", one, other, _P2P_READ, default=None)
+    status = ask(nvml, "nvmlDeviceGetP2PStatus", one, other, _P2P_READ, default=None)
     peer = None if status is None else status == _P2P_OK
     (version, ends, switch), (_, b_ends, b_switch) = a_links, b_links
     per_link = _NVLINK.get(version, 25.0)
@@ -157,11 +157,11 @@ def _pair(nvml, one, other, a: Device, b: Device, a_links, b_links) -> Pair:
         return Pair("NVSWITCH", peer, per_link * min(len(ends), len(b_ends)))
     if direct := ends.count(b.bus):
         return Pair("NVLINK", peer, per_link * direct)
-    level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other, default=None)
+    level = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other, default=None)
     return Pair(_LEVELS.get(level, "unknown"), peer, min(a.pcie, b.pcie))
 
 
-def _ask(nvml, function: str, *args, default):
+def ask(nvml, function: str, *args, default):
     """NVML's answer, or `default` where this driver, library or card does not know the question."""
     try:
         return getattr(nvml, function)(*args)

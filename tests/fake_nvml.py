@@ -76,6 +76,26 @@ class FakeNvml:
         size = board.memory_gib if handle[1] is None else board.slices[handle[1]][1]
         return SimpleNamespace(total=int(size * GIB), free=int(size * GIB), used=0)
 
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        for i, board in enumerate(self.boards):
+            if board.uuid == uuid:
+                return (i, None)
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=10 * (handle[0] + 1), memory=0)
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return 40 + handle[0]
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        if "GeForce" in self.boards[handle[0]].name:
+            raise NVMLError("Not Supported")
+        return 250_500 + handle[0]  # mW
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle):
+        return 700_000
+
     def nvmlDeviceGetCudaComputeCapability(self, handle):
         return self.boards[handle[0]].capability
 
