@@ -63,9 +63,9 @@ class SampleRequest:
     sampler: str
     seed: int
     denoise_mask: torch.Tensor | None = None
+    cache_threshold: float = 0.0
 
     @property
-    cache_threshold: float = 0.0
     def prompts(self) -> tuple[Conditioning, ...]:
         """Those that are evaluated: positive, and negative where there is one and cfg is not 1."""
         with_negative = self.negative is not None and self.cfg != 1.0
@@ -86,10 +86,10 @@ class SamplerState:
     denoised: torch.Tensor | None
     generator: torch.Tensor
     exact: bool = True
-
-
     calls: int = 0
     reused: int = 0
+
+
 @dataclass(frozen=True)
 class Extras:
     """What a model call may carry beside latent, sigma and prompt. Rows: 1 or R.
@@ -140,8 +140,6 @@ class RunInfo:
     exact: bool = True  # False: PipeFusion went on with keys and values of the step before, or a call was reused
     model_calls: int = 0  # counted under a step cache, else 0
     reused_calls: int = 0  # of these, what the step cache answered but for the first block
-    kernel: str = "torch"  # of attention, one of computing.ATTENTION_KERNELS
-    compiled: Compiled | None = None  # None where blocks were not to be compiled
 
 
 @dataclass(frozen=True)
