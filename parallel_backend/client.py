@@ -285,7 +285,7 @@ class Sidecar:
             done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP, self._refuse_message)
             return tuple(_reports(done, "calibration"))
 
-    def sleep(self, level: int = 1) -> SleepInfo:
+    def sleep(self, level: int = 1, should_cancel: ShouldCancel | None = None) -> SleepInfo:
         """Gives the ranks' device memory back and leaves them running; the next request wakes them.
 
         Level 1 moves the weights to host memory; level 2 discards them, and waking loads them again. Ranks that do not
@@ -295,7 +295,7 @@ class Sidecar:
             raise RequestError(
                 f"A sleep of level {level} is unknown; 1 keeps weights in host memory, 2 discards them."
             )
-        with self._ranks.turn("sleep") as turn:
+        with self._ranks.turn("sleep", should_cancel) as turn:
             if not self._ranks.running or self._asleep >= level:
                 return SleepInfo(0.0, 0)
             held = self._held
@@ -342,6 +342,10 @@ class Sidecar:
     def stop(self) -> None:
         """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
         self._ranks.stop()
+
+    def stop_if_idle(self) -> bool:
+        """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
+        return self._ranks.stop_if_idle()
 
     # What a request needs first.
 

@@ -165,6 +165,16 @@ class WarmRanks:
             self._cancel.set()  # for a request that has not started the ranks yet
             if (group := self.group) is not None:
                 get_supervisor().stop(group)
+        self._end_and_release()
+
+    def stop_if_idle(self) -> bool:
+        """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._end_and_release()
+        return True
+
+    def _end_and_release(self) -> None:
         try:
             self.discard()
             self.crashes.clear()
