@@ -1,4 +1,4 @@
-"""Puts ranks to sleep that nobody has used for a while, and ends them after a longer one; one timer, no thread of its own.
+"""Puts ranks to sleep that nobody has used for a while, and ends them after a longer one; one timer, no busy thread.
 
 The timer looks again every minute while there are idle ranks, so that changed settings count without being told.
 """
