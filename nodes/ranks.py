@@ -36,6 +36,7 @@ class RunRecord:
     runs: list[RunInfo] = field(default_factory=list)
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
+    cache_threshold: float | None = None  # None: no step cache was wanted
 
 
 def decide(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from statistics import median
+from statistics import mean, median
 
 from ..parallel_backend.outlook import expected
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
@@ -19,14 +19,8 @@ def write_report(record: RunRecord) -> str:
         if record.stepwise_because is None
         else f"way: stepwise ({record.stepwise_because})"
     )
-    if approximate := [run for run in runs if not run.exact]:
-        strategy = approximate[0].strategy
-        lines.append(
-            f"result: approximate (PipeFusion: exact for the first {strategy.warmup_steps} step(s), then patches "
-            f"attend to keys and values of the step before; more warmup_steps come nearer to one device's result)"
-        )
-    else:
-        lines.append("result: exact (what one device gives)")
+    lines.append(_result(record))
+    lines += _step_cache(record)
     engines = Counter(run.engine for run in runs)
     lines.append(f"engine: {', '.join(engines) or 'none'}")
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
@@ -51,6 +45,11 @@ def write_report(record: RunRecord) -> str:
             "PipeFusion ran exactly and without its speed: in the stepwise way whole images pass the stages one after "
             f"another; samplers whose patches can flow are {', '.join(RESIDENT_SAMPLERS)}"
         )
+    if record.stepwise_because is not None and record.cache_threshold is not None:
+        notes.append(
+            "step_cache did nothing, so the result is exact: it belongs to the devices' own loop, and here ComfyUI "
+            "runs the loop"
+        )
     lines += [f"note: {note}" for note in dict.fromkeys(notes)]
     return "\n".join(lines)
 
@@ -58,8 +57,44 @@ def write_report(record: RunRecord) -> str:
 def summarise(record: RunRecord) -> str:
     """One short line for under the node, of a record with at least one run."""
     times = [seconds for run in record.runs for seconds in run.step_seconds]
+    strategy = record.decisions[-1].strategy.describe()
+    if reused := sum(run.reused_calls for run in record.runs):
+        calls = sum(run.model_calls for run in record.runs)
+        return f"{strategy}: {mean(times):.3f} s a step on average, {reused} of {calls} model calls reused"
     unit = "step" if record.stepwise_because is None else "model call"
-    return f"{record.decisions[-1].strategy.describe()}: {median(times):.3f} s a {unit}"
+    return f"{strategy}: {median(times):.3f} s a {unit}"
+
+
+def _result(record: RunRecord) -> str:
+    approximate = [run for run in record.runs if not run.exact]
+    if not approximate:
+        return "result: exact (what one device gives)"
+    if any(run.reused_calls for run in approximate):
+        return "result: approximate (step cache; a lower cache_threshold comes nearer to the exact result)"
+    return (
+        f"result: approximate (PipeFusion: exact for the first {approximate[0].strategy.warmup_steps} step(s), then "
+        f"patches attend to keys and values of the step before; more warmup_steps come nearer to one device's result)"
+    )
+
+
+def _step_cache(record: RunRecord) -> list[str]:
+    """How often the step cache answered, where one was wanted and could."""
+    if record.cache_threshold is None or record.stepwise_because is not None or not record.runs:
+        return []
+    if not record.cache_threshold:
+        return ["step cache: reuses nothing at threshold 0"]
+    calls, reused = (
+        sum(getattr(run, name) for run in record.runs) for name in ("model_calls", "reused_calls")
+    )
+    if not reused:
+        return [
+            f"step cache: each of {calls} model calls changed more than the threshold {record.cache_threshold:g}; "
+            f"nothing was reused"
+        ]
+    return [
+        f"step cache: {reused} of {calls} model calls reused the residual of the last computed one (threshold "
+        f"{record.cache_threshold:g}): approximate"
+    ]
 
 
 def _loras(record: RunRecord) -> list[str]:
@@ -83,6 +118,8 @@ def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
     decided = record.decided
     if decided is None:
         return []
+    if any(run.reused_calls for run in record.runs):  # what was foreseen is a step that computes all
+        return [f"memory, predicted for the fullest device: {decided.memory.describe()}"]
     lines = [f"memory, predicted for the fullest device: {decided.memory.describe()}"]
     outlook = expected(decided.outlooks, decided.decision.strategy)
     took = median(times[1:] or times)

@@ -80,11 +80,15 @@ class ResidentSampler(comfy.samplers.Sampler):
             sampler=self._name,
             seed=extra_args["seed"] or 0,
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
+            cache_threshold=self._record.cache_threshold or 0.0,
         )
         choice = options.get(CHOICE, StrategyChoice())
+        if request.cache_threshold > 0:  # which PipeFusion, the other approximation, does not go with
+            choice = replace(choice, approximation="never")
         work = work_of(network.file, request, network.spec.weight_dtype)
         # Three steps between the first two sigmas: enough for a warm one, whatever the request's own steps are.
-        trial = replace(request, sigmas=torch.linspace(*request.sigmas[:2].tolist(), 4))
+        sigmas = torch.linspace(*request.sigmas[:2].tolist(), 4)
+        trial = replace(request, sigmas=sigmas, cache_threshold=0.0)
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info

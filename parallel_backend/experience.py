@@ -74,7 +74,7 @@ class Experience:
     ) -> bool:
         """Keeps the median warm step of a run on the first of these devices; whether it reached the disk."""
         seconds = warm_step(info.step_seconds)
-        if seconds is None:
+        if seconds is None or info.reused_calls:  # steps that skip blocks tell nothing of those that do not
             return False
         kind = Kind(
             model=_model(spec, file),

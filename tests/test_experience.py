@@ -152,6 +152,11 @@ def test_a_run_of_one_step_says_nothing_about_a_warm_step(cpus):
     )
 
 
+def test_a_run_whose_model_calls_were_reused_says_nothing_about_one_that_computes(cpus):
+    info = RunInfo("native", ONE, step_seconds=(1.0, 0.1, 0.1), model_calls=3, reused_calls=2)
+    assert not cpus.remember(SPEC, FILE, work_of(FILE, request()), info)
+
+
 def test_remembering_never_costs_a_finished_picture(monkeypatch):
     monkeypatch.setattr(module, "read_topology", lambda: 1 / 0)
     module._visible.cache_clear()

@@ -46,6 +46,8 @@ OUR_NODES = {
         "scheduler",
         "denoise",
         "strategy",
+        "step_cache",
+        "cache_threshold",
     ],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
