@@ -1,11 +1,47 @@
-"""The candidates of a choice as rows for the panel under Strategy Selector (web/strategy_panel.js draws them)."""
+"""What a run leaves for ComfyUI's page: its report, which device did what, and the candidates, for web/*.js to draw."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ..parallel_backend.decide import Decided
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.flux_keys import FluxDims
 from ..parallel_backend.memory_model import in_gib
 from ..parallel_backend.outlook import Outlook, same, table
+from ..parallel_backend.seats import seats_of
+from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.selector_inputs import SelectorInputs
 from ..parallel_backend.strategy import ParallelStrategy
+from .ranks import RunRecord
+
+
+def run_ui(
+    record: RunRecord, report: str, choice: StrategyChoice, dims: FluxDims, *, images: int, has_cfg: bool
+) -> dict[str, list]:
+    """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
+    shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
+    if rows := panel_rows(record.decided):
+        shown["parallel_candidates"] = rows
+    if record.decisions:
+        shown["parallel_layout"] = [_layout(record, choice, dims, images, has_cfg)]
+    return shown
+
+
+def _layout(
+    record: RunRecord, choice: StrategyChoice, dims: FluxDims, images: int, has_cfg: bool
+) -> dict[str, object]:
+    """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
+    strategy = record.decisions[-1].strategy
+    others = [device for device in resolve_devices(choice.devices) if device not in record.devices]
+    # Stepwise, ComfyUI decides how many rows a model call has.
+    rows = {"images": images, "prompts": 1 + has_cfg} if record.stepwise_because is None else {}
+    seats = seats_of(strategy, (*record.devices, *others), dims, **rows)
+    return {
+        "title": strategy.describe(),
+        "seats": [seat.as_dict() for seat in seats],
+        "inputs": asdict(SelectorInputs.of(choice)),
+    }
 
 
 def panel_rows(decided: Decided | None) -> list[dict[str, object]]:

@@ -14,7 +14,7 @@ from ..parallel_backend.selector import StrategyChoice, resolve
 from ..parallel_backend.step_cache import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
 from ..parallel_backend.strategy import RequestShape
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .panel import panel_rows
+from .panel import run_ui
 from .ranks import RunRecord, say
 from .report import summarise, write_report
 from .resident_sampler import ResidentSampler
@@ -156,12 +156,16 @@ class ParallelSampler(io.ComfyNode):
         if record.runs:  # nothing runs at denoise 0
             say(summarise(record))
         out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
-        rows = panel_rows(record.decided)
-        return io.NodeOutput(
-            {**out, "samples": samples},
-            write_report(record),
-            ui={"parallel_candidates": rows} if rows else None,
+        report = write_report(record)
+        shown = run_ui(
+            record,
+            report,
+            options[CHOICE],
+            parallel_model.file.dims,
+            images=len(samples),
+            has_cfg=cfg != 1.0,
         )
+        return io.NodeOutput({**out, "samples": samples}, report, ui=shown)
 
 
 def _check(choice: StrategyChoice, model: ParallelModel, record: RunRecord) -> None:

@@ -17,6 +17,8 @@ MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
 _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
+# Inputs of which `manual` makes its strategy.
+_OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,16 @@ class SelectorInputs:
     device_shares: str = ""
     approximation: str = "if_needed"
 
+    @classmethod
+    def of(cls, choice: StrategyChoice) -> SelectorInputs:
+        """Those that give `choice`; degrees as they were set, whatever became of them."""
+        given = {name: getattr(choice.strategy, name) for name in _OF_STRATEGY}
+        others = ("mode", "devices", "engine", "device_shares", "approximation")
+        return cls(**given, **{name: getattr(choice, name) for name in others})
+
     def choice(self) -> StrategyChoice:
         """Raises StrategyError for words that no list has."""
-        own = {f.name for f in fields(ParallelStrategy)} - {"device_shares"}
-        strategy = ParallelStrategy(**{name: getattr(self, name) for name in own})
+        strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
         return StrategyChoice(
             self.mode, self.devices, strategy, self.engine, self.device_shares, self.approximation
         )
@@ -79,6 +87,8 @@ def check_inputs(
 ) -> dict[str, object]:
     """What the page shows, as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
+    `decided`: inputs that count for nothing now, because `auto` decides them.
+
     `find_file`: the model that a loader names, None for a loader that it does not know; may raise CheckpointError.
     """
     notes = []
@@ -92,17 +102,18 @@ def check_inputs(
         told = preview(inputs.choice(), file or FLUX, dtype)
     except SettingsError as error:
         problems = [{"inputs": list(p.inputs), "message": p.message} for p in error.problems]
-        return _answer(problems=problems, notes=notes)
+        return _answer(inputs, problems=problems, notes=notes)
     except ParallelError as error:
-        return _answer(problems=[{"inputs": [], "message": str(error)}], notes=notes)
-    return _answer(told, notes=notes)
+        return _answer(inputs, problems=[{"inputs": [], "message": str(error)}], notes=notes)
+    return _answer(inputs, told, notes=notes)
 
 
 def _answer(
-    told: Preview | None = None, *, problems: list | None = None, notes: list[str]
+    inputs: SelectorInputs, told: Preview | None = None, *, problems: list | None = None, notes: list[str]
 ) -> dict[str, object]:
     cases = told.cases if told else ()
     return {
+        "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": problems or [],
         "why": told.why if told else "",
         "basis": told.basis if told else "",

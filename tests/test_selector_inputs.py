@@ -120,6 +120,15 @@ def test_without_a_model_only_the_rules_of_any_model_count():
 
 def test_defaults_are_those_of_a_choice():
     assert SelectorInputs().choice() == StrategyChoice()
+    inputs = SelectorInputs("manual", "cpu:2", cfg_degree=2, shard_weights=True, device_shares="2,1")
+    assert SelectorInputs.of(inputs.choice()) == inputs
+
+
+def test_auto_decides_the_degrees_and_nothing_else():
+    decided = _check(devices="cpu:2")["decided"]
+    live = {"mode", "devices", "engine", "device_shares", "approximation"}
+    assert set(decided) == set(SelectorInputs.__dataclass_fields__) - live
+    assert _manual("cpu:2")["decided"] == []
 
 
 @pytest.mark.parametrize(

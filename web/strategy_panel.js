@@ -1,14 +1,33 @@
-// The panel under Strategy Selector: what the latest run foresaw of each way to split it, the chosen one marked.
+// The panel under Strategy Selector: what is wrong with its inputs, which device does what, and after a run what was
+// foreseen of each way to split it. Rules and words are the backend's; here they are asked for and shown.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { drawCases } from "./lib/diagram.js";
+import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
+import { followersOf, nodesOf, originOf } from "./lib/graph.js";
+import { watchOutputs } from "./lib/outputs.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
-const PANEL = "candidates";
+const LOADERS = ["ParallelFluxLoader", "ParallelDemoLoader"];
+const ROUTE = "/parallel_sampling/check_strategy";
+const PANEL = "strategy_panel";
+const PAUSE = 150; // ms after the last edit
 const EMPTY = "After a run: step time and memory of each way to split it.";
-const ROW_HEIGHT = 30; // pixels
+const MIN_HEIGHT = 120; // pixels
+const NEW_NODE = { width: 300, more: 120 }; // pixels; a new one is taller than it must be, to show all of a small diagram
+const MARK = "⚠ ";
+const panels = new WeakMap(); // selector -> its panel
+
 const STYLE = `
-.parallel-candidates { font: 11px sans-serif; color: var(--input-text); overflow: auto; height: 100%; }
+.parallel-strategy { font: 11px sans-serif; color: var(--input-text); overflow: auto; height: 100%; box-sizing: border-box;
+  padding: 2px; background: var(--comfy-menu-bg); border-radius: 4px; }
+.parallel-strategy:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
+.parallel-strategy p { margin: 4px; overflow-wrap: anywhere; }
+.parallel-strategy .basis, .parallel-strategy .notes { color: var(--descrip-text); }
+.parallel-strategy [role="alert"] p { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
+  white-space: pre-line; }
+.parallel-strategy .outdated { opacity: 0.5; }
 .parallel-candidates table { border-collapse: collapse; width: 100%; }
 .parallel-candidates caption, .parallel-candidates p { text-align: left; color: var(--descrip-text); margin: 4px; }
 .parallel-candidates td { padding: 2px 4px; vertical-align: top; border-top: 1px solid var(--border-color); }
@@ -22,18 +41,14 @@ const STYLE = `
 function cell(row, text, detail) {
   const td = row.insertCell();
   td.append(text);
-  if (detail) {
-    const small = document.createElement("small");
-    small.textContent = detail;
-    td.append(document.createElement("br"), small);
-  }
+  if (detail) td.append(document.createElement("br"), element("small", "", detail));
   return td;
 }
 
-function draw(panel, rows) {
-  panel.replaceChildren();
+function drawCandidates(into, rows) {
+  into.replaceChildren();
   if (!rows.length) {
-    panel.append(Object.assign(document.createElement("p"), { textContent: EMPTY }));
+    into.append(element("p", "", EMPTY));
     return;
   }
   const table = document.createElement("table");
@@ -50,56 +65,203 @@ function draw(panel, rows) {
     time.prepend(meter);
     cell(tr, r.memory);
   }
-  panel.append(table);
-}
-
-function originOf(node, inputName) {
-  const slot = node?.inputs?.findIndex((input) => input.name === inputName) ?? -1;
-  return slot < 0 ? null : node.getInputNode(slot);
+  into.append(table);
 }
 
 // The selector that decided for this sampler: its own, else its loader's.
 function selectorOf(sampler) {
-  const own = originOf(sampler, "strategy") ?? originOf(originOf(sampler, "parallel_model"), "strategy");
+  const own = originOf(sampler, "strategy") ?? originOf(loaderOf(originOf(sampler, "parallel_model")), "strategy");
   return own?.comfyClass === SELECTOR ? own : null;
 }
 
-// Execution ids name the way through subgraphs: "12:3" is node 3 in the subgraph node 12.
-function nodeOf(id) {
-  let graph = app.rootGraph ?? app.graph;
-  let node = null;
-  for (const part of String(id).split(":")) {
-    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
-    graph = node?.subgraph;
+// From a node that hands a parallel model on, up to the one that names its file.
+function loaderOf(node) {
+  for (let at = node, steps = 0; at && steps < 100; at = originOf(at, "parallel_model"), steps++) {
+    if (LOADERS.includes(at.comfyClass)) return at;
   }
-  return node;
+  return null;
+}
+
+// The first loader for which this selector decides.
+function loaderFor(selector) {
+  for (const follower of followersOf(selector, "strategy")) {
+    const loader = loaderOf(follower);
+    if (loader) return loader;
+  }
+  return null;
+}
+
+function linkedInputs(node) {
+  return (node.inputs ?? []).filter((input) => input.widget && input.link != null).map((input) => input.widget.name);
+}
+
+// The widgets of the node's own inputs, whatever else lies on it.
+function ownWidgets(node) {
+  const { required, optional } = node.constructor.nodeData.input;
+  const names = new Set(Object.keys({ ...required, ...optional }));
+  return (node.widgets ?? []).filter((widget) => names.has(widget.name));
+}
+
+function inputsOf(node) {
+  return Object.fromEntries(ownWidgets(node).map((widget) => [widget.name, widget.value]));
+}
+
+function question(node) {
+  const loader = loaderFor(node);
+  const valueOf = (name) => loader.widgets?.find((widget) => widget.name === name)?.value ?? undefined;
+  return JSON.stringify({
+    inputs: inputsOf(node),
+    loader: loader
+      ? { node: loader.comfyClass, unet_name: valueOf("unet_name"), weight_dtype: valueOf("weight_dtype") }
+      : {},
+  });
+}
+
+class Panel {
+  constructor(node) {
+    this.node = node;
+    this.problems = element("div");
+    this.problems.setAttribute("role", "alert");
+    this.basis = element("p", "basis");
+    this.layout = element("div", "parallel-diagram");
+    this.notes = element("div", "notes");
+    this.candidates = element("div", "parallel-candidates");
+    this.root = element("div", "parallel-strategy", this.problems, this.basis, this.layout, this.notes, this.candidates);
+    makeScrollable(this.root, "How the devices share the work");
+    drawCandidates(this.candidates, []);
+    this.asked = null; // the question whose answer is shown or under way
+    this.run = null; // the layout of the latest run, with the inputs that it had
+    this.foreseen = { basis: "", layout: [] };
+    this.marked = new Map(); // widget -> its label without the mark
+  }
+
+  askSoon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.ask(), PAUSE);
+  }
+
+  async ask() {
+    if (!this.node.graph) return; // taken out since
+    const linked = linkedInputs(this.node);
+    const asking = linked.length ? linked.join(", ") : question(this.node);
+    if (asking === this.asked) return;
+    this.asked = asking;
+    if (linked.length) {
+      this.show({ notes: [`${asking} comes from another node: checked when the graph runs.`] });
+      return;
+    }
+    let said;
+    try {
+      const answer = await api.fetchApi(ROUTE, { method: "POST", body: asking });
+      said = await answer.json();
+      if (said.error) said = { problems: [{ inputs: [], message: said.error }] };
+    } catch (error) {
+      said = { problems: [{ inputs: [], message: `ComfyUI did not answer: ${error}` }] };
+      if (asking === this.asked) this.asked = null; // worth another try
+    }
+    if (asking === (this.asked ?? asking)) this.show(said); // else a later question is under way
+  }
+
+  show({ problems = [], decided = [], basis = "", layout = [], notes = [] }) {
+    this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", message)));
+    this.notes.replaceChildren(...notes.map((note) => element("p", "", note)));
+    this.foreseen = { basis, layout };
+    this.drawLayout();
+    const wrong = new Set(problems.flatMap(({ inputs }) => inputs));
+    for (const widget of ownWidgets(this.node)) {
+      this.mark(widget, wrong.has(widget.name));
+      disable(widget, decided.includes(widget.name));
+    }
+    requestAnimationFrame(() => this.markRows());
+    this.node.setDirtyCanvas(true, true);
+  }
+
+  showRun({ parallel_layout: layout = [], parallel_candidates: rows = [] }) {
+    this.run = layout[0];
+    drawCandidates(this.candidates, rows);
+    this.drawLayout();
+    this.node.setDirtyCanvas(true, true);
+  }
+
+  // What ran, as long as nothing was edited since; else what would.
+  drawLayout() {
+    const own = inputsOf(this.node);
+    const current = this.run && Object.entries(this.run.inputs).every(([name, value]) => own[name] === value);
+    this.candidates.classList.toggle("outdated", Boolean(this.run) && !current);
+    this.basis.textContent = current ? "The latest run" : this.foreseen.basis;
+    drawCases(this.layout, current ? [this.run] : this.foreseen.layout);
+  }
+
+  // Where Vue draws the nodes, their labels are elements.
+  markRows() {
+    const rows = this.root.closest("[data-node-id]")?.querySelectorAll(".lg-node-widget") ?? [];
+    for (const row of rows) {
+      const label = row.querySelector("[data-testid='widget-layout-field-label']");
+      const wrong = label?.textContent.trim().startsWith(MARK) ?? false;
+      if (label) label.style.color = wrong ? "var(--error-text)" : "";
+      row.querySelector("input")?.setAttribute("aria-invalid", wrong);
+    }
+  }
+
+  // Both ways to draw a node know labels; the colours are the canvas's.
+  mark(widget, wrong) {
+    if (wrong === this.marked.has(widget)) return;
+    if (wrong) {
+      this.marked.set(widget, widget.label);
+      widget.label = MARK + (widget.label ?? widget.name);
+      for (const color of ["outline_color", "text_color", "secondary_text_color"]) {
+        Object.defineProperty(widget, color, { configurable: true, get: errorColor });
+      }
+      widget.getOutlineColor = errorColor;
+    } else {
+      widget.label = this.marked.get(widget);
+      this.marked.delete(widget);
+      for (const own of ["outline_color", "text_color", "secondary_text_color", "getOutlineColor"]) delete widget[own];
+    }
+  }
+}
+
+function errorColor() {
+  return getComputedStyle(document.documentElement).getPropertyValue("--error-text").trim() || "red";
+}
+
+function disable(widget, off) {
+  if (widget.type === "toggle") widget.options.read_only = off; // as nodes drawn by Vue know a toggle to be off
+  widget.disabled = off;
+}
+
+function chain(object, name, then) {
+  const before = object[name];
+  object[name] = function (...args) {
+    const result = before?.apply(this, args);
+    then();
+    return result;
+  };
 }
 
 app.registerExtension({
   name: "parallel_sampling.strategy_panel",
 
   setup() {
-    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
-    api.addEventListener("executed", ({ detail }) => {
-      const rows = detail?.output?.parallel_candidates;
-      const sampler = rows && nodeOf(detail.display_node ?? detail.node);
-      const selector = sampler?.comfyClass === SAMPLER ? selectorOf(sampler) : null;
-      const widget = selector?.widgets?.find((w) => w.name === PANEL);
-      if (!widget) return;
-      draw(widget.element, rows);
-      selector.setDirtyCanvas(true, true);
+    addStyle(STYLE);
+    watchOutputs(SAMPLER, (sampler, output) => {
+      if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output);
+    });
+    // Whatever else changes in the graph: undo, links, another file in the loader.
+    api.addEventListener("graphChanged", () => {
+      for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();
     });
   },
 
   nodeCreated(node) {
     if (node.comfyClass !== SELECTOR) return;
-    const panel = document.createElement("div");
-    panel.className = "parallel-candidates";
-    draw(panel, []);
-    node.addDOMWidget(PANEL, PANEL, panel, {
-      serialize: false,
-      hideOnZoom: false,
-      getMinHeight: () => 4 * ROW_HEIGHT,
-    });
+    const panel = new Panel(node);
+    panels.set(node, panel);
+    const askSoon = () => panel.askSoon();
+    for (const widget of ownWidgets(node)) chain(widget, "callback", askSoon);
+    for (const event of ["onConfigure", "onConnectionsChange", "onAdded"]) chain(node, event, askSoon);
+    addPanel(node, PANEL, panel.root, MIN_HEIGHT);
+    node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
+    askSoon();
   },
 });

@@ -1,22 +1,49 @@
-"""The panel under Strategy Selector in a real browser: what auto saw of each strategy, the chosen one marked."""
+"""Strategy Selector and Parallel Sampler in a real browser: the diagram, what is wrong while editing, the report."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from graphs import Graph
 
-UNET = "tiny_panel.safetensors"
+from comfy_harness import ROOT
+
+UNET = "tiny_panel.safetensors"  # two attention heads
+DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
 # What the panel shows, read as a person would: text of the cells, the marked row, whether anything is cut off.
 READ = """() => {
-  const panel = document.querySelector('.parallel-candidates');
-  return panel && {
+  const panel = document.querySelector('.parallel-strategy');
+  return {
     text: panel.textContent,
+    basis: panel.querySelector('.basis').textContent,
+    titles: [...panel.querySelectorAll('figcaption')].map(c => c.textContent),
+    devices: [...panel.querySelectorAll('li.device')].map(d => d.title),
+    groups: [...panel.querySelectorAll('li.group > span')].map(g => g.textContent),
+    alerts: [...panel.querySelectorAll('[role=alert] p')].map(p => p.textContent),
     rows: [...panel.querySelectorAll('tr')].map(r => [...r.cells].map(c => c.innerText.trim())),
     chosen: [...panel.querySelectorAll('tr[aria-current]')].map(r => r.cells[0].innerText.trim()),
     cut: panel.scrollWidth > panel.clientWidth + 1,
   };
+}"""
+# Edits as widgets do: the value, then who waits for it.
+EDIT = """([name, value]) => {
+  const widget = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.find(w => w.name === name);
+  widget.value = value;
+  widget.callback?.(value);
+}"""
+WIDGETS = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(
+  w => ({ name: w.name, off: w.disabled, label: w.label, value: w.value }))"""
+REPORT = "() => document.querySelector('.parallel-report:not(.empty)')?.textContent"
+SIZES = "() => app.graph.nodes.map(n => [n.type, n.size[0], n.size[1]])"
+# Where a number's arrow to the right is, on the canvas.
+ARROW = """name => {
+  const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
+  const { scale, offset } = app.canvas.ds;
+  const y = node.pos[1] + node.widgets.find(w => w.name === name).y + 10;
+  return [(node.pos[0] + node.size[0] - 25 + offset[0]) * scale, (y + offset[1]) * scale];
 }"""
 
 
@@ -26,37 +53,149 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=4)
 
 
-def _graph() -> Graph:
+@pytest.fixture
+def picture(page, tmp_path):
+    """Keeps a screenshot: in the folder that PARALLEL_SAMPLING_SCREENSHOTS names, else beside the test's files."""
+    folder = Path(os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda name: page.screenshot(path=folder / f"{name}.png")
+
+
+@pytest.fixture
+def set_setting(page):
+    """Sets one of ComfyUI's settings until the test ends; they are kept on the server that tests share."""
+    before = {}
+
+    def set_one(name, value):
+        before.setdefault(name, page.evaluate("n => app.extensionManager.setting.get(n)", name))
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+
+    yield set_one
+    for name, value in before.items():
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+
+
+def _graph(devices="cpu:2", **choice) -> Graph:
     graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2")
+    loader = graph.parallel_loader(UNET, devices, **choice)
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
     graph.save(latent, "panel.safetensors")
     return graph
 
 
 def _load(page, prompt: dict) -> None:
-    """Puts the graph on the canvas and moves the selector into view."""
+    """Puts the graph on the canvas, as a workflow with an id of its own, and moves the selector into view."""
     page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'panel')")
-    page.wait_for_selector(".parallel-candidates", timeout=30_000, state="attached")
     page.evaluate(
-        """() => {
+        """async () => {
+          const saved = app.graph.serialize();
+          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'panel');
           const selector = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
           app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [100 - selector.pos[0], 100 - selector.pos[1]];
+          app.canvas.ds.offset = [120 - selector.pos[0], 100 - selector.pos[1]];
           app.canvas.setDirty(true, true);
         }"""
     )
-    page.wait_for_selector(".parallel-candidates", timeout=30_000)
+    page.wait_for_selector(".parallel-strategy", timeout=30_000)
 
 
-def test_the_panel_shows_what_auto_saw_and_marks_its_choice(page, tmp_path):
+def _edit(page, name: str, value: object) -> None:
+    page.evaluate(EDIT, [name, value])
+
+
+def _wait_for(page, condition: str) -> None:
+    """`condition`: of what READ gives, called shown."""
+    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=20_000)
+
+
+def _off(page) -> set[str]:
+    return {widget["name"] for widget in page.evaluate(WIDGETS) if widget["off"]}
+
+
+def test_the_diagram_and_the_degrees_follow_the_inputs(page, picture):
+    _load(page, _graph("cpu:8", cfg=2, ring=2, ulysses=2).prompt)
+    _wait_for(page, "shown.devices.length === 8")
+    shown = page.evaluate(READ)
+    assert shown["basis"] == "Set by hand" and shown["titles"] == ["CFG 2 × Ring 2 × Ulysses 2"]
+    assert shown["groups"] == ["cond", "ring 1/2", "ring 2/2", "uncond", "ring 1/2", "ring 2/2"]
+    assert shown["devices"][3] == "cpu:3 · cond · ring 2/2 · heads 2/2"
+    assert shown["devices"][4] == "cpu:4 · uncond · ring 1/2 · heads 1/2"
+    assert _off(page) == set() and not shown["cut"]
+    picture("diagram")
+
+    live = page.evaluate(ARROW, "data_degree")
+    page.mouse.click(*live)  # in manual a degree takes it, and sixteen devices are not selected
+    _wait_for(page, "shown.alerts.length === 1")
+    assert "needs 16 devices and 8 are selected" in page.evaluate(READ)["alerts"][0]
+
+    _edit(page, "mode", "auto")
+    _wait_for(page, "shown.titles.length === 2")
+    shown = page.evaluate(READ)
+    assert shown["alerts"] == []
+    assert shown["titles"][0].startswith("Without a negative prompt: Ring 4 × Ulysses 2")
+    assert shown["titles"][1].startswith("With a negative prompt: CFG 2")
+    others = {"shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"}
+    assert _off(page) == {f"{axis}_degree" for axis in DEGREES} | others
+    before = page.evaluate(WIDGETS)
+    page.mouse.click(*live)
+    assert page.evaluate(WIDGETS) == before
+    picture("auto")
+
+
+@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
+def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(
+    page, measuring, picture, set_setting, drawn_by
+):
+    set_setting("Comfy.VueNodes.Enabled", drawn_by == "vue")
+    _load(page, _graph("cpu:3", ulysses=2).prompt)
+    _wait_for(page, "shown.devices.length === 3")
+    plain = page.evaluate(WIDGETS)
+    assert page.evaluate(READ)["devices"][2] == "cpu:2 · idle"
+
+    _edit(page, "ulysses_degree", 3)  # the rules are those of the model that the loader names
+    _wait_for(page, "shown.alerts.length === 1")
+    (alert,) = page.evaluate(READ)["alerts"]
+    assert alert.startswith(
+        f"ulysses_degree 3 does not divide the 2 attention heads of {UNET}; the nearest valid"
+    )
+    marked = [widget["label"] for widget in page.evaluate(WIDGETS) if "⚠" in (widget["label"] or "")]
+    assert marked == ["⚠ ulysses_degree"]
+    invalid = page.locator("[aria-invalid=true]")
+    if drawn_by == "vue":
+        invalid.wait_for(timeout=10_000)
+    picture(f"invalid_{drawn_by}")
+    asked = {
+        "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
+        "loader": {"node": "ParallelFluxLoader", "unet_name": UNET},
+    }
+    said = page.request.post(measuring[0].server.url + "/parallel_sampling/check_strategy", data=asked).json()
+    assert said["problems"] == [{"inputs": ["ulysses_degree"], "message": alert}]
+
+    _edit(page, "ulysses_degree", 2)
+    _wait_for(page, "shown.alerts.length === 0")
+    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')", timeout=10_000)
+    assert page.evaluate(WIDGETS) == plain
+
+    _edit(page, "mode", "auto")
+    _wait_for(page, "shown.basis.startsWith('By the rule')")
+    assert "ulysses_degree" in _off(page)
+    if drawn_by == "vue":
+        switch = page.get_by_role("switch", name="shard_weights")
+        assert switch.is_disabled()
+
+
+def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(
+    page, picture, set_setting
+):
     _load(page, _graph().prompt)
+    _wait_for(page, "shown.titles.length === 2")
     assert "After a run" in page.evaluate(READ)["text"]
+    sizes = page.evaluate(SIZES)
 
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
     shown = page.evaluate(READ)
-    page.screenshot(path=tmp_path / "panel.png")
+    picture("after_a_run")
     names = [row[0].split("\n")[0].removeprefix("→ ") for row in shown["rows"]]
     assert {"one device", "CFG 2"} <= set(names) and len(names) == len(set(names))
     assert shown["rows"][0][0].startswith("→ ") and len(shown["chosen"]) == 1
@@ -64,12 +203,53 @@ def test_the_panel_shows_what_auto_saw_and_marks_its_choice(page, tmp_path):
         assert " s" in time and "measured" in time and memory.endswith("GiB")
     assert all("exact" in row[0] for row in shown["rows"])
     assert not shown["cut"]
+    assert shown["basis"] == "The latest run" and shown["titles"] == [names[0]]
+    assert len(shown["devices"]) == 2
+
+    report = page.evaluate(REPORT)
+    assert report.startswith(f"strategy: {names[0]}") and "way: resident" in report
+    panels = {"StrategySelector", "TestSaveLatent"}
+    after = [size for size in page.evaluate(SIZES) if size[0] in panels]
+    assert after == [
+        size for size in sizes if size[0] in panels
+    ]  # what a panel shows never makes its node larger
+    box = page.locator(".parallel-report").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
+    assert box[0] and box[1] < 300
+
+    _edit(page, "engine", "native")  # another question than the one that ran
+    _wait_for(page, "shown.basis.startsWith('By the rule')")
+    _edit(page, "engine", "auto")
+    _wait_for(page, "shown.basis === 'The latest run'")
+
+    set_setting("Comfy.ColorPalette", "light")
+    page.reload()
+    page.wait_for_function(REPORT, timeout=60_000)
+    assert page.evaluate(REPORT) == report
+    _wait_for(page, "shown.basis === 'The latest run'")
+    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=20_000)
+    picture("after_a_run_light")
 
 
-def test_the_panel_is_not_saved_with_the_workflow(page):
-    _load(page, _graph().prompt)
-    selector = page.evaluate(
-        "() => app.graph.serialize().nodes.find(n => n.type === 'StrategySelector').widgets_values"
-    )
-    assert "" in selector  # device_shares
-    assert not any(isinstance(value, dict) for value in selector)
+def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page):
+    workflow = json.loads((ROOT / "example_workflows" / "demo_no_downloads.json").read_text("utf-8"))
+    own = next(node for node in workflow["nodes"] if node["type"] == "ParallelDemoLoader")
+    own["color"] = own["bgcolor"] = "#323232"  # a person's own choice
+    page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
+    _wait_for(page, "shown.titles.length === 2")
+    colors = dict(page.evaluate("() => app.graph.nodes.map(n => [n.type, n.color])"))
+    assert colors["StrategySelector"] == colors["ParallelSampler"] != own["color"]
+    assert colors["ParallelDemoLoader"] == own["color"] and colors["CLIPTextEncode"] is None
+    saved = {node["type"]: node for node in page.evaluate("() => app.graph.serialize().nodes")}
+    assert "color" not in saved["ParallelSampler"] and saved["ParallelDemoLoader"]["color"] == own["color"]
+    for node in workflow["nodes"]:
+        if node["type"] in ("StrategySelector", "ParallelSampler"):
+            values, before = saved[node["type"]]["widgets_values"], node["widgets_values"]
+            assert values[: len(before)] == before
+            # A panel's empty text would be taken for the value of a later version's input.
+            assert values.count("") == before.count("")
+    modified = """() => {
+      const { activeWorkflow } = app.extensionManager.workflow;
+      activeWorkflow.changeTracker.captureCanvasState();
+      return activeWorkflow.isModified;
+    }"""
+    assert page.evaluate(modified) is False

@@ -1,0 +1,83 @@
+"""The check of Strategy Selector over HTTP: bounded, for ComfyUI's own page only, and no body that breaks it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+ROUTE = "/parallel_sampling/check_strategy"
+UNET = "tiny_check.safetensors"  # two attention heads
+
+
+def _ask(comfy, body: bytes, method: str = "POST", **headers: str) -> tuple[int, dict]:
+    request = urllib.request.Request(comfy.server.url + ROUTE, body, method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        said = error.read()
+        return error.code, json.loads(said) if said.startswith(b"{") else {}
+
+
+def _check(comfy, inputs: dict, **loader: str) -> dict:
+    status, said = _ask(comfy, json.dumps({"inputs": inputs, "loader": loader}).encode())
+    assert status == 200
+    return said
+
+
+def _groups(comfy) -> dict:
+    with urllib.request.urlopen(comfy.server.url + "/parallel_sampling/ranks", timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_rules_are_those_of_the_loaders_model(comfy):
+    comfy.write_flux(UNET)
+    inputs = {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3}
+    assert _check(comfy, inputs)["problems"] == []  # Flux.1 has 24 heads
+    (problem,) = _check(comfy, inputs, node="ParallelFluxLoader", unet_name=UNET)["problems"]
+    assert problem["inputs"] == ["ulysses_degree"] and f"2 attention heads of {UNET}" in problem["message"]
+    (problem,) = _check(
+        comfy, {**inputs, "devices": "cpu:16", "ulysses_degree": 16}, node="ParallelDemoLoader"
+    )["problems"]
+    assert "attention heads of transformer.safetensors" in problem["message"]
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])
+def test_a_name_that_no_loader_offers_reads_no_file(comfy, name):
+    said = _check(comfy, {"devices": "cpu:2"}, node="ParallelFluxLoader", unet_name=name)
+    assert said["basis"].startswith("By the rule for Flux.1;") and said["notes"] == []
+
+
+def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
+    groups = _groups(comfy)
+    for body in (
+        b"",
+        b"\xff\x00",
+        b"[" * 10_000,
+        b"null",
+        b'{"inputs": {"ring_degree": 1e999}}',
+        b'{"inputs": {"ring_degree": 100000000000}}',
+        b'{"inputs": {"devices": ["all"]}}',
+        b'{"inputs": {"unknown": 1}}',
+        b'{"loader": 7}',
+        b" " * 1_000_000,
+    ):
+        status, said = _ask(comfy, body)
+        assert status == 400 and len(said["error"]) < 500, body[:50]
+    for inputs in (
+        {"devices": "\ud800"},
+        {"devices": "cpu:" + "9" * 900},
+        {"device_shares": "1e308,1e309", "devices": "cpu:2"},
+        {"mode": "manual", "devices": "cpu:16", **dict.fromkeys(("cfg_degree", "tensor_degree"), 64)},
+    ):
+        assert _check(comfy, inputs)["problems"]
+    assert _groups(comfy) == groups
+
+
+def test_other_pages_and_other_methods_get_nothing(comfy):
+    assert _ask(comfy, b"{}", Origin="https://elsewhere.example")[0] == 403
+    assert _ask(comfy, b"{}", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert _ask(comfy, b"{}", "PUT")[0] in (404, 405)

@@ -1,0 +1,42 @@
+// Small ways to make elements that panels on nodes share.
+
+const MARGIN = 10; // pixels that ComfyUI leaves around a panel
+
+export function element(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+export function addStyle(text) {
+  document.head.append(Object.assign(document.createElement("style"), { textContent: text }));
+}
+
+// A part of a panel that scrolls by itself, by wheel and by keyboard; the canvas zooms only where nothing can scroll.
+export function makeScrollable(region, label) {
+  region.tabIndex = 0;
+  region.setAttribute("role", "region");
+  region.setAttribute("aria-label", label);
+  region.addEventListener("wheel", (event) => {
+    if (region.scrollHeight > region.clientHeight && !event.ctrlKey) event.stopPropagation();
+  });
+  region.addEventListener("keydown", (event) => {
+    if (/^(Arrow|Page|Home|End)/.test(event.key)) event.stopPropagation();
+  });
+  return region;
+}
+
+// Puts `root` under the node's widgets as a panel. Nothing of it is saved: a place in the list of saved values would
+// be taken for the value of an input that a later version adds.
+// What it shows never makes the node larger: it scrolls, and grows with the node.
+export function addPanel(node, name, root, minHeight) {
+  Object.assign(root.style, { contain: "size", minHeight: `${minHeight - 2 * MARGIN}px` });
+  const widget = node.addDOMWidget(name, name, root, {
+    serialize: false,
+    hideOnZoom: false,
+    getMinHeight: () => minHeight,
+  });
+  widget.serialize = false;
+  return widget;
+}

@@ -1,0 +1,31 @@
+// Ways through the graph: which node an execution id means, which nodes a node is joined with.
+import { app } from "../../../scripts/app.js";
+
+// Execution ids name the way through subgraphs: "12:3" is node 3 in the subgraph node 12.
+export function nodeOf(id) {
+  let graph = app.rootGraph ?? app.graph;
+  let node = null;
+  for (const part of String(id).split(":")) {
+    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
+    graph = node?.subgraph;
+  }
+  return node;
+}
+
+export function originOf(node, inputName) {
+  const slot = node?.inputs?.findIndex((input) => input.name === inputName) ?? -1;
+  return slot < 0 ? null : node.getInputNode(slot);
+}
+
+export function followersOf(node, outputName) {
+  const slot = node?.outputs?.findIndex((output) => output.name === outputName) ?? -1;
+  return (slot < 0 ? null : node.getOutputNodes(slot)) ?? [];
+}
+
+// All nodes of a class, those in subgraphs too.
+export function nodesOf(comfyClass, graph = app.rootGraph ?? app.graph) {
+  return (graph?.nodes ?? []).flatMap((node) => [
+    ...(node.comfyClass === comfyClass ? [node] : []),
+    ...(node.subgraph ? nodesOf(comfyClass, node.subgraph) : []),
+  ]);
+}
