@@ -2,10 +2,12 @@
 // foreseen of each way to split it. Rules and words are the backend's; here they are asked for and shown.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { drawCandidates } from "./lib/candidates.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
 import { followersOf, nodesOf, originOf } from "./lib/graph.js";
 import { watchOutputs } from "./lib/outputs.js";
+import { disableWidget, markRows, markWidget } from "./lib/widgets.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
@@ -13,10 +15,8 @@ const LOADERS = ["ParallelFluxLoader", "ParallelDemoLoader"];
 const ROUTE = "/parallel_sampling/check_strategy";
 const PANEL = "strategy_panel";
 const PAUSE = 150; // ms after the last edit
-const EMPTY = "After a run: step time and memory of each way to split it.";
 const MIN_HEIGHT = 120; // pixels
 const NEW_NODE = { width: 300, more: 120 }; // pixels; a new one is taller than it must be, to show all of a small diagram
-const MARK = "⚠ ";
 const panels = new WeakMap(); // selector -> its panel
 
 const STYLE = `
@@ -28,45 +28,7 @@ const STYLE = `
 .parallel-strategy [role="alert"] p { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
   white-space: pre-line; }
 .parallel-strategy .outdated { opacity: 0.5; }
-.parallel-candidates table { border-collapse: collapse; width: 100%; }
-.parallel-candidates caption, .parallel-candidates p { text-align: left; color: var(--descrip-text); margin: 4px; }
-.parallel-candidates td { padding: 2px 4px; vertical-align: top; border-top: 1px solid var(--border-color); }
-.parallel-candidates td:nth-child(2) { width: 45%; }
-.parallel-candidates tr.chosen { font-weight: bold; background: var(--comfy-input-bg); }
-.parallel-candidates tr.impossible { opacity: 0.55; }
-.parallel-candidates meter { width: 100%; height: 6px; display: block; }
-.parallel-candidates small { color: var(--descrip-text); font-weight: normal; }
 `;
-
-function cell(row, text, detail) {
-  const td = row.insertCell();
-  td.append(text);
-  if (detail) td.append(document.createElement("br"), element("small", "", detail));
-  return td;
-}
-
-function drawCandidates(into, rows) {
-  into.replaceChildren();
-  if (!rows.length) {
-    into.append(element("p", "", EMPTY));
-    return;
-  }
-  const table = document.createElement("table");
-  table.createCaption().textContent = "A step of the latest run, by strategy";
-  const slowest = Math.max(...rows.map((r) => r.seconds));
-  for (const r of rows) {
-    const tr = table.insertRow();
-    tr.className = r.chosen ? "chosen" : r.possible ? "" : "impossible";
-    if (r.chosen) tr.setAttribute("aria-current", "true");
-    cell(tr, (r.chosen ? "→ " : "") + r.strategy, r.result);
-    const time = cell(tr, r.step, r.how);
-    const meter = document.createElement("meter");
-    Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: `${r.step} a step` });
-    time.prepend(meter);
-    cell(tr, r.memory);
-  }
-  into.append(table);
-}
 
 // The selector that decided for this sampler: its own, else its loader's.
 function selectorOf(sampler) {
@@ -132,7 +94,6 @@ class Panel {
     this.asked = null; // the question whose answer is shown or under way
     this.run = null; // the layout of the latest run, with the inputs that it had
     this.foreseen = { basis: "", layout: [] };
-    this.marked = new Map(); // widget -> its label without the mark
   }
 
   askSoon() {
@@ -162,17 +123,17 @@ class Panel {
     if (asking === (this.asked ?? asking)) this.show(said); // else a later question is under way
   }
 
-  show({ problems = [], decided = [], basis = "", layout = [], notes = [] }) {
+  show({ problems = [], decided = [], basis = "", layout = [], notes = [], memory = "" }) {
     this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", message)));
-    this.notes.replaceChildren(...notes.map((note) => element("p", "", note)));
+    this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => element("p", "", note)));
     this.foreseen = { basis, layout };
     this.drawLayout();
     const wrong = new Set(problems.flatMap(({ inputs }) => inputs));
     for (const widget of ownWidgets(this.node)) {
-      this.mark(widget, wrong.has(widget.name));
-      disable(widget, decided.includes(widget.name));
+      markWidget(widget, wrong.has(widget.name));
+      disableWidget(widget, decided.includes(widget.name));
     }
-    requestAnimationFrame(() => this.markRows());
+    requestAnimationFrame(() => markRows(this.root));
     this.node.setDirtyCanvas(true, true);
   }
 
@@ -191,43 +152,6 @@ class Panel {
     this.basis.textContent = current ? "The latest run" : this.foreseen.basis;
     drawCases(this.layout, current ? [this.run] : this.foreseen.layout);
   }
-
-  // Where Vue draws the nodes, their labels are elements.
-  markRows() {
-    const rows = this.root.closest("[data-node-id]")?.querySelectorAll(".lg-node-widget") ?? [];
-    for (const row of rows) {
-      const label = row.querySelector("[data-testid='widget-layout-field-label']");
-      const wrong = label?.textContent.trim().startsWith(MARK) ?? false;
-      if (label) label.style.color = wrong ? "var(--error-text)" : "";
-      row.querySelector("input")?.setAttribute("aria-invalid", wrong);
-    }
-  }
-
-  // Both ways to draw a node know labels; the colours are the canvas's.
-  mark(widget, wrong) {
-    if (wrong === this.marked.has(widget)) return;
-    if (wrong) {
-      this.marked.set(widget, widget.label);
-      widget.label = MARK + (widget.label ?? widget.name);
-      for (const color of ["outline_color", "text_color", "secondary_text_color"]) {
-        Object.defineProperty(widget, color, { configurable: true, get: errorColor });
-      }
-      widget.getOutlineColor = errorColor;
-    } else {
-      widget.label = this.marked.get(widget);
-      this.marked.delete(widget);
-      for (const own of ["outline_color", "text_color", "secondary_text_color", "getOutlineColor"]) delete widget[own];
-    }
-  }
-}
-
-function errorColor() {
-  return getComputedStyle(document.documentElement).getPropertyValue("--error-text").trim() || "red";
-}
-
-function disable(widget, off) {
-  if (widget.type === "toggle") widget.options.read_only = off; // as nodes drawn by Vue know a toggle to be off
-  widget.disabled = off;
 }
 
 function chain(object, name, then) {

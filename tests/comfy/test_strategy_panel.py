@@ -152,7 +152,12 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     plain = page.evaluate(WIDGETS)
     assert page.evaluate(READ)["devices"][2] == "cpu:2 · idle"
 
-    _edit(page, "ulysses_degree", 3)  # the rules are those of the model that the loader names
+    # The rules are those of the model that the loader names.
+    if drawn_by == "vue":
+        row = page.locator(".lg-node-widget", has_text="ulysses_degree")
+        row.get_by_role("button", name="Increment").click()
+    else:
+        page.mouse.click(*page.evaluate(ARROW, "ulysses_degree"))
     _wait_for(page, "shown.alerts.length === 1")
     (alert,) = page.evaluate(READ)["alerts"]
     assert alert.startswith(
@@ -182,6 +187,27 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     if drawn_by == "vue":
         switch = page.get_by_role("switch", name="shard_weights")
         assert switch.is_disabled()
+
+
+def test_an_answer_that_comes_late_is_dropped(page):
+    _load(page, _graph("cpu:2", ring=2).prompt)
+    _wait_for(page, "shown.devices.length === 2")
+    held = []
+
+    def hold(route):
+        held.append(route) if '"ring_degree":7' in route.request.post_data else route.continue_()
+
+    page.route("**/check_strategy", hold)
+    with page.expect_request("**/check_strategy"):
+        _edit(page, "ring_degree", 7)
+    _edit(page, "ring_degree", 1)
+    _wait_for(page, "shown.titles[0] === 'one device'")
+    with page.expect_response("**/check_strategy") as answer:
+        held[0].continue_()
+    assert answer.value.json()["problems"]
+    page.wait_for_timeout(200)
+    shown = page.evaluate(READ)
+    assert shown["alerts"] == [] and shown["titles"] == ["one device"]
 
 
 def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(

@@ -1,0 +1,84 @@
+"""Photograph Strategy Selector in ComfyUI's own page, for its help page.
+
+``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
+writes ``web/docs/StrategySelector*.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from comfyui_server import ComfyUIServer
+from comfyui_source import find_comfyui
+from steps import SetupError, exit_on_setup_error
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "web" / "docs"
+WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
+READY = "() => window.app?.extensionManager && app.extensions.some(e => e.name === 'parallel_sampling.strategy_panel')"
+# The graph with one node at its place and nothing else, as large as what it shows.
+ALONE = """async ([workflow, type, values, height]) => {
+  await app.loadGraphData(workflow);
+  const node = app.graph.nodes.find(n => n.type === type);
+  for (const other of [...app.graph.nodes]) if (other !== node) app.graph.remove(other);
+  for (const group of [...app.graph.groups]) app.graph.remove(group);
+  for (const widget of node.widgets) if (widget.name in values) {
+    widget.value = values[widget.name];
+    widget.callback?.(widget.value);
+  }
+  node.setSize([320, height]);
+  app.canvas.ds.scale = 1;
+  app.canvas.ds.offset = [200 - node.pos[0], 220 - node.pos[1]];
+  app.canvas.setDirty(true, true);
+}"""
+HYBRID = {"mode": "manual", "devices": "cpu:8", "cfg_degree": 2, "ring_degree": 2, "ulysses_degree": 2}
+# Picture -> the node, its inputs, how tall it is, and what to wait for.
+PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "StrategySelectorPanel": ("StrategySelector", HYBRID, 800, "li.device"),
+    "StrategySelectorProblem": (
+        "StrategySelector",
+        {"mode": "manual", "devices": "cpu:8", "ulysses_degree": 5},
+        560,
+        ".parallel-strategy [role=alert] p",
+    ),
+}
+
+
+def main() -> None:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise SetupError("playwright is not installed; install it and Chromium.") from None
+    source = find_comfyui()
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if source is None or chromium is None:
+        raise SetupError(
+            "No ComfyUI or no Chromium was found; run ./scripts/test once, and install Chromium."
+        )
+    workflow = json.loads(WORKFLOW.read_text("utf-8"))
+    with tempfile.TemporaryDirectory() as base, sync_playwright() as playwright:
+        settings = Path(base) / "user" / "default" / "comfy.settings.json"
+        settings.parent.mkdir(parents=True)
+        settings.write_text('{"Comfy.TutorialCompleted": true}')
+        packs = {"comfyui-parallel-sampling": ROOT}
+        with ComfyUIServer(source, Path(base), packs, cpu=True) as server:
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            page = browser.new_page(viewport={"width": 800, "height": 1200})
+            page.goto(server.url)
+            page.wait_for_function(READY, timeout=60_000)
+            for name, (node, values, height, wanted) in PICTURES.items():
+                page.evaluate(ALONE, [workflow, node, values, height])
+                page.wait_for_selector(wanted, timeout=20_000)
+                page.wait_for_timeout(500)  # until the canvas is drawn
+                clip = {"x": 190, "y": 185, "width": 340, "height": height + 40}
+                page.screenshot(path=PAGES / f"{name}.png", clip=clip)
+                print(f"{name}.png")
+            browser.close()
+
+
+if __name__ == "__main__":
+    exit_on_setup_error(main)

@@ -1,0 +1,38 @@
+// Widgets that are wrong, and widgets that count for nothing, in both ways in which ComfyUI draws a node.
+
+const MARK = "⚠ ";
+const COLORS = ["outline_color", "text_color", "secondary_text_color"]; // of the canvas
+const labels = new WeakMap(); // marked widget -> its label without the mark
+
+function errorColor() {
+  return getComputedStyle(document.documentElement).getPropertyValue("--error-text").trim() || "red";
+}
+
+export function markWidget(widget, wrong) {
+  if (wrong === labels.has(widget)) return;
+  if (wrong) {
+    labels.set(widget, widget.label);
+    widget.label = MARK + (widget.label ?? widget.name);
+    for (const color of COLORS) Object.defineProperty(widget, color, { configurable: true, get: errorColor });
+    widget.getOutlineColor = errorColor;
+  } else {
+    widget.label = labels.get(widget);
+    labels.delete(widget);
+    for (const own of [...COLORS, "getOutlineColor"]) delete widget[own];
+  }
+}
+
+export function disableWidget(widget, off) {
+  if (widget.type === "toggle") widget.options.read_only = off; // as nodes drawn by Vue know a toggle to be off
+  widget.disabled = off;
+}
+
+// Where Vue draws the nodes, labels are elements: call after it has drawn. `inside`: an element on the node.
+export function markRows(inside) {
+  for (const row of inside.closest("[data-node-id]")?.querySelectorAll(".lg-node-widget") ?? []) {
+    const label = row.querySelector("[data-testid='widget-layout-field-label']");
+    const wrong = label?.textContent.trim().startsWith(MARK) ?? false;
+    if (label) label.style.color = wrong ? "var(--error-text)" : "";
+    row.querySelector("input")?.setAttribute("aria-invalid", wrong);
+  }
+}
