@@ -13,22 +13,36 @@ _PATCH = 2  # latent pixels of a token, each way
 
 
 def take_extras(
-    x: Tensor, ref_latents: list[Tensor] | None, control: dict | None, others: dict, dims: FluxDims
+    x: Tensor,
+    ref_latents: list[Tensor] | None,
+    control: dict | None,
+    others: dict,
+    dims: FluxDims,
+    rope: dict | None = None,
 ) -> Extras:
-    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name)."""
+    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name). `rope`: what ScaleROPE
+    wishes."""
     method = others.pop("ref_latents_method", None)
     mask = others.pop("attention_mask", None)
     references = tuple(latent.float().cpu() for latent in ref_latents or ())
     return Extras(
         references=references,
-        offsets=_offsets(x, references, method or "offset") if references else None,
+        places=_places(x, references, method or "offset", rope or {}) if references or rope else None,
         mask=None if mask is None else _as_batch(mask).cpu(),
         residuals={} if control is None else _residuals(control, dims),
     )
 
 
-def _offsets(x: Tensor, references: tuple[Tensor, ...], method: str) -> Tensor:
-    """Where each reference lies: (index, row, column) of its first token, as comfy/ldm/flux/model.py places them."""
+def _places(x: Tensor, references: tuple[Tensor, ...], method: str, rope: dict) -> Tensor:
+    """Where the image lies and each reference: (index, row, column) of its first token and how far rows and columns are
+    apart, as comfy/ldm/flux/model.py places them (process_img)."""
+    first = [(0, 0, 0), *_first_tokens(x, references, method)]
+    shift = [rope.get(f"shift_{axis}", 0.0) for axis in "tyx"]
+    apart = [rope.get(f"scale_{axis}", 1.0) for axis in "yx"]
+    return torch.tensor([[*map(sum, zip(at, shift, strict=True)), *apart] for at in first])
+
+
+def _first_tokens(x: Tensor, references: tuple[Tensor, ...], method: str) -> list[tuple[int, int, int]]:
     places = []
     height = width = 0
     for number, latent in enumerate(references):
@@ -50,7 +64,7 @@ def _offsets(x: Tensor, references: tuple[Tensor, ...], method: str) -> Tensor:
         else:
             raise refusal(f"the reference latents method {method!r}", "choose offset, index or uxo")
         places.append((index, _in_tokens(row), _in_tokens(column)))
-    return torch.tensor(places, dtype=torch.float32)
+    return places
 
 
 def _in_tokens(pixels: int) -> int:

@@ -6,14 +6,29 @@ import threading
 import weakref
 
 import torch
+from comfy.cli_args import args
 
 from ..parallel_backend import pool
-from ..parallel_backend.decide import Decided
+from ..parallel_backend.decide import LOWVRAM, NOVRAM, Decided
 from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import ModelSpec
 
 # Networks that stand for models on the ranks, by what they stand for: several may share one.
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def economy() -> str:
+    """ComfyUI's own flag for little memory, as decide.ECONOMIES has it."""
+    return NOVRAM if args.novram else LOWVRAM if args.lowvram else ""
+
+
+def make_room(spec: ModelSpec) -> bool:
+    """Has the ranks give the model's memory back, unless ComfyUI runs with --highvram, which leaves models where they
+    are as long as anyone has them."""
+    if args.highvram or args.gpu_only:
+        return False
+    pool.put_to_sleep(spec)
+    return True
 
 
 def size_on(device: torch.device, file: FluxFile, decided: Decided | None) -> int:

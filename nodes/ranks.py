@@ -21,6 +21,7 @@ from ..parallel_backend.selector import Decision, StrategyChoice
 from ..parallel_backend.strategy import ParallelStrategy
 from ..parallel_backend.trials import decide_with_trials
 from ..parallel_backend.weight_patches import NO_PATCHES, WeightPatches
+from .rank_memory import economy
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def decide(
         ):
             return try_out(sidecar, placement)
 
-    return decide_with_trials(choice, spec, file, work, on_ranks, sampler=sampler, say=say)
+    return decide_with_trials(choice, spec, file, work, on_ranks, sampler=sampler, economy=economy(), say=say)
 
 
 @contextmanager

@@ -103,7 +103,10 @@ class StepwiseFlux(nn.Module):
         self.spec = spec
         self.file = file
         self.dtype = torch.float32
+        # What nodes read of ComfyUI's own class.
         self.patch_size = 2
+        self.in_channels, self.out_channels = file.dims.in_channels, file.dims.out_channels
+        self.hidden_size, self.num_heads = file.dims.hidden, file.dims.heads
         watch(self, spec)
         self._decided: tuple[tuple, Tensor | None, Decided] | None = (
             None  # its key, the run's sigmas, and what runs
@@ -155,7 +158,9 @@ class StepwiseFlux(nn.Module):
         options=None,
         **others,
     ) -> Tensor:
-        extras = take_extras(x, ref_latents, control, others, self.file.dims)
+        extras = take_extras(
+            x, ref_latents, control, others, self.file.dims, (options or {}).get("rope_options")
+        )
         refuse_effects(options, others)
         if y is None:
             y = x.new_zeros(len(x), self.file.dims.pooled_dim)

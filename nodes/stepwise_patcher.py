@@ -8,6 +8,7 @@ import torch
 from ..parallel_backend import pool
 from ..parallel_backend.errors import RequestError
 from .lora_patches import weight_patches
+from .rank_memory import make_room
 from .refusals import refusal
 
 # Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
@@ -40,14 +41,13 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
 
     def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
         freed = self.loaded_size()
-        pool.put_to_sleep(self.model.diffusion_model.spec)
-        return freed
+        return freed if make_room(self.model.diffusion_model.spec) else 0
 
     def detach(self, unpatch_all=True):
         # Clones share their object patches: one that is only collected must not take them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
-            pool.put_to_sleep(self.model.diffusion_model.spec)
+            make_room(self.model.diffusion_model.spec)
         return self.model
 
     # What would change or read weights.

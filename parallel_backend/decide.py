@@ -20,6 +20,11 @@ from .requests import ModelSpec
 from .selector import Decision, StrategyChoice, resolve
 from .strategy import ModelShape, ParallelStrategy, RequestShape
 
+# ComfyUI's flags for little memory, and what `auto` makes of them: weights shared out over the devices, or in the
+# computer's memory as well.
+LOWVRAM, NOVRAM = "--lowvram", "--novram"
+ECONOMIES = ("", LOWVRAM, NOVRAM)
+
 log = logging.getLogger(__name__)
 
 
@@ -39,9 +44,18 @@ class Decided:
 
 
 def decide(
-    choice: StrategyChoice, spec: ModelSpec, file: FluxFile, work: Work, *, sampler: str = "euler"
+    choice: StrategyChoice,
+    spec: ModelSpec,
+    file: FluxFile,
+    work: Work,
+    *,
+    sampler: str = "euler",
+    economy: str = "",
 ) -> Decided:
-    """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started."""
+    """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started.
+
+    `economy`: a flag of ComfyUI's, one of ECONOMIES, that asks `auto` to save devices' memory before time.
+    """
     devices, failing = devices_in_use(choice)
     job = job_of(work)
     advice, trials = _advice(choice, spec, file, work, devices, sampler)
@@ -51,8 +65,10 @@ def decide(
         decision = replace(decision, notes=(left_out(failing), *decision.notes))
     used = devices[: decision.strategy.world_size]
     plan = Plan(file, spec.weight_dtype, decision.strategy, job, used)
-    if choice.mode == "auto" and not fits(plan):
-        decision, plan = _offloaded(decision, plan)
+    if choice.mode == "auto":
+        decision, plan = _economical(decision, plan, economy)
+        if not fits(plan):
+            decision, plan = _offloaded(decision, plan, "nothing faster fits in the memory of these devices")
     return Decided(decision, used, check_capacity(plan), advice.outlooks, trials)
 
 
@@ -128,15 +144,31 @@ def _trials(work: Work, model: ModelShape, count: int, engine: str) -> tuple[Par
     return tuple(c.strategy for c in sorted(candidates, key=rule_key, reverse=True))
 
 
-def _offloaded(decision: Decision, plan: Plan) -> tuple[Decision, Plan]:
-    """With the weights in host memory, where that is what makes it fit."""
+def _economical(decision: Decision, plan: Plan, economy: str) -> tuple[Decision, Plan]:
+    """With weights shared out, or in host memory as well, where ComfyUI was started to save memory."""
+    if economy == NOVRAM:
+        return _offloaded(decision, plan, f"ComfyUI runs with {economy}")
+    if economy != LOWVRAM or not _copies(plan.strategy) or is_cpu(plan.devices):
+        return decision, plan
+    return _kept(decision, plan, f"shard_weights is on: ComfyUI runs with {economy}", shard_weights=True)
+
+
+def _offloaded(decision: Decision, plan: Plan, because: str) -> tuple[Decision, Plan]:
+    """With the weights in host memory, where it fits so."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
         return decision, plan
-    alike = strategy.row_degree * strategy.sequence_degree
-    strategy = strategy.replace(shard_weights=alike > 1, offload_weights=True)
-    offloaded = replace(plan, strategy=strategy)
-    if not fits(offloaded):
-        return decision, plan
-    note = "offload_weights is on: nothing faster fits in the memory of these devices"
-    return replace(decision, strategy=strategy, notes=(*decision.notes, note)), offloaded
+    note = f"offload_weights is on: {because}"
+    offloaded = _kept(decision, plan, note, shard_weights=_copies(strategy) > 0, offload_weights=True)
+    return offloaded if fits(offloaded[1]) else (decision, plan)
+
+
+def _kept(decision: Decision, plan: Plan, note: str, **changes: bool) -> tuple[Decision, Plan]:
+    strategy = plan.strategy.replace(**changes)
+    notes = (*decision.notes, note)
+    return replace(decision, strategy=strategy, notes=notes), replace(plan, strategy=strategy)
+
+
+def _copies(strategy: ParallelStrategy) -> int:
+    """How many devices hold what another one holds too, and could share it out; a stage of a pipeline is whole."""
+    return 0 if strategy.pipefusion_degree > 1 else strategy.row_degree * strategy.sequence_degree - 1

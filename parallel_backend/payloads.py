@@ -101,8 +101,8 @@ def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditi
 def _extra_tensors(extras: Extras) -> Tensors:
     tensors = {f"reference.{i}": latent for i, latent in enumerate(extras.references)}
     tensors |= {f"residual.{block}": residual for block, residual in extras.residuals.items()}
-    if extras.offsets is not None:
-        tensors["offsets"] = extras.offsets
+    if extras.places is not None:
+        tensors["places"] = extras.places
     return tensors if extras.mask is None else tensors | {"mask": extras.mask}
 
 
@@ -118,7 +118,7 @@ def _take_extras(tensors: Tensors) -> Extras:
         raise TransportError("a payload lacks a reference latent")
     return Extras(
         references=tuple(references[i] for i in range(len(references))),
-        offsets=tensors.pop("offsets", None),
+        places=tensors.pop("places", None),
         mask=tensors.pop("mask", None),
         residuals=numbered["residual"],
     )
@@ -193,11 +193,11 @@ def _check_extras(request: PredictRequest) -> None:
         )
         image += _tokens(latent)
         _check_finite("a reference latent", latent)
-    if extras.references:
+    if extras.references or extras.places is not None:
         count = len(extras.references)
-        placed = extras.offsets is not None and tuple(extras.offsets.shape) == (count, 3)
-        if not placed:
-            raise RequestError(f"{count} reference latents need as many offsets of 3 numbers.")
+        if extras.places is None or tuple(extras.places.shape) != (1 + count, 5):
+            raise RequestError(f"An image and {count} reference latents need {1 + count} places of 5 numbers.")
+        _check_finite("the places of the image's tokens", extras.places)
     tokens = request.conditioning.context.shape[1] + image
     if extras.mask is not None:
         fits = extras.mask.ndim == 3 and extras.mask.shape[0] in (1, rows)

@@ -28,7 +28,7 @@ class Conditioning:
     """One prompt, encoded.
 
     context: [1 or B, T, context_dim] float; pooled: [1 or B, pooled_dim] float;
-    guidance: [1 or B] float32, or None for models without a guidance embedding.
+    guidance: [1 or B] float32; None adds no embedding of it.
     """
 
     context: torch.Tensor
@@ -94,19 +94,20 @@ class SamplerState:
 class Extras:
     """What a model call may carry beside latent, sigma and prompt. Rows: 1 or R.
 
-    references: latents [rows, C, h, w] whose tokens the image attends to (Flux Kontext), each with its place in
-    `offsets` [references, 3] float32: (index, row, column) of its first token. mask: [rows, S, S], boolean or added to
+    references: latents [rows, C, h, w] whose tokens the image attends to (Flux Kontext). places: [1 + references, 5]
+    float32, where the image's tokens lie and those of each reference: (index, row, column) of the first one, and how
+    far rows and columns are apart; None for an image alone at its usual place. mask: [rows, S, S], boolean or added to
     the scores of attention, over text, image and references in this order. residuals: of a ControlNet, by block
     (doubles first), [rows, n, hidden] added to the first n image tokens after it.
     """
 
     references: tuple[torch.Tensor, ...] = ()
-    offsets: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.references or self.residuals) or self.mask is not None
+        return bool(self.references or self.residuals) or self.mask is not None or self.places is not None
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ def decide_with_trials(
     try_out: TryOut,
     *,
     sampler: str = "euler",
+    economy: str = "",
     say: Callable[[str], None] = lambda text: None,
 ) -> Decided:
     """As decide.decide. `try_out` runs at least two steps of `work` with a strategy on devices, one per rank."""
-    decided = decide(choice, spec, file, work, sampler=sampler)
+    decided = decide(choice, spec, file, work, sampler=sampler, economy=economy)
     if not decided.trials:
         return decided
     began = time.perf_counter()
@@ -43,7 +44,7 @@ def decide_with_trials(
         devices = resolve_devices(choice.devices)[: strategy.world_size]
         remember(devices, spec, file, work, try_out(strategy, devices), sampler)
         tried += 1
-    decided = decide(choice, spec, file, work, sampler=sampler)
+    decided = decide(choice, spec, file, work, sampler=sampler, economy=economy)
     note = (
         f"{tried} strategies were tried for a few steps each, {time.perf_counter() - began:.1f} s in all, once for "
         f"this model and size"

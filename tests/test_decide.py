@@ -8,7 +8,7 @@ import fake_nvml
 from parallel_backend import decide as module
 from parallel_backend import device_shares, experience
 from parallel_backend.calibration_store import VARIABLE
-from parallel_backend.decide import decide
+from parallel_backend.decide import LOWVRAM, NOVRAM, decide
 from parallel_backend.errors import StrategyError
 from parallel_backend.experience import Experience, image_work, in_good_order
 from parallel_backend.failing_devices import FAILING
@@ -90,6 +90,29 @@ def test_one_card_that_is_too_small_offloads_and_says_so(box):
     decided = decide(StrategyChoice(devices="0"), SPEC, FILE, work())
     assert decided.decision.strategy.offload_weights and decided.devices == ("cuda:0",)
     assert any("offload_weights is on" in note for note in decided.decision.notes)
+
+
+def test_comfyuis_flags_for_little_memory_save_it_in_auto_and_not_by_hand(box):
+    box(fake_nvml.h100_nvswitch())
+    usual = decide(StrategyChoice(), SPEC, FILE, work())
+    low = decide(StrategyChoice(), SPEC, FILE, work(), economy=LOWVRAM)
+    assert low.decision.strategy == usual.decision.strategy.replace(shard_weights=True)
+    assert low.memory.weights < usual.memory.weights / 4
+    assert "shard_weights is on: ComfyUI runs with --lowvram" in low.decision.notes
+    lowest = decide(StrategyChoice(), SPEC, FILE, work(), economy=NOVRAM)
+    assert lowest.decision.strategy == low.decision.strategy.replace(offload_weights=True)
+    assert lowest.memory.weights < low.memory.weights
+    by_hand = decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FILE, work(), economy=NOVRAM)
+    assert by_hand.decision.strategy == ULYSSES
+    one = decide(StrategyChoice(devices="0"), SPEC, FILE, work(), economy=LOWVRAM)
+    assert one.decision.strategy == ONE  # nobody to share with
+
+
+def test_the_cpu_has_nothing_to_save(store):
+    usual, low = (
+        decide(StrategyChoice(devices="cpu:2"), SPEC, FILE, work(), economy=e) for e in ("", LOWVRAM)
+    )
+    assert low.decision == usual.decision
 
 
 def test_by_hand_what_does_not_fit_is_refused_with_a_remedy(box):

@@ -35,7 +35,7 @@ def _rows(count: int) -> list[Rows]:
     )  # text sees no end of the image
     extras = Extras(
         references=(draw(1, 16, *REFERENCE),),
-        offsets=torch.tensor([[1.0, 0.0, 3.0]]),
+        places=torch.tensor([[0.0, 0, 0, 0.5, 2], [1.0, 0, 3, 0.5, 2]]),
         mask=draw(count, TOKENS, TOKENS).masked_fill(hidden, float("-inf")),
         residuals={0: draw(count, 20, 256), 2: draw(1, 26, 256)},
     )
@@ -85,12 +85,14 @@ def test_every_rank_gives_what_one_gives(path, expected, strategy):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("changed", ["references", "mask", "residuals"])
+@pytest.mark.parametrize("changed", ["references", "places", "mask", "residuals"])
 def test_each_of_them_matters(path, expected, changed, monkeypatch):
     rows = _rows(3)[0]
-    extras = {name: getattr(rows.extras, name) for name in ("references", "offsets", "mask", "residuals")}
+    extras = {name: getattr(rows.extras, name) for name in ("references", "places", "mask", "residuals")}
     if changed == "references":
         extras["references"] = (extras["references"][0] + 1,)
+    elif changed == "places":
+        extras["places"] = extras["places"] * torch.tensor([1, 1, 1, 2, 1])
     else:
         extras[changed] = None if changed == "mask" else {}
     other = [Rows(rows.x, rows.sigma, rows.conditioning, Extras(**extras))]

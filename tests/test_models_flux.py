@@ -242,11 +242,14 @@ def test_half_precision_stays_within_its_own_rounding(tmp_path):
         assert error(velocity(model), judged(tmp_path, dtype)) < 8 * 2.0**-bits
 
 
-def test_missing_guidance_is_three_and_a_half_and_schnell_ignores_it(tmp_path):
+def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):
     dev = loaded(write_tiny_flux(tmp_path / "dev.safetensors", **SIZES))
-    default = velocity(dev, guidance=None)
-    assert torch.equal(default, velocity(dev, guidance=torch.full((2,), 3.5)))
-    assert error(velocity(dev, guidance=torch.full((2,), 3.0)), default) > 1e-3
+    disabled = velocity(dev, guidance=None)
+    assert error(velocity(dev, guidance=torch.full((2,), 3.5)), disabled) > 1e-3
+    embedder = dev.transformer.time_text_embed.inner.guidance_embedder
+    for parameter in embedder.linear_2.parameters():
+        parameter.data = torch.zeros_like(parameter)  # an embedding that adds nothing
+    assert torch.equal(velocity(dev, guidance=torch.full((2,), 3.5)), disabled)
     schnell = loaded(write_tiny_flux(tmp_path / "schnell.safetensors", guidance=False, **SIZES))
     assert torch.equal(velocity(schnell, guidance=None), velocity(schnell))
 

@@ -18,7 +18,7 @@ SIZE = TEXT + IMAGE + REFERENCE
 def request(**changes) -> PredictRequest:
     extras = Extras(
         references=(torch.randn(1, 16, 4, 3),),
-        offsets=torch.tensor([[1.0, 0.0, 2.0]]),
+        places=torch.tensor([[0.0, 0, 0, 1, 1], [1.0, 0, 2, 1, 1]]),
         mask=torch.zeros(1, SIZE, SIZE),
         residuals={0: torch.randn(2, IMAGE, 8), 7: torch.randn(1, 2, 8)},
     )
@@ -31,7 +31,7 @@ def test_extras_come_back_as_they_were_sent():
     _, _, prompt, extras = predict_parts(predict_tensors(sent, with_conditioning=False))
     assert prompt is None and extras.residuals.keys() == {0, 7}
     assert torch.equal(extras.references[0], sent.extras.references[0])
-    assert torch.equal(extras.offsets, sent.extras.offsets) and torch.equal(extras.mask, sent.extras.mask)
+    assert torch.equal(extras.places, sent.extras.places) and torch.equal(extras.mask, sent.extras.mask)
     assert torch.equal(extras.residuals[7], sent.extras.residuals[7])
     assert not predict_parts(predict_tensors(replace(sent, extras=Extras()), False))[3]
 
@@ -41,7 +41,8 @@ def test_extras_come_back_as_they_were_sent():
     [
         ({"references": (torch.zeros(1, 4, 4, 3),)}, "a reference latent has shape"),
         ({"references": (torch.zeros(3, 16, 4, 3),)}, "1 or 2"),
-        ({"offsets": None}, "1 reference latents need as many offsets"),
+        ({"places": None}, "An image and 1 reference latents need 2 places of 5 numbers"),
+        ({"places": torch.full((2, 5), float("nan"))}, "NaN or infinite"),
         ({"references": (torch.full((1, 16, 4, 3), float("nan")),)}, "NaN or infinite"),
         ({"mask": torch.zeros(1, SIZE, SIZE - 1)}, f"expected .1 or 2, {SIZE}, {SIZE}"),
         ({"mask": torch.zeros(SIZE, SIZE)}, "the attention mask has shape"),

@@ -33,12 +33,12 @@ class ImageTokens:
 def image_tokens(rows: Rows) -> ImageTokens:
     """Of rows with the same references."""
     device = rows.x.device
-    tokens, ids = [pack(rows.x)], [image_ids(*rows.x.shape[-2:], device)]
-    places = () if rows.extras.offsets is None else rows.extras.offsets
-    for latent, offset in zip(rows.extras.references, places, strict=True):
+    places = (None,) if rows.extras.places is None else rows.extras.places
+    tokens, ids = [], []
+    for latent, place in zip((rows.x, *rows.extras.references), places, strict=True):
         latent = latent.expand(len(rows.x), *latent.shape[1:]).to(device, rows.x.dtype)
         tokens.append(pack(latent))
-        ids.append(image_ids(*latent.shape[-2:], device) + offset.to(device))
+        ids.append(image_ids(*latent.shape[-2:], device, place))
     return ImageTokens(torch.cat(tokens, dim=1), torch.cat(ids), tokens[0].shape[1])
 
 

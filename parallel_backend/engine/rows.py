@@ -53,7 +53,7 @@ def _lines_of_extras(extras: Extras, count: int, part: slice) -> Extras:
         return extras
     return Extras(
         references=tuple(_lines(latent, count, part) for latent in extras.references),
-        offsets=extras.offsets,
+        places=extras.places,
         mask=_lines(extras.mask, count, part),
         residuals={block: _lines(r, count, part) for block, r in extras.residuals.items()},
     )

@@ -27,7 +27,6 @@ from .casting import HalvesSwapped, cast_on_use
 from .flux_slices import Slices, slice_layers, take_slice
 from .flux_weights import FluxWeights, HeldParameter
 
-DEFAULT_GUIDANCE = 3.5  # what ComfyUI gives a guidance-distilled Flux when the conditioning names none
 _FP8 = torch.float8_e4m3fn
 
 # What a ControlNet adds to the image tokens after a block (numbered doubles first): [r, n, hidden], or None.
@@ -124,8 +123,7 @@ class FluxModel:
         the last gives the image as [r, n, 64]. The rest as in `velocity`.
         """
         dtype, transformer = self.compute_dtype, self.chunks[chunk]
-        if self.file.dims.guidance and guidance is None:
-            guidance = torch.full_like(sigma, DEFAULT_GUIDANCE)
+        guided = self.file.dims.guidance and guidance is not None
         transformer.time_text_embed.exact_timestep = sigma
         with self._without_grad():
             (image,) = transformer(
@@ -133,7 +131,7 @@ class FluxModel:
                 encoder_hidden_states=context.to(dtype),
                 pooled_projections=pooled.to(dtype),
                 timestep=sigma,
-                guidance=guidance.to(dtype) if self.file.dims.guidance else None,
+                guidance=guidance.to(dtype) if guided else None,
                 img_ids=img_ids,
                 txt_ids=txt_ids,
                 return_dict=False,
@@ -194,7 +192,8 @@ class _Unchanged(nn.Module):
 class _ExactTimestep(nn.Module):
     """Embeds the timestep unrounded, as ComfyUI does; the transformer would first round it to the compute dtype.
 
-    The forward it sits in passes the rounded one; the caller sets `exact_timestep` ([r] float32) before each call.
+    The forward it sits in passes the rounded one; the caller sets `exact_timestep` ([r] float32) before each call. As
+    in ComfyUI, a guidance-distilled model that is given no guidance (FluxDisableGuidance) embeds none.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -203,7 +202,11 @@ class _ExactTimestep(nn.Module):
         self.exact_timestep: Tensor | None = None
 
     def forward(self, timestep: Tensor, *rest: Tensor) -> Tensor:
-        return self.inner(self.exact_timestep * 1000, *rest)
+        exact, inner = self.exact_timestep * 1000, self.inner
+        if len(rest) > 1 or not hasattr(inner, "guidance_embedder"):
+            return inner(exact, *rest)
+        (pooled,) = rest
+        return inner.timestep_embedder(inner.time_proj(exact).to(pooled.dtype)) + inner.text_embedder(pooled)
 
 
 def load(

@@ -37,13 +37,9 @@ def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[t
     return comfy.sample(graph.prompt, sample(graph, [patched, 0], cfg=2.0))
 
 
-NO_SHIFT = {"shift_x": 0.0, "shift_y": 0.0, "shift_t": 0.0}
-
-
 @pytest.mark.parametrize(
     ("class_type", "inputs", "words"),
     [
-        ("ScaleROPE", {"scale_x": 2.0, "scale_y": 1.0, "scale_t": 1.0, **NO_SHIFT}, "position scaling"),
         ("PerturbedAttentionGuidance", {"scale": 3.0}, "Perturbed-Attention Guidance"),
         ("FluxKVCache", {}, "a replaced part of the network"),
         ("TorchCompileModel", {"backend": "inductor"}, "torch.compile"),

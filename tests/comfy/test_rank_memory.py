@@ -9,7 +9,8 @@ import urllib.request
 
 import pytest
 import torch
-from graphs import OURS, Graph
+from graphs import OURS, STOCK, Graph
+from safetensors.torch import load_file
 
 _SEEDS = itertools.count(100)  # another seed, another run
 
@@ -58,14 +59,14 @@ def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(co
     assert not _again(comfy, unet)
 
 
-def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep(comfy, unet):
+def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep_but_under_highvram(comfy, unet):
     _sample(comfy, unet)
     graph = Graph()
     model = graph.model(OURS, unet)  # the loader that the latest prompt had, so that the ranks stay warm
     states = graph.add("TestUnload", model=model)
     graph.add("TestSaveText", text=[states, 0], path="unloaded.txt")
     comfy.run(graph.prompt)
-    assert comfy.output("unloaded.txt").read_text() == "ready asleep"
+    assert comfy.output("unloaded.txt").read_text() == "ready ready asleep"  # --highvram keeps it
     assert _again(comfy, unet)
 
 
@@ -76,6 +77,22 @@ def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
     comfy.run(graph.prompt)
     _wait_until(lambda: "asleep" in _states(comfy))
     assert _again(comfy, unet)
+
+
+def test_two_models_in_one_graph_share_the_ranks(comfy, unet):
+    """As a first pass and its refiner do; the ranks switch from one to the other."""
+    other = comfy.write_flux("tiny_refiner.safetensors", seed=3)
+    graph = Graph()
+    ends = {}
+    for kind in (STOCK, OURS):
+        first = graph.ksampler(graph.model(kind, unet), graph.text(1), graph.text(2), graph.latent(), steps=2)
+        ends[kind] = graph.ksampler(
+            graph.model(kind, other), graph.text(1), graph.text(2), first, steps=2, denoise=0.6
+        )
+        graph.save(ends[kind], f"refined-{kind}.safetensors")
+    comfy.run(graph.prompt)
+    stock, ours = (load_file(comfy.output(f"refined-{kind}.safetensors"))["samples"] for kind in ends)
+    assert (ours - stock).abs().max() <= 1e-4 * stock.abs().max()
 
 
 def _states(comfy) -> list[str]:

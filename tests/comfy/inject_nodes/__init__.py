@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.clip_vision
 import comfy.sd
 import folder_paths
 import torch
+from comfy.cli_args import args
+from comfy.ldm.flux.redux import ReduxImageEncoder
 from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
 from comfy_api.latest import ComfyExtension, io
@@ -233,6 +236,25 @@ class TestAttentionMask(io.ComfyNode):
         return io.NodeOutput([[context, extra]])
 
 
+class TestStyle(io.ComfyNode):
+    """A random Redux for prompts of 64 channels, and an image as CLIP Vision sees it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        outputs = [io.StyleModel.Output(), io.ClipVisionOutput.Output()]
+        return io.Schema(node_id="TestStyle", category=CATEGORY, inputs=[], outputs=outputs)
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(0)
+        redux = ReduxImageEncoder(redux_dim=8, txt_in_features=64, dtype=torch.float32).requires_grad_(False)
+        for parameter in redux.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+        seen = comfy.clip_vision.Output()
+        seen.last_hidden_state = torch.randn(1, 5, 8, generator=generator)
+        return io.NodeOutput(comfy.sd.StyleModel(redux), seen)
+
+
 def rank_states() -> list[str]:
     """Of the pack's groups of ranks in this process."""
     (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.pool"))
@@ -257,7 +279,8 @@ class TestRankStates(io.ComfyNode):
 
 
 class TestUnload(io.ComfyNode):
-    """Unloads a MODEL as ComfyUI does where another one needs room; the states of ranks before and after."""
+    """Unloads a MODEL as ComfyUI does where another one needs room; the states of ranks before, after an attempt under
+    --highvram, and after one without."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -270,9 +293,12 @@ class TestUnload(io.ComfyNode):
 
     @classmethod
     def execute(cls, model) -> io.NodeOutput:
-        before = rank_states()
-        model.partially_unload(model.offload_device, 1)
-        return io.NodeOutput(" ".join([*before, *rank_states()]))
+        states = rank_states()
+        for highvram in (True, False):
+            args.highvram = highvram
+            model.partially_unload(model.offload_device, 1)
+            states += rank_states()
+        return io.NodeOutput(" ".join(states))
 
 
 class TestSaveImage(io.ComfyNode):
@@ -333,6 +359,7 @@ class InjectExtension(ComfyExtension):
             TestSaveLatent,
             TestSaveText,
             TestScaledVAE,
+            TestStyle,
             TestTinyVAE,
             TestAttentionMask,
             TestRankStates,

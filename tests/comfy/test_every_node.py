@@ -1,0 +1,177 @@
+"""Every node of this ComfyUI that changes a model, a prompt or the way of sampling: ours equals stock, or says why not.
+
+The list comes from ComfyUI's own registry, so that a node is covered the day it appears.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from graphs import OURS, STOCK, Graph
+from safetensors.torch import load_file
+
+from comfyui_client import PromptFailed
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+SUBJECTS = {"MODEL", "CONDITIONING", "GUIDER", "SAMPLER", "SIGMAS", "NOISE"}
+# What no graph here can hand a node: files of other kinds of models, sound and video, LoRAs (test_lora.py), ControlNets
+# (test_extras.py). A type that is neither here nor in Wires must be looked at.
+BEYOND = {
+    "AUDIO", "AUDIO_ENCODER_OUTPUT", "BOUNDING_BOX", "CAMERA_CONTROL", "CLIP", "CLIP_VISION", "COMFY_AUTOGROW_V3",
+    "COMFY_DYNAMICCOMBO_V3", "COMFY_MATCHTYPE_V3", "CONTROL_NET", "GLIGEN", "HOOKS", "HOOK_KEYFRAMES",
+    "IC_LORA_PARAMETERS", "LORA_MODEL", "MESH", "MODEL_PATCH", "PARALLEL_MODEL", "PARALLEL_STRATEGY", "PHOTOMAKER",
+    "TRACKS", "UPSCALE_MODEL", "VOXEL", "WAN_CAMERA_EMBEDDING",
+}  # fmt: skip
+# Where the defaults do nothing, or the first choice is not the telling one.
+TELLING = {
+    "StyleModelApply": {"strength_type": "attn_bias", "strength": 0.5},
+    "ScaleROPE": {"scale_x": 2.0, "scale_y": 0.5, "shift_t": 1.0, "shift_x": -3.0},
+    "ManualSigmas": {"sigmas": "1.0, 0.6, 0.2, 0.0"},
+    "ContextWindowsManual": {"dim": 2, "context_length": 8},
+    "ModelComputeDtype": {"dtype": "fp32"},
+}
+SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
+
+
+class Wires(Graph):
+    """A graph that can feed a node what it asks for."""
+
+    def __init__(self, model: list) -> None:
+        super().__init__()
+        self.base = model
+        self.draws = itertools.count(10)
+        self.makers = {
+            "MODEL": lambda: self.base,
+            "CONDITIONING": lambda: self.text(next(self.draws)),
+            "LATENT": lambda: self.latent(draw=4),
+            "MASK": lambda: [self.add("SolidMask", value=0.6, width=128, height=96), 0],
+            "IMAGE": lambda: [self.add("EmptyImage", width=128, height=96, batch_size=1, color=9000), 0],
+            "NOISE": lambda: [self.add("RandomNoise", noise_seed=3), 0],
+            "SAMPLER": lambda: [self.add("KSamplerSelect", sampler_name="euler"), 0],
+            "SIGMAS": lambda: [
+                self.add("BasicScheduler", model=self.base, scheduler="simple", steps=3, denoise=1.0), 0
+            ],
+            "LATENT_OPERATION": lambda: [self.add("LatentOperationSharpen", sharpen_radius=3, sigma=1.0, alpha=0.1), 0],
+            "TIMESTEPS_RANGE": lambda: [
+                self.add("ConditioningTimestepsRange", start_percent=0.0, end_percent=0.6), 0
+            ],
+            "VAE": lambda: [self.add("TestTinyVAE"), 0],
+            "STYLE_MODEL": lambda: [self.add("TestStyle"), 0],
+            "CLIP_VISION_OUTPUT": lambda: [self.add("TestStyle"), 1],
+        }  # fmt: skip
+
+
+def _inputs(info: dict):
+    """(name, type, options, required) of each input; combos have the type COMBO."""
+    for part in ("required", "optional"):
+        for name, entry in info["input"].get(part, {}).items():
+            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
+            options = dict(entry[1]) if len(entry) > 1 else {}
+            if kind == "COMBO" and not isinstance(entry[0], str):
+                options["options"] = entry[0]
+            yield name, kind, options, part == "required"
+
+
+def _number(kind: str, options: dict):
+    """A value beside the default, since that one may change nothing."""
+    default = options.get("default", 0)
+    if kind == "INT":
+        return max(default, options.get("min", 0))
+    other = default + 0.25
+    return other if other <= options.get("max", other) else default - 0.25
+
+
+def place(graph: Wires, name: str, info: dict) -> str | None:
+    """Adds the node with all that it asks for; None where the graph has no such thing."""
+    values = {}
+    for field, kind, options, required in _inputs(info):
+        kinds = kind.split(",")
+        known = next((one for one in kinds if one in graph.makers), None)
+        if known is not None:
+            values[field] = graph.makers[known]()
+        elif kind in ("INT", "FLOAT"):
+            wanted = SMALL[field] if field in SMALL else _number(kind, options)
+            values[field] = min(max(wanted, options.get("min", wanted)), options.get("max", wanted))
+        elif kind in ("STRING", "BOOLEAN"):
+            values[field] = options.get("default", "" if kind == "STRING" else False)
+        elif kind == "COMBO":
+            if not options.get("options"):
+                return None  # files that nobody has
+            values[field] = options.get("default", options["options"][0])
+        elif required:
+            assert set(kinds) <= BEYOND, f"{name} asks for {kind}: teach this test what that is"
+            return None
+    return graph.add(name, **{**values, **TELLING.get(name, {})})
+
+
+def sampled(graph: Wires, name: str, info: dict, node: str) -> list:
+    """A latent to which the node's output made a difference."""
+    outputs = info["output"]
+    subject = next(kind for kind in outputs if kind in SUBJECTS)
+    made = [node, outputs.index(subject)]
+    latent = [node, outputs.index("LATENT")] if "LATENT" in outputs else graph.latent(draw=5)
+    if subject in ("MODEL", "CONDITIONING"):
+        model, positive = (made, graph.text(91)) if subject == "MODEL" else (graph.base, made)
+        return graph.ksampler(model, positive, graph.text(92), latent, cfg=2.0)
+    parts = {kind: graph.makers[kind]() for kind in ("NOISE", "SAMPLER", "SIGMAS")}
+    guider = graph.add("BasicGuider", model=graph.base, conditioning=graph.text(91))
+    parts |= {"GUIDER": [guider, 0], subject: made}
+    wired = {kind.lower(): source for kind, source in parts.items()}
+    return [graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]
+
+
+def run(comfy, name: str, info: dict, unet: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
+    """The latents that these models give behind the node, in one prompt."""
+    graph = Wires([])
+    for kind in kinds:
+        graph.base, graph.draws = graph.model(kind, unet, "cpu:2"), itertools.count(10)
+        node = place(graph, name, info)
+        graph.save(sampled(graph, name, info, node), f"every-node-{kind}.safetensors")
+    comfy.run(graph.prompt, timeout=120)
+    return [load_file(comfy.output(f"every-node-{kind}.safetensors"))["samples"] for kind in kinds]
+
+
+def verdict(comfy, name: str, info: dict, unet: str) -> str:
+    """same, refused, not Flux.1's (stock cannot do it either), or what is wrong."""
+    try:
+        stock, ours = run(comfy, name, info, unet, (STOCK, OURS))
+    except PromptFailed:
+        try:
+            run(comfy, name, info, unet, (STOCK,))
+        except PromptFailed:
+            return "not Flux.1's"
+        with pytest.raises(PromptFailed) as failure:
+            run(comfy, name, info, unet, (OURS,))
+        kind, words = failure.value.exception_type, failure.value.exception_message
+        return "refused" if kind.endswith("RequestError") and "cannot honour" in words else f"{kind}: {words}"
+    if stock.shape != ours.shape:
+        return f"{list(ours.shape)} instead of {list(stock.shape)}"
+    if torch.equal(stock.isnan(), ours.isnan()):  # at sigma 0 some have nothing to divide by
+        stock, ours = stock.nan_to_num(), ours.nan_to_num()
+    difference = (ours - stock).abs().max().item()
+    return "same" if difference <= TOLERANCE * stock.abs().max() else f"off by {difference:.1e}"
+
+
+@pytest.mark.timeout(600)
+def test_every_node_of_the_registry_gives_the_stock_latent_or_is_refused_by_name(comfy, subtests):
+    unet = comfy.write_flux("tiny_dev.safetensors")
+    registry = comfy.client.object_info()
+    found: dict[str, list[str]] = {}
+    for name, info in sorted(registry.items()):
+        ours_or_a_test = "custom_nodes" in info["python_module"]
+        if ours_or_a_test or info.get("api_node") or not SUBJECTS & set(info["output"]):
+            continue
+        if not SUBJECTS & {kind for _, kind, _, _ in _inputs(info)} and "MODEL" in info["output"]:
+            continue  # a loader of files
+        if place(Wires(["nothing", 0]), name, info) is None:
+            found.setdefault("beyond", []).append(name)
+            continue
+        with subtests.test(node=name):
+            outcome = verdict(comfy, name, info, unet)
+            found.setdefault(outcome, []).append(name)
+            assert outcome in ("same", "refused", "not Flux.1's")
+    for outcome, names in found.items():
+        print(f"{outcome}: {', '.join(names)}")
+    assert len(found["same"]) >= 60
