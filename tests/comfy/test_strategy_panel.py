@@ -247,6 +247,11 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     _edit(page, "engine", "auto")
     _wait_for(page, "shown.basis === 'The latest run'")
 
+    # As undo does: all nodes anew in the same workflow.
+    page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
+    page.wait_for_function(REPORT, timeout=20_000)
+    _wait_for(page, "shown.basis === 'The latest run'")
+
     set_setting("Comfy.ColorPalette", "light")
     page.reload()
     page.wait_for_function(REPORT, timeout=60_000)

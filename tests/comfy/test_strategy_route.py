@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 
 import pytest
+
+from parallel_backend.selector_inputs import LIMITS, SelectorInputs
 
 ROUTE = "/parallel_sampling/check_strategy"
 UNET = "tiny_check.safetensors"  # two attention heads
@@ -31,6 +34,13 @@ def _check(comfy, inputs: dict, **loader: str) -> dict:
 def _groups(comfy) -> dict:
     with urllib.request.urlopen(comfy.server.url + "/parallel_sampling/ranks", timeout=60) as answer:
         return json.load(answer)
+
+
+def test_the_check_takes_what_the_node_has(comfy):
+    schema = comfy.client.object_info()["StrategySelector"]["input"]
+    inputs = {**schema["required"], **schema["optional"]}
+    assert {name: options["default"] for name, (_, options) in inputs.items()} == asdict(SelectorInputs())
+    assert {n: (o["min"], o["max"]) for n, (_, o) in inputs.items() if "min" in o} == LIMITS
 
 
 def test_the_rules_are_those_of_the_loaders_model(comfy):

@@ -1,13 +1,18 @@
 // Ways through the graph: which node an execution id means, which nodes a node is joined with.
 import { app } from "../../../scripts/app.js";
 
-// Execution ids name the way through subgraphs: "12:3" is node 3 in the subgraph node 12.
+// The graph that holds all others; older versions of ComfyUI's page have only one.
+export const rootGraph = () => app.rootGraph ?? app.graph;
+
+// Execution ids name the way through subgraphs: "12:3" is node 3 in the subgraph node 12. Where outputs are kept, an id
+// begins with the subgraph's own instead.
 export function nodeOf(id) {
-  let graph = app.rootGraph ?? app.graph;
+  let graph = rootGraph();
   let node = null;
   for (const part of String(id).split(":")) {
-    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
-    graph = node?.subgraph;
+    const subgraph = rootGraph()?.subgraphs?.get(part);
+    node = subgraph ? null : (graph?.getNodeById(part) ?? graph?.getNodeById(Number(part)));
+    graph = subgraph ?? node?.subgraph;
   }
   return node;
 }
@@ -23,7 +28,7 @@ export function followersOf(node, outputName) {
 }
 
 // All nodes of a class, those in subgraphs too.
-export function nodesOf(comfyClass, graph = app.rootGraph ?? app.graph) {
+export function nodesOf(comfyClass, graph = rootGraph()) {
   return (graph?.nodes ?? []).flatMap((node) => [
     ...(node.comfyClass === comfyClass ? [node] : []),
     ...(node.subgraph ? nodesOf(comfyClass, node.subgraph) : []),

@@ -2,7 +2,7 @@
 // page was loaded anew, from ComfyUI's history.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { nodeOf, nodesOf } from "./graph.js";
+import { nodeOf, nodesOf, rootGraph } from "./graph.js";
 
 const LOOK_BACK = 16; // prompts of the history
 const watchers = []; // [class, show]
@@ -12,37 +12,45 @@ export function watchOutputs(comfyClass, show) {
   watchers.push([comfyClass, show]);
 }
 
+// Whether somebody watches that node.
 function tell(id, output) {
-  const node = nodeOf(id);
-  for (const [comfyClass, show] of watchers) if (output && node?.comfyClass === comfyClass) show(node, output);
+  const node = output && nodeOf(id);
+  const own = watchers.filter(([comfyClass]) => comfyClass === node?.comfyClass);
+  for (const [, show] of own) show(node, output);
+  return own.length > 0;
+}
+
+let told = 0; // times that anybody was told something, so that an older answer does not follow a newer one
+
+function tellAll(outputs) {
+  const found = Object.entries(outputs ?? {}).filter(([id, output]) => tell(id, output)).length;
+  told += found;
+  return found > 0;
 }
 
 // The newest run of this very workflow that has an output of a watched node.
 async function recall() {
-  const graph = app.rootGraph ?? app.graph;
+  const graph = rootGraph();
   if (!watchers.some(([comfyClass]) => nodesOf(comfyClass).length)) return;
+  const before = told;
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
-  if (graph !== (app.rootGraph ?? app.graph)) return;
   for (const run of Object.values(history).sort((a, b) => b.prompt[0] - a.prompt[0])) {
-    if (run.prompt[3]?.extra_pnginfo?.workflow?.id !== graph.id) continue;
-    const found = Object.entries(run.outputs ?? {}).filter(([id]) =>
-      watchers.some(([comfyClass]) => nodeOf(id)?.comfyClass === comfyClass),
-    );
-    for (const [id, output] of found) tell(id, output);
-    if (found.length) return;
+    if (graph !== rootGraph() || before !== told) return;
+    if (run.prompt[3]?.extra_pnginfo?.workflow?.id === graph.id && tellAll(run.outputs)) return;
   }
 }
 
 app.registerExtension({
   name: "parallel_sampling.outputs",
   setup() {
-    api.addEventListener("executed", ({ detail }) => tell(detail?.display_node ?? detail?.node, detail?.output));
+    api.addEventListener("executed", ({ detail }) => {
+      if (detail) tellAll({ [detail.display_node ?? detail.node]: detail.output });
+    });
   },
+  // Also after undo, which makes all nodes anew and keeps what they showed.
   afterConfigureGraph() {
+    if (tellAll(app.nodeOutputs)) return;
     recall().catch((error) => console.warn("parallel sampling: the history does not answer", error));
   },
-  onNodeOutputsUpdated(outputs) {
-    // Keys are ids; those in subgraphs begin with the subgraph's own, by which nothing is found here: left alone.
-    for (const [id, output] of Object.entries(outputs ?? {})) tell(id, output);
-  },
+  onNodeOutputsUpdated: tellAll,
 });
