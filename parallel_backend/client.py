@@ -13,6 +13,8 @@ from torch import Tensor
 
 from . import deadlines
 from .calibration import Calibration
+from .compile_watch import CompileWatch
+from .computing import Compiled
 from .decoding import DecodeResult, VaeWeights, check_decode
 from .errors import Cancelled, CheckpointError, RankFailed, RequestError, StrategyError, TransportError
 from .events import Loaded, Stepped, tell
@@ -171,8 +173,11 @@ class Sidecar:
     def _run(self, job: SamplingJob, message: Sample, turn: Turn) -> SampleResult:
         """The job from where it is to its end, on ranks that hold its model."""
         seconds: list[float] = []
+        compiling = CompileWatch(job.shape, turn.phase)
 
         def progress(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
+            if compiling.took(message):
+                return
             self._ranks.expect(message, Progress, rank)
             seconds.append(message.seconds)
             self._steps, self._ranks.phase = (message.step, message.steps), "sampling"
@@ -186,7 +191,8 @@ class Sidecar:
         exchange.guard(lambda: turn.phase("first step"))
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
-            return deadlines.step_budget([max(seconds)] if message.cache_threshold and seconds else seconds)
+            steps = [max(seconds)] if message.cache_threshold and seconds else seconds
+            return compiling.budget(deadlines.step_budget(steps))
 
         done = exchange.wait(budget, progress)
         result = self._result(exchange, {"latent": job.shape, "step_seconds": None})
@@ -198,12 +204,13 @@ class Sidecar:
         spec: ModelSpec,
         request: PredictRequest,
         placement: Placement,
+        on_phase: OnPhase | None = None,
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
     ) -> tuple[Tensor, RunInfo]:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran."""
         self._check_placement(placement)
-        with self._ranks.turn("predict", should_cancel) as turn:
+        with self._ranks.turn("predict", should_cancel, on_phase) as turn:
             turn.strategy = placement.strategy
             notes: list[str] = []
 
@@ -233,7 +240,13 @@ class Sidecar:
             message = Predict(placement, conditioning=key, forget=self._prompts.take_forgotten())
             exchange = self._ranks.exchange(turn)
             self._send(exchange, message, tensors)
-            done = exchange.wait(lambda: deadlines.step_budget(times), self._refuse_message)
+            compiling = CompileWatch(request.x.shape, turn.phase)
+
+            def answer(rank: int, message, tensors: dict[str, Tensor] | None) -> None:
+                if not compiling.took(message):
+                    self._refuse_message(rank, message, tensors)
+
+            done = exchange.wait(lambda: compiling.budget(deadlines.step_budget(times)), answer)
             velocity = self._result(exchange, {"velocity": request.velocity_shape})["velocity"]
         except BaseException:
             if is_new:  # who knows whether the ranks have it
@@ -464,10 +477,23 @@ def _run_info(done: dict[int, Done], step_seconds: tuple[float, ...]) -> RunInfo
         strategy=runs[0].strategy,
         step_seconds=step_seconds,
         bytes_sent=tuple(run.bytes_sent for run in runs),
-        notes=runs[0].notes,
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
         exact=all(run.exact for run in runs),
         model_calls=runs[0].model_calls,
         reused_calls=runs[0].reused_calls,
+        kernel=runs[0].kernel,
+        compiled=_most([run.compiled for run in runs if run.compiled is not None]),
+    )
+
+
+def _most(compiled: list[Compiled]) -> Compiled | None:
+    """Of all ranks, each of which compiles for itself at the same time."""
+    if not compiled:
+        return None
+    return Compiled(
+        max(one.graphs for one in compiled),
+        max(one.seconds for one in compiled),
+        max(one.uncompiled for one in compiled),
     )
 
 

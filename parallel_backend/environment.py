@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .computing import COMPILE_BACKEND
+from .devices import is_cpu
 from .faults import VARIABLE as FAULT
 
 _NAMES = {
@@ -22,7 +24,9 @@ _NAMES = {
     "PYTHONHOME",
     "PYTHONDONTWRITEBYTECODE",
     "HF_HOME",
-    "DIFFUSERS_ATTN_BACKEND",
+    "CC",
+    "CXX",
+    COMPILE_BACKEND,
     FAULT,  # set by tests and benchmarks only
 }
 _PREFIXES = (
@@ -58,7 +62,10 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     cores = len(os.sched_getaffinity(0))
     # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
     # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores // len(devices)))}
+    threads = max(1, cores // len(devices))
+    # torch's own choice is 32 processes that compile, for each rank.
+    compiling = 1 if is_cpu(devices) else min(4, threads)
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
     fixed = {
         "PYTHONPATH": os.pathsep.join(search),
         "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach its pipe

@@ -15,7 +15,6 @@ from .topology import Topology
 PACKAGES = ("torch", "diffusers", "xfuser", "flash-attn", "flash_attn_3", "sageattention", "triton")
 # What a person can set that changes how fast the ranks are.
 VARIABLES = (
-    "DIFFUSERS_ATTN_BACKEND",
     "OMP_NUM_THREADS",
     "NCCL_P2P_DISABLE",
     "NCCL_P2P_LEVEL",

@@ -12,13 +12,14 @@ import typing
 from dataclasses import dataclass
 
 from .calibration import Calibration
+from .computing import Compiled
 from .decoding import RankDecode
 from .errors import TransportError
 from .requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from .strategy import ParallelStrategy
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -169,9 +170,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Compiling:
+    """Rank to parent: it begins to compile a part of the model for the request that runs."""
+
+
+@dataclass(frozen=True)
 class RankRun:
     """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload;
-    `exact`: it computed what one device would; `model_calls`, `reused_calls`: as in RunInfo."""
+    `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`: as in RunInfo."""
 
     engine: str
     strategy: ParallelStrategy
@@ -181,6 +187,8 @@ class RankRun:
     exact: bool = True
     model_calls: int = 0
     reused_calls: int = 0
+    kernel: str = "torch"
+    compiled: Compiled | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,7 @@ Message = (
     | Wake
     | Cancel
     | Progress
+    | Compiling
     | Done
     | Failed
 )

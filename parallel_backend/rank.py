@@ -126,12 +126,15 @@ def serve(link, epoch: int, jobs) -> None:
 
 def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
+    from .deadlines import SEND
     from .errors import TransportError
     from .protocol import (
         ApplyPatches,
         Calibrate,
+        Compiling,
         Decode,
         Done,
+        Envelope,
         KeepFactors,
         Load,
         LoadVae,
@@ -147,6 +150,9 @@ def _answer(link, envelope, descriptors, jobs):
 
     message, world = envelope.message, jobs.world
     here.steps_done(0)
+
+    def say_compiling() -> None:
+        link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)
 
     def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
         return StepBoundary(
@@ -173,10 +179,10 @@ def _answer(link, envelope, descriptors, jobs):
             case Sample():
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
-                result, run = jobs.sample(message, tensors, on_step)
+                result, run = jobs.sample(message, tensors, on_step, say_compiling)
                 return Done(run=run), result
             case Predict():
-                result, run = jobs.predict(message, tensors)
+                result, run = jobs.predict(message, tensors, say_compiling)
                 return Done(run=run), result
             case KeepFactors():
                 jobs.patches.keep(tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,8 @@ from .step_boundary import StepBoundary
 from .step_cache import check_step_cache
 from .strategy import ParallelStrategy
 from .whereabouts import here
+
+OnCompile = Callable[[], None]
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -88,8 +91,11 @@ class RankJobs:
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()  # whole tensors in float32 leave holes that activations do not fill
 
-    def sample(self, message: Sample, tensors: Tensors, on_step: StepBoundary) -> tuple[Tensors, RankRun]:
-        """Runs the whole job; the latent is the same on every rank."""
+    def sample(
+        self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
+    ) -> tuple[Tensors, RankRun]:
+        """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
+        are compiled."""
         from .sampling.denoise import denoise
 
         begun = time.perf_counter()
@@ -97,7 +103,7 @@ class RankJobs:
         if state is not None:
             here.steps_done(state.step)
         request = sample_request(message, tensors)
-        forward = self._forward(message.placement)
+        forward = self._forward(message.placement, on_compile)
         sent = forward.bytes_sent
         cached, keep = None, on_step.keep
         if request.cache_threshold > 0:
@@ -113,11 +119,12 @@ class RankJobs:
         }
         run = _run(forward, message.placement, begun, sent)
         if cached is not None:
-            run = replace(run, exact=not cached.reused, model_calls=cached.calls, reused_calls=cached.reused)
+            exact = run.exact and not cached.reused
+            run = replace(run, exact=exact, model_calls=cached.calls, reused_calls=cached.reused)
         return result, run if state is None else replace(run, exact=run.exact and state.exact)
 
     @torch.inference_mode()
-    def predict(self, message: Predict, tensors: Tensors) -> tuple[Tensors, RankRun]:
+    def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
         """One model call; the velocity is the same on every rank."""
         from .engine.rows import Rows
 
@@ -131,7 +138,7 @@ class RankJobs:
         if message.conditioning not in self._prompts:
             raise RequestError(f"no prompt was sent under the key {message.conditioning}.")
         prompt = self._prompts[message.conditioning]
-        forward = self._forward(message.placement)
+        forward = self._forward(message.placement, on_compile)
         sent = forward.bytes_sent
         (velocity,) = forward([Rows(x.to(device), sigma.to(device), prompt, extras)])
         return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
@@ -185,16 +192,29 @@ class RankJobs:
             raise error or PeerFailed("another rank could not move its weights")
         _collect(self.world.device)
 
-    def _forward(self, placement: Placement):
+    def _forward(self, placement: Placement, on_compile: OnCompile):
         if self._model is None:
             raise RequestError("the ranks hold no model; load one first.")
         if placement not in self._forwards:
             self._forwards[placement] = self._make_forward(placement)
+        if placement.computing.compiles:
+            from .engine.compiling import compiler
+
+            compiler().on_begin = on_compile
         return self._forwards[placement]
 
     def _make_forward(self, placement: Placement):
+        """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
+        from .engine.attention import kernel_for
         from .engine.factory import make_forward
 
+        error = None
+        try:
+            kernel_for(self.world.device, self._model.compute_dtype, placement.computing.attention)
+        except Exception as failure:
+            error = failure
+        if self._agree(error) != _GOOD:
+            raise error or PeerFailed("another rank lacks the attention kernel")
         return make_forward(self._model, self._layouts, placement)
 
     def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
@@ -233,13 +253,27 @@ class RankJobs:
 
 
 def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankRun:
+    compiled, notes = None, [*forward.notes]
+    wish = placement.computing.attention
+    if wish not in ("auto", forward.kernel):
+        notes.append(
+            f"attention {wish} stood back: a ring merges its partial results by their log-sum-exp, which torch's own "
+            f"kernels return, and only those take masks; {forward.kernel} took its place"
+        )
+    if placement.computing.compiles:
+        from .engine.compiling import compiler
+
+        compiled = compiler().take()
+        notes += compiler().notes_on(compiled)
     return RankRun(
         engine=forward.engine,
         strategy=placement.strategy,
         seconds=time.perf_counter() - begun,
         bytes_sent=forward.bytes_sent - sent_before,
-        notes=tuple(forward.notes),
+        notes=tuple(notes),
         exact=forward.exact,
+        kernel=forward.kernel,
+        compiled=compiled,
     )
 
 

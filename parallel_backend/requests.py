@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .computing import Compiled, Computing
 from .strategy import ParallelStrategy
 
 # Samplers that the resident loop implements; everything else runs stepwise.
@@ -42,6 +43,7 @@ class Placement:
 
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
     engine: str = "auto"
+    computing: Computing = field(default_factory=Computing)
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,13 @@ class RunInfo:
     step_seconds: tuple[float, ...] = ()  # rank 0, one per sampler step (heun: two model calls in one)
     bytes_sent: tuple[int, ...] = ()  # per rank: collective payload that left the rank
     notes: tuple[str, ...] = ()  # what was resolved or refused and replaced, in words
-    exact: bool = True  # False: PipeFusion went on with keys and values of the step before, or a call was reused
+    exact: bool = (
+        True  # False: PipeFusion used old keys and values, a call was reused, or the kernel quantises
+    )
     model_calls: int = 0  # counted under a step cache, else 0
     reused_calls: int = 0  # of these, what the step cache answered but for the first block
+    kernel: str = "torch"  # of attention, one of computing.ATTENTION_KERNELS
+    compiled: Compiled | None = None  # None where blocks were not to be compiled
 
 
 @dataclass(frozen=True)

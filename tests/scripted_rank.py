@@ -42,6 +42,7 @@ class ScriptedForward:
     calls: int = 0
     warmup_steps: None = None
     exact: bool = True
+    kernel: str = "torch"
 
     @property
     def device(self):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fake_nvml
+from parallel_backend import faults
 from parallel_backend.__main__ import main
 from parallel_backend.bench import chart
 from parallel_backend.bench import measure as measurement
@@ -126,11 +127,12 @@ def test_without_matplotlib_it_says_so_and_writes_the_rest(bench, no_leaks, monk
 
 
 def test_a_strategy_that_fails_costs_only_its_row(bench, no_leaks, monkeypatch):
-    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "nonsense")
+    fault = {"rank": 0, "step": 0, "kind": "raise", "point": "load", "once": None}
+    monkeypatch.setenv(faults.VARIABLE, json.dumps(fault))
     status, printed, out = bench("--strategies", "one,ring2")
     assert status == 1 and not (out / "bench.png").exists()
     rows = json.loads((out / "bench.json").read_text())["rows"]
-    assert all("nonsense" in row["problem"] for row in rows)
+    assert all("on purpose" in row["problem"] for row in rows)
     assert "did not run" in printed.out and "Nothing ran." in printed.out
 
 

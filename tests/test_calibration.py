@@ -16,6 +16,7 @@ from parallel_backend.calibration import (
     slowest_rate,
 )
 from parallel_backend.client import Sidecar
+from parallel_backend.engine import attention
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.errors import StrategyError
 from parallel_backend.protocol import Calibrate
@@ -119,7 +120,7 @@ def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(no_leaks):
         assert slowest_rate(first, ALL_TO_ALL) > 1e6
         thorough = sidecar.calibrate(placement, thorough=True)
         assert sidecar.pids == pids
-        assert [c.facts.kernel for c in thorough] == ["native", "native"]
+        assert [c.facts.kernel for c in thorough] == ["torch", "torch"]
         assert [c.facts.kernel_problem for c in thorough] == ["", ""]
         with pytest.raises(StrategyError):
             sidecar.calibrate(Placement())
@@ -138,3 +139,11 @@ def test_the_slowest_rank_and_the_largest_measured_size_decide():
     assert slowest_rate(both, POINT_TO_POINT) == 1024
     assert slowest_rate(both, POINT_TO_POINT, 64) == 32
     assert slowest_rate(both, ALL_TO_ALL) is None
+
+
+def test_a_kernel_that_raises_is_a_problem_and_no_end(monkeypatch):
+    def broken(device, dtype):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(attention, "kernel_for", broken)
+    assert rank_calibrate._try_kernel(torch.device("cpu")) == ("", "ImportError: undefined symbol")

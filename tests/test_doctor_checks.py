@@ -314,7 +314,7 @@ def test_links_that_could_not_be_timed_are_skipped():
 
 
 def test_missing_kernels_are_no_fault_but_a_hint():
-    verdicts = check_kernels(set(), [dataclasses.replace(FACTS, kernel="native")], on_gpus=True)
+    verdicts = check_kernels(set(), [dataclasses.replace(FACTS, kernel="torch")], on_gpus=True)
     assert not_ok(verdicts) == {} and "flash-attn" in named(verdicts, "installed").remedy
     assert not named(check_kernels({"flash_attn"}, [FACTS], on_gpus=True), "installed").remedy
     assert not named(check_kernels(set(), [FACTS], on_gpus=False), "installed").remedy
@@ -324,7 +324,7 @@ def test_a_kernel_that_does_not_work_is_broken():
     bad = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
     verdict = named(check_kernels({"flash_attn"}, [FACTS, bad], on_gpus=True), "in use")
     assert verdict.status == "broken" and "undefined symbol" in verdict.finding
-    assert "DIFFUSERS_ATTN_BACKEND=native" in verdict.remedy
+    assert "attention: torch" in verdict.remedy
     assert named(check_kernels(set(), [], on_gpus=True), "in use").status == "skipped"
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.calibration import Calibration, RankFacts, Transfer
+from parallel_backend.computing import Compiled
 from parallel_backend.decoding import RankDecode
 from parallel_backend.errors import TransportError
 from parallel_backend.protocol import (
@@ -15,6 +16,7 @@ from parallel_backend.protocol import (
     ApplyPatches,
     Calibrate,
     Cancel,
+    Compiling,
     Decode,
     Done,
     Envelope,
@@ -72,7 +74,9 @@ MESSAGES = [
         Done(load=LoadInfo(seconds=1.0, bytes=4, cached=False, dtype="bfloat16", compute_dtype="bfloat16")),
         0,
     ),
+    (Compiling(), 0),
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
+    (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=Compiled(2, 9.5, 0))), 1),
     (KeepFactors(), 1),
     (ApplyPatches("1f"), 1),
     (Done(patch=RankPatch(seconds=0.5, touched=3)), 0),

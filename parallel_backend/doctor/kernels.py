@@ -8,20 +8,19 @@ from ..calibration import RankFacts
 from .verdict import Verdict
 
 GROUP = "Attention"
-# diffusers' names of the kernels and the importable package that each needs.
+# What Parallel Flux Loader calls the kernels, and the importable package that each needs.
 KERNELS = {
-    "_flash_3": "flash_attn_interface",
+    "flash_3": "flash_attn_interface",
     "flash": "flash_attn",
     "sage": "sageattention",
-    "xformers": "xformers",
 }
 
 
 def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> list[Verdict]:
     """`packages`: importable ones among those of KERNELS; `facts`: what the ranks said of the kernel they would use."""
     found = [name for name, package in KERNELS.items() if package in packages]
-    listed = ", ".join(["native", *found])
-    if on_gpus and not {"_flash_3", "flash"} & set(found):
+    listed = ", ".join(["torch", *found])
+    if on_gpus and not {"flash_3", "flash"} & set(found):
         verdicts = [
             Verdict(
                 GROUP,
@@ -44,8 +43,8 @@ def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus
                 "in use",
                 "broken",
                 f"{name} does not work here: {broken.kernel_problem}",
-                "install a build of it that fits this torch, remove it, or start ComfyUI with "
-                "DIFFUSERS_ATTN_BACKEND=native",
+                "install a build of it that fits this torch, remove it, or choose attention: torch in "
+                "Parallel Flux Loader",
             )
         )
     else:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ..computing import Computing
 from ..models.flux import FluxModel
 from ..requests import Placement
 from .attention import kernel_for
+from .compiling import Blocks, CompiledBlocks, PlainBlocks, compiler
+from .compiling import why_not as why_not_compile
 from .counting import Traffic
 from .forward import ParallelForward
 from .groups import Layout, Layouts
@@ -23,32 +26,44 @@ def make_forward(
     `auto` is native: it is exact for every request and needs no import. Where xfuser is asked for, native stands behind
     it for what xfuser cannot compute exactly, and the notes say so.
     """
+    kernel = kernel_for(model.device, model.compute_dtype, placement.computing.attention)
+    blocks, notes = _blocks(model, placement.computing)
     layout = layouts.get(placement.strategy)
-    forward = _make_forward(model, layout, placement.engine, layouts.traffic)
-    forward.notes += notes_on_weights(layout)
+    forward = _make_forward(model, layout, placement.engine, kernel, blocks, layouts.traffic)
+    forward.notes += notes_on_weights(layout) + notes
     return forward
 
 
+def _blocks(model: FluxModel, computing: Computing) -> tuple[Blocks, list[str]]:
+    """How the blocks run, and what is to say about it."""
+    if not computing.compiles:
+        return PlainBlocks(), []
+    reason = why_not_compile(model.device.type)
+    if reason is not None:
+        return PlainBlocks(), [f"blocks ran uncompiled: {reason}"]
+    return CompiledBlocks(compiler()), []
+
+
 def _make_forward(
-    model: FluxModel, layout: Layout, engine: str, traffic: Traffic
+    model: FluxModel, layout: Layout, engine: str, kernel: str, blocks: Blocks, traffic: Traffic
 ) -> ParallelForward | PipelineForward:
-    kernel = kernel_for(model.device, model.compute_dtype)
     native = NativeAttention(layout, kernel, traffic)
     if layout.pipe.size > 1:
-        pipeline = PipelineForward(model, layout, native, traffic)
+        pipeline = PipelineForward(model, layout, native, traffic, blocks)
         if engine == "xfuser":
             pipeline.notes.append(
                 "engine xfuser stood back: its PipeFusion belongs to its own pipelines; native took its place"
             )
         return pipeline
     if engine != "xfuser":
-        return ParallelForward(model, layout, [native], traffic)
+        return ParallelForward(model, layout, [native], traffic, blocks)
     reason = _why_not_xfuser(layout)
     if reason is None:
         from .xfuser import XfuserAttention  # takes seconds to import, so only where it is asked for
 
-        return ParallelForward(model, layout, [XfuserAttention(layout, kernel, traffic), native], traffic)
-    forward = ParallelForward(model, layout, [native], traffic)
+        xfuser = XfuserAttention(layout, kernel, traffic)
+        return ParallelForward(model, layout, [xfuser, native], traffic, blocks)
+    forward = ParallelForward(model, layout, [native], traffic, blocks)
     forward.notes.append(f"engine xfuser stood back: {reason}; native took its place")
     return forward
 

@@ -9,12 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..computing import APPROXIMATE_KERNELS
 from ..models.flux import FluxModel
 from ..models.packing import text_ids, unpack
 from ..requests import LATENT_CHANNELS
 from ..shares import share, span
-from .adjust_diffusers import SharedAttention, share_attention
+from .adjust_diffusers import SharedAttention
 from .collectives import Traffic, all_gather
+from .compiling import Blocks
 from .groups import Layout
 from .image_tokens import image_tokens, mask_in_order, residual_share
 from .plan import TokenPlan
@@ -25,6 +27,7 @@ class Engine(SharedAttention, Protocol):
     """An exact attention over the sequence axis. `plan` is set before each model call."""
 
     name: str
+    kernel: str  # that computes with this plan and mask, one of computing.ATTENTION_KERNELS
     takes_masks: bool  # whether it has a `mask`, to be set with `plan`
     plan: TokenPlan
 
@@ -71,14 +74,17 @@ class ParallelForward:
     """
 
     warmup_steps = None  # all steps are exact
-    exact = True
 
-    def __init__(self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic) -> None:
+    def __init__(
+        self, model: FluxModel, layout: Layout, engines: list[Engine], traffic: Traffic, blocks: Blocks
+    ) -> None:
         self.model = model
         self.layout = layout
         self.traffic = traffic
         self._engines = engines
+        self._blocks = blocks
         self.engine = engines[0].name
+        self.kernel = engines[0].kernel
         self.notes: list[str] = []
 
     @property
@@ -88,6 +94,11 @@ class ParallelForward:
     @property
     def bytes_sent(self) -> int:
         return self.traffic.bytes_sent
+
+    @property
+    def exact(self) -> bool:
+        """Whether its result is that of one device computing exactly."""
+        return self.kernel not in APPROXIMATE_KERNELS
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         return self.shared_out(rows, self._velocities)
@@ -179,4 +190,5 @@ class ParallelForward:
                 if mask is None
                 else mask_in_order(mask, plan.order, self.model.compute_dtype, self.device)
             )
-        share_attention(self.model.transformer, engine)
+        self.kernel = engine.kernel
+        self._blocks.use(self.model.transformer, engine)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..shares import span
-from .attention import attend, attend_with_lse, merge
+from .attention import TORCH, attend, attend_with_lse, merge
 from .collectives import Traffic, all_to_all, ring_shares
 from .groups import Layout
 from .key_memory import Remembering
@@ -38,6 +38,11 @@ class NativeAttention:
         self.plan = TokenPlan.split(0, 0, layout.sequence.size)
         self.mask: Tensor | None = None
         self.memory: Remembering | None = None  # of PipeFusion, for the chunk that runs next
+
+    @property
+    def kernel(self) -> str:
+        """Which computes: a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks."""
+        return TORCH if self._ring.size > 1 or self.mask is not None else self._kernel
 
     def prepare(self) -> None:
         """Its groups belong to the layout: nothing to do."""

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..computing import APPROXIMATE_KERNELS
 from ..models.flux import FluxModel
 from ..models.packing import token_grid, unpack
 from ..requests import LATENT_CHANNELS
 from ..shares import share, span
-from .adjust_diffusers import share_attention
 from .collectives import Traffic, all_gather, broadcast
+from .compiling import Blocks
 from .groups import Layout
 from .image_tokens import image_tokens
 from .native import NativeAttention
@@ -32,16 +33,22 @@ class PipelineForward:
     """
 
     def __init__(
-        self, model: FluxModel, layout: Layout, attention: NativeAttention, traffic: Traffic
+        self,
+        model: FluxModel,
+        layout: Layout,
+        attention: NativeAttention,
+        traffic: Traffic,
+        blocks: Blocks,
     ) -> None:
         self._model = model
         self._layout = layout
+        self._blocks = blocks
         self._attention = attention
         self._traffic = traffic
         self._stage = Stage(model, layout, attention, traffic)
         self.engine = attention.name
         self.warmup_steps: int | None = layout.strategy.warmup_steps
-        self.exact = True  # of the request that ran last
+        self._whole = True  # whether images were computed whole in the request that ran last
         self.notes: list[str] = []
 
     @property
@@ -51,6 +58,16 @@ class PipelineForward:
     @property
     def bytes_sent(self) -> int:
         return self._traffic.bytes_sent
+
+    @property
+    def kernel(self) -> str:
+        """Which computed attention last (computing.ATTENTION_KERNELS)."""
+        return self._attention.kernel
+
+    @property
+    def exact(self) -> bool:
+        """Whether the request that ran last gave what one device computing exactly gives."""
+        return self._whole and self.kernel not in APPROXIMATE_KERNELS
 
     @property
     def samples(self) -> bool:
@@ -73,7 +90,7 @@ class PipelineForward:
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         self._use()
-        self.exact = True
+        self._whole = True
         counts = [len(entry.x) for entry in rows]
         shares = share(sum(counts), self._layout.row.size)
         mine = self._own(rows, shares)
@@ -114,13 +131,13 @@ class PipelineForward:
         )
         grid = token_grid(*rows[0].x.shape[-2:])
         patches = share(grid[0] * grid[1], min(self._layout.strategy.pipeline_patches, grid[0] * grid[1]))
-        self.exact = len(patches) == 1
+        self._whole = len(patches) == 1
         flow = PatchFlow(self._stage, self._layout, self._traffic, sampling, cuts, shares, batch, patches)
         return flow.run(sigmas)
 
     def _use(self) -> None:
         for transformer in self._model.chunks:
-            share_attention(transformer, self._attention)
+            self._blocks.use(transformer, self._attention)
 
     def _own(self, rows: list[Rows], shares: tuple[int, ...]) -> list[Rows]:
         """This pipeline's rows, one by one."""

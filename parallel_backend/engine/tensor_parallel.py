@@ -7,6 +7,7 @@ from torch import Tensor
 from ..models.flux_slices import Slices
 from .collectives import Traffic, all_gather, all_reduce
 from .groups import Axis
+from .operators import meeting_of_slices
 
 
 def slices_of(axis: Axis, traffic: Traffic) -> Slices | None:
@@ -22,4 +23,4 @@ def slices_of(axis: Axis, traffic: Traffic) -> Slices | None:
         sizes = (columns.shape[1],) * axis.size
         return all_gather(columns.T, sizes, axis, traffic).T
 
-    return Slices(axis.size, axis.index, add_up, join)
+    return Slices(axis.size, axis.index, *meeting_of_slices(f"ranks {axis.ranks}", axis.size, add_up, join))

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..whereabouts import here
 from .adjust_xfuser import Xfuser, load_xfuser
+from .attention import TORCH
 from .collectives import Traffic, all_gather
 from .groups import Layout
 from .plan import TokenPlan
 
 # xfuser's names for the kernels that attention.choose_kernel picks.
-_BACKENDS = {"_flash_3": "FLASH_3", "flash": "FLASH", "_native_cudnn": "CUDNN"}
+_BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
 
 _current: Layout | None = None  # xfuser keeps its groups in module globals: one layout at a time per process
 
@@ -37,6 +38,7 @@ class XfuserAttention:
         self._traffic = traffic
         self._xfuser = load_xfuser()
         self._backend = _backend(self._xfuser, kernel, layout)
+        self.kernel = kernel if kernel in _BACKENDS else TORCH
         _lay_groups(self._xfuser, layout)
         self.plan = TokenPlan.split(0, 0, self._axis.size)
 
