@@ -26,11 +26,14 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes import doctor_route, rank_routes, strategy_route
+            from .nodes import doctor_route, metrics_route, rank_routes, strategy_route
+            from .parallel_backend.event_log import begin_log
 
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
             strategy_route.add_route(PromptServer.instance.routes)
+            metrics_route.add_route(PromptServer.instance.routes)
+            begin_log()
 
         async def get_node_list(self):
             return list(NODES)
