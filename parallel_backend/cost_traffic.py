@@ -14,7 +14,8 @@ ACTIVATION_BYTES = 2  # bf16 activations
 
 @dataclass(frozen=True)
 class Work:
-    """One sampling job. `width`, `height`: pixels; `rows`: rows per image, 2 with CFG; `storage`: bytes per weight."""
+    """One sampling job. `width`, `height`: pixels; `rows`: rows per image, 2 with CFG; `storage`: bytes per weight;
+    `step_cache`: it keeps residuals, which times do not count with."""
 
     family: Family
     width: int = 1024
@@ -25,6 +26,7 @@ class Work:
     steps: int = 28
     storage: float = 2.0
     text: int | None = None
+    step_cache: bool = False
 
     @property
     def image_tokens(self) -> int:

@@ -90,6 +90,7 @@ def job_of(work: Work) -> Job:
         images=work.batch,
         prompts=work.rows,
         steps=work.steps,
+        step_cache=work.step_cache,
     )
 
 

@@ -141,7 +141,7 @@ class Experience:
 
 def work_of(file: FluxFile, request: SampleRequest, weight_dtype: str = "auto") -> Work:
     """The job of a request with a Flux file, for the cost model. `weight_dtype`: as in ModelSpec."""
-    return image_work(
+    work = image_work(
         file,
         request.noise.shape,
         text=request.positive.context.shape[1],
@@ -149,6 +149,7 @@ def work_of(file: FluxFile, request: SampleRequest, weight_dtype: str = "auto") 
         steps=len(request.sigmas) - 1,
         weight_dtype=weight_dtype,
     )
+    return replace(work, step_cache=request.cache_threshold > 0)
 
 
 def image_work(

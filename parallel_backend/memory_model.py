@@ -28,7 +28,8 @@ PATCH_CHANNELS = 64  # of a token: 2 x 2 latent pixels
 
 @dataclass(frozen=True)
 class Job:
-    """One sampling job. `height`, `width`: of the latent (pixels / 8); `prompts`: 2 with CFG, else 1."""
+    """One sampling job. `height`, `width`: of the latent (pixels / 8); `prompts`: 2 with CFG, else 1; `step_cache`:
+    residuals are kept from one model call to the next."""
 
     height: int
     width: int
@@ -36,6 +37,7 @@ class Job:
     images: int = 1
     prompts: int = 1
     steps: int = 20
+    step_cache: bool = False
 
     @property
     def image_tokens(self) -> int:
@@ -129,7 +131,9 @@ def _of_rank(
     else:
         whole = _call(dims, dtypes, strategy, place, rows, job.text_tokens, job.image_tokens)
         blocks = range(dims.double_blocks + dims.single_blocks)
-        runs = [_Run(whole, blocks, 0, "whole images")] if rows else []
+        # What the first block and the others added to the image; while they compute, its image in place of the latter.
+        cached = 2 * whole.width(whole.image) if job.step_cache else 0
+        runs = [_Run(whole, blocks, cached, "whole images")] if rows else []
     around = _latents(job, rows, dims, on_cpu=on_cpu)
     best = RankMemory(rank, weights.around.gathered, 0, around, 0)
     parts = {part.block: part for part in weights.parts}
