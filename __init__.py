@@ -26,12 +26,13 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes import doctor_route, metrics_route, rank_routes, strategy_route
+            from .nodes import at_launch, doctor_route, metrics_route, rank_routes, strategy_route
             from .parallel_backend.event_log import begin_log
 
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
             strategy_route.add_route(PromptServer.instance.routes)
+            at_launch.begin(PromptServer.instance)
             metrics_route.add_route(PromptServer.instance.routes)
             begin_log()
 

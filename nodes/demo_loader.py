@@ -20,6 +20,7 @@ from ..parallel_backend.errors import CheckpointError
 from ..parallel_backend.selector import StrategyChoice
 from .flux_loader import load_parallel_flux
 from .links import CATEGORY, ModelLink, StrategyLink
+from .settings import fingerprint
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 MODEL = FOLDER / "transformer.safetensors"
@@ -49,6 +50,10 @@ class ParallelDemoLoader(io.ComfyNode):
                 io.Vae.Output("vae", tooltip="For VAEDecode and VAEEncode."),
             ],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
 
     @classmethod
     def execute(cls, strategy: StrategyChoice | None = None) -> io.NodeOutput:

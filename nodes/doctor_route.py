@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
+
+from .page_requests import NOT_YOURS, is_same_origin, refuse
 
 ROUTE = "/parallel_sampling/doctor"
 _PACK_ROOT = Path(__file__).resolve().parent.parent
@@ -25,19 +26,11 @@ def add_route(routes: web.RouteTableDef) -> None:
     @routes.post(ROUTE)
     async def examine(request: web.Request) -> web.Response:
         if not is_same_origin(request):
-            return web.json_response({"error": "only ComfyUI's own page may ask for this"}, status=403)
+            return refuse(NOT_YOURS, 403)
         if busy.locked():
-            return web.json_response({"error": "the doctor is examining this machine already"}, status=409)
+            return refuse("the doctor is examining this machine already", 409)
         async with busy:
             return await _examine()
-
-
-def is_same_origin(request: web.Request) -> bool:
-    """Whether the page that asks came from this server. Programs that are no browsers name no origin."""
-    if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        return False
-    origin = request.headers.get("Origin")
-    return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
 
 
 async def _examine() -> web.Response:
@@ -56,11 +49,9 @@ async def _examine() -> web.Response:
     try:
         said, _ = await asyncio.wait_for(process.communicate(), _PATIENCE)
     except asyncio.TimeoutError:
-        return web.json_response(
-            {
-                "error": f"the doctor did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
-            },
-            status=504,
+        return refuse(
+            f"the doctor did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits",
+            504,
         )
     finally:  # also when the page went away or ComfyUI ends
         if process.returncode is None:

@@ -20,6 +20,7 @@ from ..parallel_backend.errors import PlatformError, RequestError
 from ..parallel_backend.selector import StrategyChoice
 from .links import CATEGORY, StrategyLink
 from .ranks import errors_as_comfyuis, interrupted, say
+from .settings import default_choice, fingerprint
 from .vae_weights import weights_of
 
 
@@ -50,6 +51,10 @@ class ParallelVAEDecode(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
     def execute(
         cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategyChoice | None = None
     ) -> io.NodeOutput:
@@ -58,7 +63,7 @@ class ParallelVAEDecode(io.ComfyNode):
             latent = latent.unbind()[0]
         begun = time.perf_counter()
         try:
-            image, lines = _on_ranks(vae, latent, strategy or StrategyChoice())
+            image, lines = _on_ranks(vae, latent, strategy or default_choice())
         except _CannotBeSplit as reason:
             say(f"decoding in ComfyUI: {reason}")
             image = vae.decode(latent)

@@ -1,71 +1,114 @@
-"""What ComfyUI's page may ask about the ranks and of them: their state, sleep, stop, another try after failures."""
+"""What ComfyUI's page may ask of the ranks: their state, sleep, wake, restart, stop, another try after failures."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from ..parallel_backend import pool
-from ..parallel_backend.client import Sidecar, State
-from ..parallel_backend.errors import ParallelError
-from .doctor_route import is_same_origin
+from ..parallel_backend.client import Sidecar
+from ..parallel_backend.errors import ParallelError, RequestError
+from ..parallel_backend.failing_devices import FAILING
+from ..parallel_backend.panel_status import BUSY, show_groups, why_not
+from .live_status import default_devices, groups
+from .page_requests import NOT_YOURS, is_same_origin, read_as, refuse
 
 ROUTE = "/parallel_sampling/ranks"
-_IDLE = (State.READY, State.ASLEEP, State.FAILED, State.BROKEN)
+MOST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Wish:
+    """For which ranks: those of a group, by its devices."""
+
+    devices: tuple[str, ...]
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
-    """GET answers {"groups": [...]}; POST to sleep, stop, reset the same afterwards, or {"error"} with 403 or 409."""
+    """GET answers {"groups": [...]} without gauges; POST of a Wish to an action the same afterwards, or {"error"} with
+    400, 403, 404, or 409 where it makes no sense now."""
+    served: set[tuple[str, ...]] = set()  # groups that an action is under way for
 
     @routes.get(ROUTE)
     async def show(request: web.Request) -> web.Response:
-        return _groups()
+        return await _shown()
 
-    for name, action in (("sleep", _sleep), ("stop", _stop), ("reset", _reset)):
-        routes.post(f"{ROUTE}/{name}")(_asked_for(action))
+    def on_request(name: str) -> Callable:
+        async def answer(request: web.Request) -> web.Response:
+            if not is_same_origin(request):
+                return refuse(NOT_YOURS, 403)
+            try:
+                devices = (await read_as(Wish, request, MOST_BYTES)).devices
+            except RequestError as error:
+                return refuse(error, 400)
+            if devices in served:
+                return refuse("these ranks are busy with another button", 409)
+            served.add(devices)
+            try:
+                return await asyncio.to_thread(_act, name, devices) or await _shown()
+            except ParallelError as error:
+                return refuse(error, 409)
+            finally:
+                served.discard(devices)
 
+        return answer
 
-def _asked_for(action):
-    async def answer(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return web.json_response({"error": "only ComfyUI's own page may ask for this"}, status=403)
-        try:
-            await asyncio.to_thread(action)
-        except ParallelError as error:
-            return web.json_response({"error": str(error)}, status=409)
-        return _groups()
-
-    return answer
-
-
-def _groups() -> web.Response:
-    return web.json_response({"groups": [_group(sidecar) for sidecar in pool.all_sidecars()]})
-
-
-def _group(sidecar: Sidecar) -> dict[str, object]:
-    model = sidecar.model
-    return {
-        "devices": list(sidecar.devices),
-        "state": sidecar.state.value,
-        "ranks": len(sidecar.pids),
-        # A name and no path: the page may be open elsewhere.
-        "model": None if model is None else model.path.replace("\\", "/").rsplit("/", 1)[-1],
-    }
+    for name in _ACTIONS:
+        routes.post(f"{ROUTE}/{name}")(on_request(name))
 
 
-def _sleep() -> None:
-    for sidecar in pool.all_sidecars():
-        if sidecar.state is State.READY:
-            sidecar.sleep(level=2)
+async def _shown() -> web.Response:
+    found = await asyncio.to_thread(groups)
+    return web.json_response(show_groups(found, {}, _left_out(found)))
 
 
-def _stop() -> None:
-    """Groups that serve a request are left to it: cancelling is ComfyUI's own button."""
-    for sidecar in pool.all_sidecars():
-        if sidecar.state in _IDLE:
-            sidecar.stop()
+def _left_out(found) -> tuple[str, ...]:
+    return FAILING.among(tuple(dict.fromkeys(device for group in found for device in group.devices)))
 
 
-def _reset() -> None:
+def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
+    """Does it; the refusal where that is none of the page's business, or makes no sense now."""
+    found = groups()
+    status = next((group for group in found if group.devices == devices), None)
+    if status is None:
+        return refuse("there are no such ranks (any more)", 404)
+    if reason := why_not(status, _left_out(found))[name]:
+        return refuse(reason, 409)
+    sidecar = next((one for one in pool.all_sidecars() if one.devices == devices), None)
+    if sidecar is None and devices == default_devices():
+        sidecar = pool.get_sidecar(devices)
+    if sidecar is None:
+        return refuse("there are no such ranks (any more)", 404)
+    _ACTIONS[name](sidecar)
+    return None
+
+
+def _sleep(sidecar: Sidecar) -> None:
+    sidecar.sleep(level=2)
+
+
+def _stop(sidecar: Sidecar) -> None:
+    """Ranks that serve a request are left to it: cancelling is ComfyUI's own button."""
+    if not sidecar.stop_if_idle():
+        raise RequestError(BUSY)
+
+
+def _restart(sidecar: Sidecar) -> None:
+    _stop(sidecar)
+    sidecar.start()
+
+
+def _reset(sidecar: Sidecar) -> None:
     pool.reset()
+
+
+_ACTIONS: dict[str, Callable[[Sidecar], object]] = {
+    "sleep": _sleep,
+    "wake": Sidecar.wake,
+    "restart": _restart,
+    "stop": _stop,
+    "reset": _reset,
+}

@@ -15,9 +15,11 @@ from ..parallel_backend.step_cache import DEFAULT_THRESHOLD, STEP_CACHES, check_
 from ..parallel_backend.strategy import RequestShape
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
 from .panel import run_ui
+from .rank_progress import rank_bars
 from .ranks import RunRecord, say
 from .report import summarise, write_report
 from .resident_sampler import ResidentSampler
+from .settings import permitted
 from .stepwise_model import CHOICE, RECORD
 
 
@@ -107,6 +109,7 @@ class ParallelSampler(io.ComfyNode):
         )
 
     @classmethod
+    @rank_bars()
     def execute(
         cls,
         parallel_model: ParallelModel,
@@ -129,6 +132,7 @@ class ParallelSampler(io.ComfyNode):
         options[RECORD] = record
         if strategy is not None:
             options[CHOICE] = strategy
+        options[CHOICE] = permitted(options[CHOICE], steps, step_cache=bool(record.cache_threshold))
         _check(options[CHOICE], parallel_model, record)
 
         # Hosts that put this key into a latent also take it here; older ones know neither.

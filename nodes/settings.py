@@ -10,7 +10,8 @@ from pathlib import Path
 
 import folder_paths
 
-from ..parallel_backend.user_settings import SettingsFile
+from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.user_settings import SettingsFile, without_approximation
 
 _file = SettingsFile()
 
@@ -18,3 +19,20 @@ _file = SettingsFile()
 def setting(name: str) -> str | bool | float:
     """Its value, or the default for one that is missing or makes no sense. Raises KeyError for an unknown name."""
     return _file.read(Path(folder_paths.get_user_directory(), "default", "comfy.settings.json"))[name]
+
+
+def default_choice() -> StrategyChoice:
+    """What a Strategy Selector would say where none is connected."""
+    return StrategyChoice(devices=setting("default_devices"))
+
+
+def permitted(choice: StrategyChoice, steps: int, *, step_cache: bool = False) -> StrategyChoice:
+    """`choice` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
+    if setting("allow_approximate"):
+        return choice
+    return without_approximation(choice, steps, step_cache=step_cache)
+
+
+def fingerprint() -> tuple[str | bool | float, ...]:
+    """Of the settings that decide what loaders give: when it changes, ComfyUI's cached outputs do not count."""
+    return setting("default_devices"), setting("allow_approximate")

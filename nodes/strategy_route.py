@@ -11,7 +11,7 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.flux_file import FluxFile, inspect_flux
 from ..parallel_backend.selector_inputs import MOST_BYTES, Loader, check_inputs, read_inputs
 from .demo_loader import MODEL as DEMO_MODEL
-from .doctor_route import is_same_origin
+from .page_requests import NOT_YOURS, is_same_origin, read_body, refuse
 
 ROUTE = "/parallel_sampling/check_strategy"
 
@@ -22,22 +22,12 @@ def add_route(routes: web.RouteTableDef) -> None:
     @routes.post(ROUTE)
     async def check(request: web.Request) -> web.Response:
         if not is_same_origin(request):
-            return web.json_response({"error": "only ComfyUI's own page may ask for this"}, status=403)
+            return refuse(NOT_YOURS, 403)
         try:
-            inputs, loader = read_inputs(await _body(request))
+            inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
         except RequestError as error:
-            return web.json_response({"error": str(error)}, status=400)
+            return refuse(error, 400)
         return web.json_response(await asyncio.to_thread(check_inputs, inputs, loader, _find_file))
-
-
-async def _body(request: web.Request) -> bytes:
-    """No more of it than tells that it is too long."""
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > MOST_BYTES:
-            break
-    return bytes(body)
 
 
 def _find_file(loader: Loader) -> FluxFile | None:

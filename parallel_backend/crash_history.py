@@ -53,9 +53,8 @@ class CrashHistory:
         return RankFailed(
             last.rank,
             f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
-            f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy "
-            f"Selector's devices, look with `python -m parallel_backend doctor`, or press Try again in ComfyUI's menu "
-            f"Extensions, Parallel Sampling, to try at once."
+            f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy Selector's devices, look "
+            f"with `python -m parallel_backend doctor`, or press Try again in ComfyUI's sidebar tab Parallel."
             f"\n{history}",
         )
 

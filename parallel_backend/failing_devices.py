@@ -47,6 +47,6 @@ def left_out(failing: Sequence[str]) -> str:
     """What a report says of them."""
     return (
         f"{', '.join(failing)} left out: ranks there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
-        f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Try again in ComfyUI's menu Extensions, Parallel "
-        f"Sampling, takes it back at once"
+        f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Try again in ComfyUI's sidebar tab Parallel "
+        f"takes it back at once"
     )

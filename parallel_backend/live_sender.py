@@ -68,6 +68,16 @@ class LiveSender(Generic[T]):
             self._forget(client)
             self._lock.notify()
 
+    def close(self) -> None:
+        """Nobody looks any more; returns when no message is on its way."""
+        with self._lock:
+            self._leases.clear()
+            self._sent.clear()
+            thread = self._thread
+            self._lock.notify()
+        if thread is not None:
+            thread.join()
+
     def changed(self) -> None:
         """Something happened that a message may show. Any thread; costs next to nothing while nobody looks."""
         if self._leases:

@@ -43,7 +43,7 @@ class News:
                     "error",
                     "The ranks failed too often",
                     f"On {names}; last rank {event.rank} on {event.device}: {event.cause}. They are not started again "
-                    f"by themselves for now: look with the doctor, or press Try again in the Parallel Sampling panel.",
+                    f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
                 )
             )
         if isinstance(event, (Failed, Ended)):

@@ -7,11 +7,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .devices import resolve_devices
-from .errors import DeviceError
+from .errors import DeviceError, StrategyError
+from .selector import StrategyChoice
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,27 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
     return values, problems
+
+
+def without_approximation(choice: StrategyChoice, steps: int, *, step_cache: bool = False) -> StrategyChoice:
+    """`choice` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
+    hand is refused with StrategyError, since another picture than was asked for would be no answer either.
+
+    `steps`: of the request; `step_cache`: one was asked for.
+    """
+    strategy = choice.strategy
+    asked = []
+    if choice.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
+        asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
+    if step_cache:
+        asked.append("set step_cache to off")
+    if asked:
+        raise StrategyError(
+            f"This is approximate, and the setting Allow approximate strategies (Settings, Parallel Sampling) is off: "
+            f"{'; '.join(asked)}; or turn the setting on.",
+            inputs=("pipefusion_degree", "warmup_steps"),
+        )
+    return replace(choice, approximation="never")
 
 
 def _shown(value: object) -> str:

@@ -47,9 +47,11 @@ def threads():
 def board():
     made = Board(gap=0.05, period=0.2)
     yield made
-    for client in made.sender.clients:
-        made.sender.leave(client)
-    made.until(lambda: not threads())
+    made.sender.close()
+    got = len(made.got)
+    assert threads() == []
+    made.sender.changed()
+    assert len(made.got) == got
 
 
 def test_nothing_is_made_and_no_thread_runs_while_nobody_looks(board):

@@ -4,11 +4,22 @@ import json
 import logging
 import os
 import re
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_backend.user_settings import PREFIX, SETTINGS, SettingsFile, check_settings
+from parallel_backend.errors import StrategyError
+from parallel_backend.selector import StrategyChoice
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.user_settings import (
+    PREFIX,
+    SETTINGS,
+    SettingsFile,
+    check_settings,
+    without_approximation,
+)
 
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
@@ -65,3 +76,23 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
     assert read(path) == {**DEFAULTS, "sleep_after_minutes": 3.0}
     path.unlink()
     assert read(path) == DEFAULTS
+
+
+def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all():
+    auto = StrategyChoice(approximation="allowed")
+    assert without_approximation(auto, 20).approximation == "never"
+
+    def by_hand(**degrees):
+        return StrategyChoice(mode="manual", strategy=ParallelStrategy(**degrees))
+
+    for exact in (by_hand(ulysses_degree=2), by_hand(pipefusion_degree=2, warmup_steps=20)):
+        assert without_approximation(exact, 20).strategy == exact.strategy
+    with pytest.raises(StrategyError, match="pipefusion_degree to 1, or warmup_steps to 20"):
+        without_approximation(by_hand(pipefusion_degree=2, warmup_steps=19), 20)
+    with pytest.raises(StrategyError, match="step_cache to off"):
+        without_approximation(auto, 20, step_cache=True)
+
+
+def test_the_page_offers_the_same_settings():
+    script = (Path(__file__).resolve().parent.parent / "web" / "settings.js").read_text()
+    assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)

@@ -1,6 +1,8 @@
 // "Run the doctor" in ComfyUI's menu and command list: what it says, in a dialog that can be copied from.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { button } from "./lib/button.js";
+import { addStyle, element } from "./lib/dom.js";
 
 const COMMAND = "parallel_sampling.doctor";
 const STYLE = `
@@ -8,24 +10,15 @@ dialog.parallel-doctor { color: var(--input-text); background: var(--comfy-menu-
   border: 1px solid var(--border-color); border-radius: 8px; }
 dialog.parallel-doctor::backdrop { background: rgb(0 0 0 / 50%); }
 dialog.parallel-doctor pre { overflow: auto; max-height: 70vh; font-size: 12px; margin: 8px 0; }
-dialog.parallel-doctor button { color: var(--input-text); background: var(--comfy-input-bg); padding: 4px 12px;
-  border: 1px solid var(--border-color); border-radius: 4px; margin-right: 8px; cursor: pointer; }
+dialog.parallel-doctor .buttons { display: flex; gap: 8px; }
 `;
 
-function button(text, onClick) {
-  const made = Object.assign(document.createElement("button"), { type: "button", textContent: text });
-  made.addEventListener("click", onClick);
-  return made;
-}
-
 function open() {
-  const dialog = document.createElement("dialog");
-  dialog.className = "parallel-doctor";
+  const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", "Doctor of Parallel Sampling");
-  const text = document.createElement("pre");
-  text.textContent = "Examining the installation and the devices; this takes about half a minute …";
+  const text = element("pre", "", "Examining the installation and the devices; this takes about half a minute …");
   const copy = button("Copy", () => navigator.clipboard?.writeText(text.textContent));
-  dialog.append(text, button("Close", () => dialog.close()), copy);
+  dialog.append(text, element("div", "buttons", button("Close", () => dialog.close()), copy));
   dialog.addEventListener("close", () => dialog.remove());
   dialog.addEventListener("keydown", (event) => {
     event.stopPropagation(); // else ComfyUI takes Escape for one of its shortcuts
@@ -52,6 +45,6 @@ app.registerExtension({
   commands: [{ id: COMMAND, label: "Run the doctor of Parallel Sampling", icon: "pi pi-heart", function: examine }],
   menuCommands: [{ path: ["Extensions", "Parallel Sampling"], commands: [COMMAND] }],
   setup() {
-    document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+    addStyle(STYLE);
   },
 });

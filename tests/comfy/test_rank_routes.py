@@ -1,16 +1,20 @@
-"""The ranks in ComfyUI's menu, in a real browser: their state, sleep, stop; for ComfyUI's own page only."""
+"""What ComfyUI's page may ask of the ranks: sense and nonsense, from its own page and from elsewhere."""
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
-import urllib.error
-import urllib.request
+import random
+from urllib.parse import urlsplit
 
 import pytest
 from graphs import Graph
 
 ROUTE = "/parallel_sampling/ranks"
+WATCH = "/parallel_sampling/watch"
+ACTIONS = ("sleep", "wake", "restart", "stop", "reset")
+GROUP = {"devices": ["cpu:0", "cpu:1"]}
 _SEEDS = itertools.count(1)  # another seed, another run
 
 
@@ -26,43 +30,88 @@ def warm(measuring):
     return comfy
 
 
-def _ask(comfy, path: str = "", method: str = "GET", **headers: str) -> tuple[int, dict]:
-    request = urllib.request.Request(comfy.server.url + ROUTE + path, method=method, headers=headers)
+def _ask(comfy, path: str, body: bytes | dict | None = None, method: str = "POST", **headers: str):
+    """(status, what the answer's JSON says)."""
+    if isinstance(body, dict):
+        body = json.dumps(body).encode()
+    address = urlsplit(comfy.server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read() or b"{}")
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text.startswith(b"{") else {}
+    finally:
+        connection.close()
 
 
-def _states(comfy) -> list[str]:
-    return [group["state"] for group in _ask(comfy)[1]["groups"]]
+def _group(comfy) -> dict:
+    (group,) = _ask(comfy, ROUTE, method="GET")[1]["groups"]
+    return group
 
 
-def test_the_dialog_shows_the_ranks_and_puts_them_to_sleep(warm, page, tmp_path):
-    page.evaluate("() => void app.extensionManager.command.execute('parallel_sampling.ranks')")
-    dialog = page.get_by_role("dialog", name="Ranks of Parallel Sampling")
-    dialog.get_by_text("tiny_ranks.safetensors").wait_for(timeout=20_000)
-    assert "cpu:0, cpu:1" in dialog.inner_text() and "ready" in dialog.inner_text()
-    page.screenshot(path=tmp_path / "ranks.png")
-    dialog.get_by_role("button", name="Sleep").click()
-    dialog.get_by_text("asleep").wait_for(timeout=20_000)
-    assert _states(warm) == ["asleep"]
-    page.keyboard.press("Escape")
-    dialog.wait_for(state="detached", timeout=10_000)
+def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm):
+    def press(action):
+        status, said = _ask(warm, f"{ROUTE}/{action}", GROUP)
+        return status, said.get("error", "") if status != 200 else said["groups"][0]["state"]
+
+    held = _group(warm)
+    assert (held["state"], held["model"], len(held["ranks"])) == ("ready", "tiny_ranks.safetensors", 2)
+    assert all(rank["weight_bytes"] > 0 and rank["pid"] for rank in held["ranks"])
+    assert press("wake") == (409, "the ranks are awake")
+    assert press("sleep") == (200, "asleep")
+    assert press("wake") == (200, "ready") and _group(warm)["model"] == "tiny_ranks.safetensors"
+    pids = {rank["pid"] for rank in held["ranks"]}
+    assert press("restart") == (200, "ready")
+    assert not pids & {rank["pid"] for rank in _group(warm)["ranks"]}
+    assert press("stop") == (200, "down")
+    assert press("stop")[0] == press("reset")[0] == 409
+    assert _ask(warm, f"{ROUTE}/stop", {"devices": ["cpu:0"]})[0] == 404
 
 
-def test_stop_ends_the_ranks_and_the_next_prompt_starts_them(warm):
-    assert _ask(warm)[1]["groups"] == [
-        {"devices": ["cpu:0", "cpu:1"], "state": "ready", "ranks": 2, "model": "tiny_ranks.safetensors"}
+def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
+    """Other pages, other methods, bodies too long or of anything: refused by a 4xx, and the ranks stay as they are."""
+    before = _group(warm)
+    paths = [f"{ROUTE}/{action}" for action in ACTIONS] + [WATCH]
+    watch = {"client_id": "nobody", "looking": True, "anew": True}
+    for path, body in itertools.product(paths, (GROUP, watch)):
+        for headers in (
+            {"Origin": "https://elsewhere.example"},
+            {"Origin": "null"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
+            assert _ask(warm, path, body, **headers)[0] == 403
+        for method in ("GET", "PUT", "DELETE"):
+            assert _ask(warm, path, body, method=method)[0] in (404, 405)
+    assert _ask(warm, WATCH, watch)[0] == 409  # a page that has no websocket here
+
+    draw = random.Random(7)
+
+    def anything(depth=0):
+        kinds = [None, True, -1, 1e300, "", "cpu:0", "\x00\u2028😀", "x" * 300]
+        if depth < 3:
+            kinds += [
+                [anything(depth + 1) for _ in range(draw.randrange(4))],
+                {
+                    draw.choice(["devices", "client_id", "looking", "anew", "x"]): anything(depth + 1)
+                    for _ in range(3)
+                },
+            ]
+        return draw.choice(kinds)
+
+    bodies = [json.dumps(anything()).encode() for _ in range(60)]
+    bodies += [draw.randbytes(draw.randrange(64)) for _ in range(20)]
+    bodies += [b"", b"{", b"[" * 900, b'"\xff"', b"1" * 900, b"NaN", b" " * 5000, b"[" * 100_000]
+    bodies += [
+        b'{"devices": ["cpu:0", "cpu:1"], "devices": []}',
+        b'{"client_id": "\\ud800", "looking": true, "anew": true}',
     ]
-    status, said = _ask(warm, "/stop", "POST")
-    assert status == 200 and [group["ranks"] for group in said["groups"]] == [0]
-    assert _ask(warm, "/reset", "POST")[0] == 200
-
-
-@pytest.mark.parametrize("action", ["/sleep", "/stop", "/reset"])
-def test_other_pages_and_other_methods_do_nothing(warm, action):
-    assert _ask(warm, action, "POST", Origin="https://elsewhere.example")[0] == 403
-    assert _ask(warm, action)[0] in (404, 405)
-    assert _states(warm) == ["ready"]
+    for body in bodies:
+        for path in draw.sample(paths, 3):
+            status, said = _ask(warm, path, body)
+            assert 400 <= status < 500 and said["error"], (path, body)
+    after = _group(warm)
+    assert (after["state"], [rank["pid"] for rank in after["ranks"]]) == (
+        "ready",
+        [rank["pid"] for rank in before["ranks"]],
+    )

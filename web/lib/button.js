@@ -1,0 +1,23 @@
+// Buttons that look alike in the pack's panels and dialogs.
+import { addStyle, element } from "./dom.js";
+
+addStyle(`
+.parallel-button { color: var(--input-text); background: var(--comfy-input-bg); border: 1px solid var(--border-color);
+  border-radius: 4px; padding: 3px 10px; font: inherit; cursor: pointer; }
+.parallel-button:hover { border-color: var(--descrip-text); }
+.parallel-button:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); outline-offset: 1px; }
+.parallel-button[aria-disabled="true"] { opacity: 0.45; cursor: default; }
+`);
+
+export function button(text, onClick) {
+  const made = element("button", "parallel-button", text);
+  made.type = "button";
+  made.addEventListener("click", () => made.getAttribute("aria-disabled") === "true" || onClick(made));
+  return made;
+}
+
+// Why it would do nothing now, "" when it makes sense. It keeps the focus either way, and says why in its title.
+export function explain(made, whyNot, title) {
+  made.setAttribute("aria-disabled", String(Boolean(whyNot)));
+  made.title = whyNot ? `Not now: ${whyNot}` : title;
+}

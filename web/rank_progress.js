@@ -1,0 +1,55 @@
+// Under Parallel Sampler, while it runs: a slim bar for each rank, above the report in the node's panel.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { addStyle, element } from "./lib/dom.js";
+import { nodeOf } from "./lib/graph.js";
+
+const PANEL = "report_panel";
+const STYLE = `
+.parallel-bars { flex: 0 1 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
+  grid-template-columns: repeat(auto-fill, minmax(120px, 1fr)); list-style: none; font-size: 10px; line-height: 14px; }
+.parallel-bars li { position: relative; height: 14px; padding: 0 4px; border-radius: 3px; overflow: hidden; white-space: nowrap;
+  text-overflow: ellipsis; background: var(--comfy-input-bg); color: var(--input-text); }
+.parallel-bars li i { position: absolute; inset: 0 auto 0 0; opacity: 0.45; background: var(--p-primary-color, #31b9f4); }
+.parallel-bars li span { position: relative; }
+`;
+
+function barsOf(node) {
+  const panel = node?.widgets?.find((widget) => widget.name === PANEL)?.element;
+  if (!panel) return null;
+  const found = panel.querySelector(".parallel-bars");
+  if (found) return found;
+  const made = element("ul", "parallel-bars");
+  made.setAttribute("aria-label", "Progress of each rank");
+  panel.prepend(made);
+  return made;
+}
+
+function draw(bars, ranks) {
+  while (bars.children.length > ranks.length) bars.lastChild.remove();
+  while (bars.children.length < ranks.length) {
+    const bar = element("li", "", element("i"), element("span"));
+    bar.setAttribute("role", "progressbar");
+    bars.append(bar);
+  }
+  ranks.forEach(({ device, words, progress }, at) => {
+    const bar = bars.children[at];
+    bar.firstChild.style.width = `${100 * (progress ?? 0)}%`;
+    bar.lastChild.textContent = bar.title = `${device} ${words}`;
+    bar.setAttribute("aria-label", `${device} ${words}`);
+    if (progress === null) bar.removeAttribute("aria-valuenow");
+    else bar.setAttribute("aria-valuenow", String(Math.round(100 * progress)));
+  });
+  bars.hidden = !ranks.length;
+}
+
+app.registerExtension({
+  name: "parallel_sampling.rank_progress",
+  setup() {
+    addStyle(STYLE);
+    api.addEventListener("parallel_sampling.progress", ({ detail }) => {
+      const bars = barsOf(nodeOf(detail.node));
+      if (bars) draw(bars, detail.ranks);
+    });
+  },
+});

@@ -1,0 +1,49 @@
+// The pack's entries in ComfyUI's Settings. ComfyUI keeps them; the server reads them there, and checks them
+// (parallel_backend/user_settings.py).
+import { app } from "../../scripts/app.js";
+
+const GROUP = "Parallel Sampling";
+
+function setting(name, section, label, type, defaultValue, tooltip, attrs) {
+  return {
+    id: `parallel_sampling.${name}`,
+    category: [GROUP, section, label],
+    name: label,
+    type,
+    defaultValue,
+    tooltip,
+    ...(attrs ? { attrs } : {}),
+  };
+}
+
+const MINUTES = { min: 0, max: 10080, step: 1 };
+
+app.registerExtension({
+  name: "parallel_sampling.settings",
+  settings: [
+    setting(
+      "default_devices", "Devices", "Default devices", "text", "all",
+      "Where no Strategy Selector is connected: all, GPU numbers such as 0,1,3, or cpu:2.",
+    ),
+    setting(
+      "allow_approximate", "Devices", "Allow approximate strategies", "boolean", true,
+      "Off: auto never chooses PipeFusion, and PipeFusion or a step cache set by hand is refused.",
+    ),
+    setting(
+      "start_at_launch", "Ranks", "Start the ranks with ComfyUI", "boolean", false,
+      "Starts ranks on the default devices when ComfyUI starts. They load a model with the first prompt.",
+    ),
+    setting(
+      "sleep_after_minutes", "Ranks", "Minutes until idle ranks sleep (0: never)", "number", 0,
+      "Gives the devices' memory back; the next prompt loads the weights again.", MINUTES,
+    ),
+    setting(
+      "stop_after_minutes", "Ranks", "Minutes until idle ranks end (0: never)", "number", 0,
+      "Ends the processes; the next prompt starts them again.", MINUTES,
+    ),
+    setting(
+      "metrics", "Metrics", "Metrics for Prometheus", "boolean", false,
+      "Counts jobs, steps and failures, and serves them at /parallel_sampling/metrics.",
+    ),
+  ],
+});
