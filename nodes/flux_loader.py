@@ -6,6 +6,7 @@ import comfy.model_patcher
 import folder_paths
 from comfy_api.latest import io
 
+from ..parallel_backend.computing import ATTENTION_KERNELS, COMPILE_MODES, PLAIN, Computing
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.flux_file import inspect_flux
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
@@ -15,7 +16,7 @@ from .stepwise_model import make_stepwise_model
 
 
 def load_parallel_flux(
-    path: str, weight_dtype: str, strategy: StrategyChoice | None
+    path: str, weight_dtype: str, strategy: StrategyChoice | None, computing: Computing = PLAIN
 ) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
     """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
@@ -24,7 +25,7 @@ def load_parallel_flux(
     if choice.mode == "manual":
         choice.strategy.check(file.shape, len(devices), choice.engine)
     spec = ModelSpec(path=path, weight_dtype=weight_dtype)
-    patcher = make_stepwise_model(spec, file, choice)
+    patcher = make_stepwise_model(spec, file, choice, computing)
     return ParallelModel(spec, file, patcher), patcher
 
 
@@ -59,6 +60,22 @@ class ParallelFluxLoader(io.ComfyNode):
                     optional=True,
                     tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
                 ),
+                io.Combo.Input(
+                    "compile",
+                    options=list(COMPILE_MODES),
+                    default="off",
+                    optional=True,
+                    tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an "
+                    "image size takes a minute or more. Needs a C compiler.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=list(ATTENTION_KERNELS),
+                    default="auto",
+                    optional=True,
+                    tooltip="auto takes the fastest exact kernel that is installed; sage is faster still and "
+                    "approximate. One that cannot run on your GPUs is refused with the reason.",
+                ),
             ],
             outputs=[
                 ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
@@ -68,7 +85,12 @@ class ParallelFluxLoader(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, unet_name: str, weight_dtype: str, strategy: StrategyChoice | None = None
+        cls,
+        unet_name: str,
+        weight_dtype: str,
+        strategy: StrategyChoice | None = None,
+        compile: str = "off",
+        attention: str = "auto",
     ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        return io.NodeOutput(*load_parallel_flux(path, weight_dtype, strategy))
+        return io.NodeOutput(*load_parallel_flux(path, weight_dtype, strategy, Computing(compile, attention)))

@@ -12,6 +12,7 @@ from comfy_execution.utils import get_executing_context
 
 from ..parallel_backend import pool
 from ..parallel_backend.client import Sidecar
+from ..parallel_backend.computing import PLAIN, Computing
 from ..parallel_backend.cost_traffic import Work
 from ..parallel_backend.decide import Decided
 from ..parallel_backend.errors import Cancelled, OutOfMemory
@@ -19,7 +20,7 @@ from ..parallel_backend.flux_file import FluxFile
 from ..parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placement, RunInfo
 from ..parallel_backend.selector import Decision, StrategyChoice
 from ..parallel_backend.strategy import ParallelStrategy
-from ..parallel_backend.trials import decide_with_trials
+from ..parallel_backend.trials import decide_with_trials, uncompiled
 from ..parallel_backend.weight_patches import NO_PATCHES, WeightPatches
 from .rank_memory import economy
 
@@ -48,17 +49,29 @@ def decide(
     try_out: Callable[[Sidecar, Placement], RunInfo],
     *,
     sampler: str = "euler",
+    computing: Computing = PLAIN,
 ) -> Decided:
     """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
-        with ready_sidecar(spec, Decision(strategy, choice.engine, ""), devices, None) as (
+        decision = Decision(strategy, choice.engine, "")
+        with ready_sidecar(spec, decision, devices, None, computing=uncompiled(computing)) as (
             sidecar,
             placement,
         ):
             return try_out(sidecar, placement)
 
-    return decide_with_trials(choice, spec, file, work, on_ranks, sampler=sampler, economy=economy(), say=say)
+    return decide_with_trials(
+        choice,
+        spec,
+        file,
+        work,
+        on_ranks,
+        sampler=sampler,
+        economy=economy(),
+        computing=computing,
+        say=say,
+    )
 
 
 @contextmanager
@@ -68,6 +81,7 @@ def ready_sidecar(
     devices: tuple[str, ...],
     record: RunRecord | None,
     patches: WeightPatches = NO_PATCHES,
+    computing: Computing = PLAIN,
 ) -> Iterator[tuple[Sidecar, Placement]]:
     """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
@@ -83,7 +97,7 @@ def ready_sidecar(
                 record.loads.append(load)
             if record.patched is None or not load.patched.cached:
                 record.patched = load.patched
-        yield sidecar, Placement(decision.strategy, decision.engine)
+        yield sidecar, Placement(decision.strategy, decision.engine, computing)
 
 
 @contextmanager

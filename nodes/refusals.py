@@ -8,7 +8,8 @@ from ..parallel_backend.errors import RequestError
 _OPTION_EFFECTS = {
     "patches": "a model patch (such as IP-Adapter, a style model or Flux KV Cache)",
     "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
-    "optimized_attention_override": "another attention function (such as a Sage Attention patch)",
+    "optimized_attention_override": "another attention function (such as a Sage Attention patch; Parallel Flux "
+    "Loader's input attention has that)",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean, median
 
+from ..parallel_backend.computing import APPROXIMATE_KERNELS
 from ..parallel_backend.outlook import expected
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from .ranks import RunRecord
@@ -23,6 +24,7 @@ def write_report(record: RunRecord) -> str:
     lines += _step_cache(record)
     engines = Counter(run.engine for run in runs)
     lines.append(f"engine: {', '.join(engines) or 'none'}")
+    lines += _computing(record)
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
     times = [seconds for run in runs for seconds in run.step_seconds]
     if times:
@@ -69,6 +71,8 @@ def _result(record: RunRecord) -> str:
     approximate = [run for run in record.runs if not run.exact]
     if not approximate:
         return "result: exact (what one device gives)"
+    if kernels := {run.kernel for run in approximate} & set(APPROXIMATE_KERNELS):
+        return f"result: approximate (attention {kernels.pop()} quantises; auto is exact)"
     if any(run.reused_calls for run in approximate):
         return "result: approximate (step cache; a lower cache_threshold comes nearer to the exact result)"
     return (
@@ -95,6 +99,20 @@ def _step_cache(record: RunRecord) -> list[str]:
         f"step cache: {reused} of {calls} model calls reused the residual of the last computed one (threshold "
         f"{record.cache_threshold:g}): approximate"
     ]
+
+
+def _computing(record: RunRecord) -> list[str]:
+    """How the blocks ran: the kernel of attention, and what compiling took."""
+    if not record.runs:
+        return []
+    lines = [f"attention: {', '.join(dict.fromkeys(run.kernel for run in record.runs))}"]
+    compiled = [run.compiled for run in record.runs if run.compiled is not None]
+    if graphs := sum(one.graphs for one in compiled):
+        seconds = sum(one.seconds for one in compiled)
+        lines.append(f"compile: {graphs} graph(s) in {seconds:.1f} s, kept for the next prompts")
+    elif compiled:
+        lines.append("compile: blocks (were compiled)")
+    return lines
 
 
 def _loras(record: RunRecord) -> list[str]:

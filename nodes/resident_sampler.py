@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ..parallel_backend.calibrate_once import learn_links
 from ..parallel_backend.client import Sidecar
+from ..parallel_backend.computing import PLAIN
 from ..parallel_backend.experience import remember, work_of
 from ..parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.weight_patches import NO_PATCHES
 from .ranks import RunRecord, decide, interrupted, ready_sidecar, say
 from .stepwise_model import CHOICE, RECORD
-from .stepwise_patcher import PATCHES
+from .stepwise_patcher import COMPUTING, PATCHES
 
 # What the conditioning of a plain request may hold; anything else is ComfyUI's to interpret.
 _PLAIN_COND = {
@@ -32,7 +33,7 @@ _PLAIN_COND = {
     "height",
 }
 _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
-_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, "sample_sigmas"}
+_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, COMPUTING, "sample_sigmas"}
 
 
 class ResidentSampler(comfy.samplers.Sampler):
@@ -93,7 +94,9 @@ class ResidentSampler(comfy.samplers.Sampler):
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
 
-        decided = decide(choice, network.spec, network.file, work, try_out, sampler=self._name)
+        computing = options.get(COMPUTING, PLAIN)
+        about = {"sampler": self._name, "computing": computing}
+        decided = decide(choice, network.spec, network.file, work, try_out, **about)
         self._record.decided = decided
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
@@ -103,10 +106,9 @@ class ResidentSampler(comfy.samplers.Sampler):
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
         patches = options.get(PATCHES, NO_PATCHES)
-        with ready_sidecar(network.spec, decided.decision, decided.devices, self._record, patches) as (
-            sidecar,
-            placement,
-        ):
+        with ready_sidecar(
+            network.spec, decided.decision, decided.devices, self._record, patches, computing
+        ) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,
@@ -117,7 +119,7 @@ class ResidentSampler(comfy.samplers.Sampler):
                 patches=patches,
             )
             learn_links(sidecar, placement, say)
-        remember(decided.devices, network.spec, network.file, work, result.info, self._name)
+        remember(decided.devices, network.spec, network.file, work, result.info, **about)
         self._record.runs.append(result.info)
         return result.latent.to(noise.device)
 

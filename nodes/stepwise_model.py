@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_backend.client import Sidecar
+from ..parallel_backend.computing import PLAIN, Computing
 from ..parallel_backend.decide import Decided
 from ..parallel_backend.experience import image_work
 from ..parallel_backend.flux_file import FluxFile
@@ -25,9 +26,9 @@ from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.weight_patches import NO_PATCHES
 from .extras import take_extras
 from .rank_memory import size_on, watch
-from .ranks import RunRecord, decide, interrupted, ready_sidecar
+from .ranks import RunRecord, decide, interrupted, ready_sidecar, say
 from .refusals import refuse_effects
-from .stepwise_patcher import PATCHES, StepwisePatcher
+from .stepwise_patcher import COMPUTING, PATCHES, StepwisePatcher
 
 _NORM_ENDING = next(
     name.removeprefix("query_norm.")
@@ -43,7 +44,7 @@ CHOICE, RECORD = "parallel_strategy", "parallel_record"
 
 
 def make_stepwise_model(
-    spec: ModelSpec, file: FluxFile, choice: StrategyChoice
+    spec: ModelSpec, file: FluxFile, choice: StrategyChoice, computing: Computing
 ) -> comfy.model_patcher.ModelPatcher:
     """The MODEL of `spec`. Starts nothing: ranks start with the first sampling."""
     family = _family(file)
@@ -68,7 +69,7 @@ def make_stepwise_model(
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    patcher.model_options["transformer_options"][CHOICE] = choice
+    patcher.model_options["transformer_options"] |= {CHOICE: choice, COMPUTING: computing}
     return patcher
 
 
@@ -173,12 +174,13 @@ class StepwiseFlux(nn.Module):
         if record is not None:
             record.decided = decided
         patches = options.get(PATCHES, NO_PATCHES)
-        with ready_sidecar(self.spec, decided.decision, decided.devices, record, patches) as (
+        computing = options.get(COMPUTING, PLAIN)
+        with ready_sidecar(self.spec, decided.decision, decided.devices, record, patches, computing) as (
             sidecar,
             placement,
         ):
             velocity, info = sidecar.predict(
-                self.spec, request, placement, should_cancel=interrupted, patches=patches
+                self.spec, request, placement, on_phase=say, should_cancel=interrupted, patches=patches
             )
         if record is not None:
             record.runs.append(info)
@@ -190,7 +192,8 @@ class StepwiseFlux(nn.Module):
         choice, sigmas = options.get(CHOICE, StrategyChoice()), options.get("sample_sigmas")
         shape = (max(1, len(request.x) // len(rows)), *request.x.shape[1:])
         text, has_cfg = request.conditioning.context.shape[1], len(set(rows)) > 1
-        key = (choice, shape, text, has_cfg)
+        computing = options.get(COMPUTING, PLAIN)
+        key = (choice, computing, shape, text, has_cfg)
         if self._decided is not None and self._decided[0] == key and self._decided[1] is sigmas:
             return self._decided[2]
 
@@ -208,6 +211,6 @@ class StepwiseFlux(nn.Module):
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
             weight_dtype=self.spec.weight_dtype,
         )
-        decided = decide(choice, self.spec, self.file, work, try_out)
+        decided = decide(choice, self.spec, self.file, work, try_out, computing=computing)
         self._decided = (key, sigmas, decided)
         return decided

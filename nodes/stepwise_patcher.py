@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import comfy.model_patcher
 import torch
 
 from ..parallel_backend import pool
+from ..parallel_backend.computing import PLAIN
 from ..parallel_backend.errors import RequestError
 from .lora_patches import weight_patches
 from .rank_memory import make_room
@@ -13,6 +16,8 @@ from .refusals import refusal
 
 # Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
 PATCHES = "parallel_weight_patches"
+# And how the ranks compute it, as Computing.
+COMPUTING = "parallel_computing"
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
@@ -80,8 +85,10 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         super().add_object_patch(name, obj)
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        if key == "torch.compile":
-            raise refusal("torch.compile through a node")
+        if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are
+            options = self.model_options["transformer_options"]
+            options[COMPUTING] = replace(options.get(COMPUTING, PLAIN), compile="blocks")
+            return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def get_key_patches(self, filter_prefix=None):

@@ -35,6 +35,9 @@ class Computing:
         return self.compile != "off"
 
 
+PLAIN = Computing()
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What compiling did in a request, of one rank or of the one that did most: `graphs` new ones in `seconds`;

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from .capacity import Plan, check_capacity, fits
 from .choice import enumerate_candidates, rule_key
+from .computing import PLAIN, Computing
 from .cost_traffic import Candidate, Work
 from .devices import is_cpu, resolve_devices
 from .experience import PIXELS_PER_LATENT, Experience, in_good_order
@@ -51,6 +52,7 @@ def decide(
     *,
     sampler: str = "euler",
     economy: str = "",
+    computing: Computing = PLAIN,
 ) -> Decided:
     """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started.
 
@@ -58,7 +60,7 @@ def decide(
     """
     devices, failing = devices_in_use(choice)
     job = job_of(work)
-    advice, trials = _advice(choice, spec, file, work, devices, sampler)
+    advice, trials = _advice(choice, spec, file, work, devices, sampler, computing)
     shape = RequestShape(batch=work.batch, has_cfg=work.rows == 2)
     decision = resolve(choice, file.shape, shape, devices, advice)
     if failing:
@@ -101,6 +103,7 @@ def _advice(
     work: Work,
     devices: tuple[str, ...],
     sampler: str,
+    computing: Computing,
 ) -> tuple[Automatic, tuple[ParallelStrategy, ...]]:
     """What was measured and predicted, and what should be tried. Never the reason why a picture is not made."""
 
@@ -118,6 +121,7 @@ def _advice(
             engine=choice.engine,
             approximation=choice.approximation,
             memory_of=memory_of,
+            computing=computing,
         )
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from .calibration_store import CalibrationStore
 from .choice import Choice, choose
+from .computing import PLAIN, Computing
 from .cost_model import DEFAULT, Machine, fixed_seconds
 from .cost_traffic import Candidate, Work
 from .devices import is_cpu
@@ -70,14 +71,26 @@ class Experience:
         return self._store
 
     def remember(
-        self, spec: ModelSpec, file: FluxFile, work: Work, info: RunInfo, *, sampler: str = "euler"
+        self,
+        spec: ModelSpec,
+        file: FluxFile,
+        work: Work,
+        info: RunInfo,
+        *,
+        sampler: str = "euler",
+        computing: Computing = PLAIN,
     ) -> bool:
-        """Keeps the median warm step of a run on the first of these devices; whether it reached the disk."""
+        """Keeps the median warm step of a run on the first of these devices; whether it reached the disk.
+
+        `computing`: what was asked for; a run whose blocks were not compiled after all counts as uncompiled.
+        """
+        if info.compiled is None:
+            computing = replace(computing, compile="off")
         seconds = warm_step(info.step_seconds)
         if seconds is None or info.reused_calls:  # steps that skip blocks tell nothing of those that do not
             return False
         kind = Kind(
-            model=_model(spec, file),
+            model=_model(spec, file, computing),
             work=WorkKey.of(work, CALLS.get(sampler, 1)),
             strategy=info.strategy,
             engine=info.engine,
@@ -95,6 +108,7 @@ class Experience:
         engine: str = "auto",
         approximation: str = "if_needed",
         memory_of: Callable[[Candidate], float] | None = None,
+        computing: Computing = PLAIN,
     ) -> Automatic:
         """The best strategy for `work` on these devices or the first few of them, by measurements and predictions.
 
@@ -103,7 +117,7 @@ class Experience:
         """
         known, now = self._store.read(), time.time()
         about = {
-            "model": _model(spec, file),
+            "model": _model(spec, file, computing),
             "devices": self._ids,
             "now": now,
             "engine": "xfuser" if engine == "xfuser" else "native",
@@ -111,7 +125,12 @@ class Experience:
         calls = CALLS.get(sampler, 1)
         if is_cpu(self._devices):
             seen = measured(known, work, calls=calls, **about)
-            return _among_measured(seen, work, len(self._devices), memory_of)
+            found = _among_measured(seen, work, len(self._devices), memory_of)
+            if found.choice is None and computing.compiles:  # compare them uncompiled, as trials do
+                about["model"] = _model(spec, file, replace(computing, compile="off"))
+                seen = measured(known, work, calls=calls, **about)
+                found = _among_measured(seen, work, len(self._devices), memory_of)
+            return found
         try:
             machine, _ = machine_of(self._topology)
         except RequestError as error:
@@ -124,6 +143,7 @@ class Experience:
             engine=engine,
             one_gpu_s=one_gpu_step(known, work, **about),
             measured=seen,
+            mode="compiled" if computing.compiles else "eager",
             calibrations=self._newest_calibration(known, now),
             approximation=approximation,
             memory_of=memory_of,
@@ -176,11 +196,17 @@ def image_work(
 
 
 def remember(
-    devices: Sequence[str], spec: ModelSpec, file: FluxFile, work: Work, info: RunInfo, sampler: str = "euler"
+    devices: Sequence[str],
+    spec: ModelSpec,
+    file: FluxFile,
+    work: Work,
+    info: RunInfo,
+    sampler: str = "euler",
+    computing: Computing = PLAIN,
 ) -> None:
     """Experience.remember, which never costs a finished picture: whatever fails is only logged."""
     try:
-        Experience(devices).remember(spec, file, work, info, sampler=sampler)
+        Experience(devices).remember(spec, file, work, info, sampler=sampler, computing=computing)
     except Exception:
         log.debug("a run's step times are not kept", exc_info=True)
 
@@ -219,9 +245,9 @@ def _measured_reason(choice: Choice, work: Work) -> str:
     return f"{name} on the CPU: measured before, a step takes {times}."
 
 
-def _model(spec: ModelSpec, file: FluxFile) -> str:
+def _model(spec: ModelSpec, file: FluxFile, computing: Computing) -> str:
     # The dtype that ranks compute in follows from these and the device.
-    return model_key(file.dims, file.tensor_bytes, spec.weight_dtype)
+    return model_key(file.dims, file.tensor_bytes, spec.weight_dtype, computing)
 
 
 @functools.cache

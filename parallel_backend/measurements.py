@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from .calibration import Calibration
+from .computing import PLAIN, Computing
 from .cost_traffic import Candidate, Work
 from .families import Family
 from .fingerprint import device_key, hashed
@@ -81,9 +82,12 @@ class Measurements:
     calibrated: tuple[Calibrated, ...] = ()
 
 
-def model_key(dims: FluxDims, tensor_bytes: int, weight_dtype: str = "auto") -> str:
-    """Stands for a model by its sizes, not by its file's name: fine-tunes of one model take equally long."""
-    return hashed("flux", *(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), weight_dtype)
+def model_key(
+    dims: FluxDims, tensor_bytes: int, weight_dtype: str = "auto", computing: Computing = PLAIN
+) -> str:
+    """Stands for a model by its sizes and how it is computed, not by its file's name: fine-tunes take equally long."""
+    parts = [*(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), weight_dtype]
+    return hashed("flux", *parts, *(f"{k}={v}" for k, v in asdict(computing).items()))
 
 
 def warm_step(step_seconds: Sequence[float]) -> float | None:

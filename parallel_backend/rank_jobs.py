@@ -197,11 +197,12 @@ class RankJobs:
             raise RequestError("the ranks hold no model; load one first.")
         if placement not in self._forwards:
             self._forwards[placement] = self._make_forward(placement)
-        if placement.computing.compiles:
+        forward = self._forwards[placement]
+        if forward.compiles:
             from .engine.compiling import compiler
 
             compiler().on_begin = on_compile
-        return self._forwards[placement]
+        return forward
 
     def _make_forward(self, placement: Placement):
         """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
@@ -260,7 +261,7 @@ def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankR
             f"attention {wish} stood back: a ring merges its partial results by their log-sum-exp, which torch's own "
             f"kernels return, and only those take masks; {forward.kernel} took its place"
         )
-    if placement.computing.compiles:
+    if forward.compiles:
         from .engine.compiling import compiler
 
         compiled = compiler().take()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from .computing import PLAIN, Computing
 from .cost_traffic import Work
 from .decide import Decided, decide
 from .devices import resolve_devices
@@ -29,10 +30,16 @@ def decide_with_trials(
     *,
     sampler: str = "euler",
     economy: str = "",
+    computing: Computing = PLAIN,
     say: Callable[[str], None] = lambda text: None,
 ) -> Decided:
-    """As decide.decide. `try_out` runs at least two steps of `work` with a strategy on devices, one per rank."""
-    decided = decide(choice, spec, file, work, sampler=sampler, economy=economy)
+    """As decide.decide. `try_out` runs at least two steps of `work` with a strategy on devices, one per rank.
+
+    It must leave blocks uncompiled, as `uncompiled(computing)` has it: compiling for each strategy takes longer than
+    the trial, and changes the times of all of them alike.
+    """
+    about = {"sampler": sampler, "economy": economy, "computing": computing}
+    decided = decide(choice, spec, file, work, **about)
     if not decided.trials:
         return decided
     began = time.perf_counter()
@@ -42,12 +49,18 @@ def decide_with_trials(
             continue  # one device, the last, is tried in any case
         say(f"trying {strategy.describe()} ({number + 1} of {last + 1})")
         devices = resolve_devices(choice.devices)[: strategy.world_size]
-        remember(devices, spec, file, work, try_out(strategy, devices), sampler)
+        info = try_out(strategy, devices)
+        remember(devices, spec, file, work, info, sampler, uncompiled(computing))
         tried += 1
-    decided = decide(choice, spec, file, work, sampler=sampler, economy=economy)
+    decided = decide(choice, spec, file, work, **about)
     note = (
         f"{tried} strategies were tried for a few steps each, {time.perf_counter() - began:.1f} s in all, once for "
         f"this model and size"
     )
     decision = replace(decided.decision, notes=(*decided.decision.notes, note))
     return replace(decided, decision=decision, trials=())
+
+
+def uncompiled(computing: Computing) -> Computing:
+    """How trials compute what `computing` asks for."""
+    return replace(computing, compile="off")

@@ -43,6 +43,7 @@ class ScriptedForward:
     warmup_steps: None = None
     exact: bool = True
     kernel: str = "torch"
+    compiles: bool = False
 
     @property
     def device(self):

@@ -10,6 +10,7 @@ from parallel_backend import experience as module
 from parallel_backend.bench.rounds import random_request
 from parallel_backend.calibration import ALL_TO_ALL, SIZES, Calibration, Transfer
 from parallel_backend.calibration_store import VARIABLE
+from parallel_backend.computing import Compiled, Computing
 from parallel_backend.experience import Experience, remember, work_of
 from parallel_backend.flux_file import FluxFile, inspect_flux
 from parallel_backend.flux_keys import FLUX_DEV
@@ -93,6 +94,21 @@ def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tm
         assert others.choice.best.candidate.strategy == ULYSSES
     heun = gpus.choose(SPEC, FILE, work, sampler="heun").choice
     assert not any(e.measured for e in heun.ranked)
+
+
+def test_compiled_and_uncompiled_times_and_those_of_kernels_are_kept_apart(gpus, cpus):
+    work, compiled = work_of(FILE, request()), Computing("blocks")
+    gpus.remember(SPEC, FILE, work, run(ONE, 0.1))
+    ran = replace(run(ULYSSES, 0.2), compiled=Compiled(0, 0.0, 0))
+    gpus.remember(SPEC, FILE, work, ran, computing=compiled)
+    for computing, seen in ((Computing(), ONE), (compiled, ULYSSES), (Computing(attention="sage"), None)):
+        ranked = gpus.choose(SPEC, FILE, work, computing=computing).choice.ranked
+        assert [e.candidate.strategy for e in ranked if e.measured] == ([seen] if seen else [])
+    # A CPU's trials run uncompiled; a machine without a compiler leaves blocks uncompiled.
+    cpus.remember(SPEC, FILE, work, run(ONE, 0.5))
+    cpus.remember(SPEC, FILE, work, run(ULYSSES, 0.7), computing=compiled)
+    cpus.remember(SPEC, FILE, work, ran, computing=compiled)
+    assert cpus.choose(SPEC, FILE, work, computing=compiled).choice.best.candidate.strategy == ONE
 
 
 def test_a_path_does_not_matter(gpus):

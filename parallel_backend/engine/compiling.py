@@ -35,12 +35,16 @@ _KINDS = (FluxTransformerBlock, FluxSingleTransformerBlock)
 class Blocks(Protocol):
     """How the blocks of a model's transformers run."""
 
+    compiles: bool
+
     def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
         """Makes `transformer` ready for a call whose attention is computed by `attention`."""
 
 
 class PlainBlocks:
     """Blocks as they are."""
+
+    compiles = False
 
     def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
         for block in _blocks(transformer):
@@ -50,6 +54,8 @@ class PlainBlocks:
 
 class CompiledBlocks:
     """Blocks compiled by `compiler`."""
+
+    compiles = True
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler

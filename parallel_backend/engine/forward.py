@@ -96,6 +96,10 @@ class ParallelForward:
         return self.traffic.bytes_sent
 
     @property
+    def compiles(self) -> bool:
+        return self._blocks.compiles
+
+    @property
     def exact(self) -> bool:
         """Whether its result is that of one device computing exactly."""
         return self.kernel not in APPROXIMATE_KERNELS

@@ -60,6 +60,10 @@ class PipelineForward:
         return self._traffic.bytes_sent
 
     @property
+    def compiles(self) -> bool:
+        return self._blocks.compiles
+
+    @property
     def kernel(self) -> str:
         """Which computed attention last (computing.ATTENTION_KERNELS)."""
         return self._attention.kernel

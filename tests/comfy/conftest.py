@@ -10,6 +10,7 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+from parallel_backend.computing import COMPILE_BACKEND
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -17,7 +18,9 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 @pytest.fixture(scope="session")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """The shared ComfyUI; after the last test no process of it may be left."""
-    server = start_comfyui(tmp_path_factory.mktemp("comfyui"))
+    base = tmp_path_factory.mktemp("comfyui")
+    environment = {"PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"), COMPILE_BACKEND: "eager"}
+    server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
     assert server.survivors == [], f"left behind 2 s after ComfyUI ended: {server.survivors}"

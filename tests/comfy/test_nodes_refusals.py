@@ -42,7 +42,6 @@ def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[t
     [
         ("PerturbedAttentionGuidance", {"scale": 3.0}, "Perturbed-Attention Guidance"),
         ("FluxKVCache", {}, "a replaced part of the network"),
-        ("TorchCompileModel", {"backend": "inductor"}, "torch.compile"),
     ],
 )
 def test_a_model_node_without_an_effect_here_is_refused(comfy, unet, class_type, inputs, words):

@@ -1,0 +1,90 @@
+"""Compiled blocks and the attention kernel, chosen in Parallel Flux Loader or by ComfyUI's own TorchCompileModel.
+
+The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); test_engine_compiling.py has inductor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import STOCK, Graph
+from test_stock_baseline import relative_difference
+
+from comfyui_client import PromptFailed
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    """A model of a size of its own: blocks that other tests had compiled would not be compiled again."""
+    return comfy.write_flux("tiny_three_heads.safetensors", heads=3)
+
+
+@pytest.fixture(scope="module")
+def stock(comfy, unet):
+    graph = Graph()
+    latent = graph.ksampler(
+        graph.model(STOCK, unet), graph.text(1), graph.text(2), graph.latent(width=18), cfg=2.0
+    )
+    return comfy.sample(graph.prompt, latent)
+
+
+def loader(graph: Graph, unet: str, **inputs) -> str:
+    strategy = (
+        graph.strategy("cpu:2", ring=2) if inputs.pop("ring", False) else graph.strategy("cpu:2", cfg=2)
+    )
+    return graph.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy, **inputs)
+
+
+def stepwise(comfy, unet: str, node: str | None = None, **inputs) -> torch.Tensor:
+    """KSampler on the MODEL, behind `node` where there is one."""
+    graph = Graph()
+    model = [loader(graph, unet, **inputs), 1]
+    if node is not None:
+        model = [graph.add(node, model=model, backend="inductor"), 0]
+    latent = graph.ksampler(model, graph.text(1), graph.text(2), graph.latent(width=18), cfg=2.0)
+    return comfy.sample(graph.prompt, latent)
+
+
+def resident(comfy, unet: str, **inputs) -> tuple[torch.Tensor, str]:
+    graph = Graph()
+    request = (graph.text(1), graph.text(2), graph.latent(width=18))
+    latent = graph.parallel_sampler(loader(graph, unet, **inputs), *request, cfg=2.0)
+    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+
+
+def said(comfy) -> int:
+    """How often compiling was said under a node, and in the log."""
+    return comfy.server.log.read_text().count("compiling for 144 x 96")
+
+
+def test_compiled_blocks_give_the_stock_latent_both_ways_and_are_kept(comfy, unet, stock):
+    before = said(comfy)
+    first, report = resident(comfy, unet, compile="blocks", attention="torch", ring=True)
+    assert relative_difference(first, stock) <= TOLERANCE
+    assert "compile: 2 graph(s) in" in report and "attention: torch" in report and "result: exact" in report
+    assert said(comfy) == before + 1
+    second, report = resident(comfy, unet, compile="blocks", ring=True)
+    assert torch.equal(second, first) and "compile: blocks (were compiled)" in report
+    assert relative_difference(stepwise(comfy, unet, compile="blocks", ring=True), stock) <= TOLERANCE
+    assert said(comfy) == before + 1
+    _, report = resident(comfy, unet, ring=True)
+    assert "compile" not in report
+
+
+def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):
+    before = said(comfy)
+    compiled = stepwise(comfy, unet, node="TorchCompileModel")
+    assert relative_difference(compiled, stock) <= TOLERANCE
+    assert said(comfy) == before + 1  # one row to each rank is another version than two
+
+
+@pytest.mark.parametrize("kernel", ["flash", "sage"])
+def test_a_kernel_that_cannot_run_is_refused_with_the_remedy(comfy, unet, kernel):
+    for sample in (stepwise, resident):
+        with pytest.raises(PromptFailed) as failure:
+            sample(comfy, unet, attention=kernel)
+        assert failure.value.exception_type.endswith("RequestError")
+        assert f"attention {kernel} cannot run on cpu" in failure.value.exception_message
+        assert "Choose attention auto or torch" in failure.value.exception_message
