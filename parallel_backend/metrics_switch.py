@@ -100,8 +100,8 @@ class MetricsSwitch:
                 f"with {VARIABLE}=on, or without it to use the setting."
             )
         return (
-            "The metrics of Parallel Sampling are off. Turn them on in ComfyUI's Settings, Parallel Sampling, Metrics; "
-            f"or start ComfyUI with {VARIABLE}=on."
+            "The metrics of Parallel Sampling are off. Turn on Metrics for Prometheus in ComfyUI's Settings, Parallel "
+            f"Sampling, or start ComfyUI with {VARIABLE}=on."
         )
 
 
@@ -111,6 +111,6 @@ def _new_metrics() -> Metrics:
     except ImportError as error:
         raise PlatformError(
             f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
-            "`pip install prometheus_client`, then restart ComfyUI; or set Metrics off in ComfyUI's Settings."
+            "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
         ) from None
     return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()])

@@ -1,0 +1,103 @@
+"""Metrics over ComfyUI's own server: off until somebody turns them on, then moving with each prompt; the log beside."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from graphs import Graph
+from prometheus_client.parser import text_string_to_metric_families
+
+ROUTE = "/parallel_sampling/metrics"
+_SEEDS = itertools.count(701)
+
+
+def _ask(
+    comfy, path: str = ROUTE, method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, str]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(comfy.server.url + path, body, method=method, headers=named)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def _set(comfy, value: bool) -> None:
+    """As ComfyUI's Settings do."""
+    status, _ = _ask(comfy, "/settings/parallel_sampling.metrics", "POST", json.dumps(value).encode())
+    assert status == 200
+
+
+def _sample(comfy) -> None:
+    graph = Graph()
+    loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
+    comfy.sample(
+        graph.prompt,
+        graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS)),
+    )
+
+
+def _values(text: str) -> dict[tuple[str, frozenset], float]:
+    return {
+        (one.name.removeprefix("parallel_sampling_"), frozenset(one.labels.values())): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+@pytest.fixture
+def on(comfy):
+    assert _ask(comfy)[0] == 404
+    _set(comfy, True)
+    yield comfy
+    _set(comfy, False)
+    assert _ask(comfy)[0] == 404
+
+
+def test_off_the_answer_says_how_to_turn_them_on(comfy):
+    status, text = _ask(comfy)
+    assert status == 404 and "Settings" in text and "PARALLEL_SAMPLING_METRICS=on" in text
+
+
+def test_on_they_move_with_each_prompt(on):
+    before = _values(_ask(on)[1])
+    _sample(on)
+    status, text = _ask(on)
+    after = _values(text)
+    done = "jobs_total", frozenset({"sample", "done"})
+    assert status == 200 and after[done] == before[done] + 1
+    assert after["images_total", frozenset({"sample", "Ulysses 2"})] == 1
+    assert after["step_seconds_count", frozenset({"Ulysses 2"})] >= 1
+    assert after["device_memory_bytes", frozenset({"cpu:1", "weights"})] > 0
+    assert after["sent_bytes_total", frozenset({"cpu:0"})] > 0
+    assert "tiny_metrics" not in text and str(on.server.base_directory) not in text
+
+
+def test_strange_requests_get_an_answer_and_other_pages_none(on):
+    for path, method, headers, expected in (
+        (ROUTE, "POST", {}, (405,)),
+        (ROUTE, "DELETE", {}, (405,)),
+        (ROUTE, "HEAD", {}, (200,)),
+        (ROUTE + "?name[]=" + "x" * 6_000, "GET", {}, (200,)),
+        (ROUTE + "?" + "x" * 100_000, "GET", {}, (400, 414)),
+        (ROUTE + "/../../../etc/passwd", "GET", {}, (403, 404)),
+        (ROUTE, "GET", {"Accept": "application/openmetrics-text; version=1.0.0"}, (200,)),
+        (ROUTE, "GET", {"Accept_Encoding": "gzip;q=nonsense"}, (200,)),
+        (ROUTE, "GET", {"Origin": "https://elsewhere.example"}, (403,)),
+    ):
+        assert _ask(on, path, method, **headers)[0] in expected, (path[:60], method, headers)
+
+
+def test_the_log_that_a_variable_asks_for_has_the_jobs_as_lines_of_json(comfy):
+    _sample(comfy)
+    text = (comfy.server.base_directory / "ranks.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {"loaded", "stepped", "ended"} <= {line["event"] for line in lines}
+    done = [line for line in lines if (line.get("request"), line.get("result")) == ("sample", "done")]
+    assert done and done[-1]["devices"] == ["cpu:0", "cpu:1"] and done[-1]["images"] == 1
+    assert str(comfy.server.base_directory) not in text
