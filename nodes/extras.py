@@ -76,12 +76,23 @@ def _as_batch(mask: Tensor) -> Tensor:
     return mask.unsqueeze(0) if mask.ndim == 2 else mask
 
 
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+
+
 def _residuals(control: dict, dims: FluxDims) -> dict[int, Tensor]:
-    """By block, doubles first. A ControlNet may have some for more blocks than there are, which ComfyUI leaves out."""
+    """By block, doubles first. A ControlNet may have some for more blocks than there are, which ComfyUI leaves out.
+
+    It has one for several blocks in a row, which ComfyUI hands over once for each: those are one again here.
+    """
     kinds = (("input", 0, dims.double_blocks), ("output", dims.double_blocks, dims.single_blocks))
-    return {
-        first + i: residual.float().cpu()
-        for kind, first, count in kinds
-        for i, residual in enumerate((control.get(kind) or ())[:count])
-        if residual is not None
-    }
+    residuals: dict[int, Tensor] = {}
+    before = moved = None
+    for kind, first, count in kinds:
+        for block, residual in enumerate((control.get(kind) or ())[:count], start=first):
+            if residual is None:
+                continue
+            if before is None or not _alike(residual, before):
+                moved = residual.float().cpu()
+            before, residuals[block] = residual, moved
+    return residuals

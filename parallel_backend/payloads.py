@@ -63,9 +63,9 @@ def take_state(tensors: Tensors) -> SamplerState | None:
     one, or one of the wrong dtypes."""
     if "state.x" not in tensors:
         return None
-    state = {name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")} | {
-        "denoised": tensors.pop("state.denoised", None)
-    }
+    state = {
+        name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")
+    } | {"denoised": tensors.pop("state.denoised", None)}
     x, denoised = state["x"], state["denoised"]
     fits = (
         (state["step"].dtype, state["step"].shape) == (torch.int64, ())
@@ -100,7 +100,13 @@ def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditi
 
 def _extra_tensors(extras: Extras) -> Tensors:
     tensors = {f"reference.{i}": latent for i, latent in enumerate(extras.references)}
-    tensors |= {f"residual.{block}": residual for block, residual in extras.residuals.items()}
+    if extras.residuals:
+        unique = {id(residual): residual for residual in extras.residuals.values()}
+        tensors |= {f"residual.{i}": residual for i, residual in enumerate(unique.values())}
+        number = {identity: i for i, identity in enumerate(unique)}
+        tensors["residual_of"] = torch.tensor(
+            [[block, number[id(r)]] for block, r in extras.residuals.items()]
+        )
     if extras.places is not None:
         tensors["places"] = extras.places
     return tensors if extras.mask is None else tensors | {"mask": extras.mask}
@@ -113,14 +119,22 @@ def _take_extras(tensors: Tensors) -> Extras:
         if not number.isdecimal() or len(number) > 4:
             raise TransportError(f"a payload has an unknown tensor: {name[:80]!r}")
         numbered[kind][int(number)] = tensors.pop(name)
-    references = numbered["reference"]
+    references, residuals = numbered["reference"], numbered["residual"]
+    residual_of = tensors.pop("residual_of", torch.zeros(0, 2, dtype=torch.int64))
+    if residual_of.dtype != torch.int64 or residual_of.ndim != 2 or residual_of.shape[1] != 2:
+        raise TransportError("a payload does not say which block has which residual")
+    blocks = residual_of.tolist()
+    if {number for _, number in blocks} != set(residuals) or len({block for block, _ in blocks}) < len(
+        blocks
+    ):
+        raise TransportError("a payload's residuals do not belong to one block each, or more")
     if sorted(references) != list(range(len(references))):
         raise TransportError("a payload lacks a reference latent")
     return Extras(
         references=tuple(references[i] for i in range(len(references))),
         places=tensors.pop("places", None),
         mask=tensors.pop("mask", None),
-        residuals=numbered["residual"],
+        residuals={block: residuals[number] for block, number in blocks},
     )
 
 
@@ -196,7 +210,9 @@ def _check_extras(request: PredictRequest) -> None:
     if extras.references or extras.places is not None:
         count = len(extras.references)
         if extras.places is None or tuple(extras.places.shape) != (1 + count, 5):
-            raise RequestError(f"An image and {count} reference latents need {1 + count} places of 5 numbers.")
+            raise RequestError(
+                f"An image and {count} reference latents need {1 + count} places of 5 numbers."
+            )
         _check_finite("the places of the image's tokens", extras.places)
     tokens = request.conditioning.context.shape[1] + image
     if extras.mask is not None:
@@ -207,7 +223,7 @@ def _check_extras(request: PredictRequest) -> None:
             extras.mask,
             f"[{some}, {tokens}, {tokens}], the tokens of text and image (and references)",
         )
-    for block, residual in extras.residuals.items():
+    for block, residual in {id(r): (block, r) for block, r in extras.residuals.items()}.values():
         fits = residual.ndim == 3 and residual.shape[0] in (1, rows) and 0 < residual.shape[1] <= image
         name = f"what the ControlNet adds after block {block}"
         _expect(fits, name, residual, f"[{some}, at most {image} tokens, width]")

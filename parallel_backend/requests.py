@@ -100,7 +100,8 @@ class Extras:
     float32, where the image's tokens lie and those of each reference: (index, row, column) of the first one, and how
     far rows and columns are apart; None for an image alone at its usual place. mask: [rows, S, S], boolean or added to
     the scores of attention, over text, image and references in this order. residuals: of a ControlNet, by block
-    (doubles first), [rows, n, hidden] added to the first n image tokens after it.
+    (doubles first), [rows, n, hidden] added to the first n image tokens after it; blocks may share one tensor, which
+    then travels once.
     """
 
     references: tuple[torch.Tensor, ...] = ()

@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.image_tokens import mask_in_order, residual_share
+from parallel_backend.engine.image_tokens import ResidualShares, mask_in_order
 from parallel_backend.engine.patches import PatchPlan
 from parallel_backend.engine.plan import TokenPlan
 from parallel_backend.engine.rows import Rows, batched, take
@@ -132,9 +132,11 @@ def test_patches_have_an_order_of_their_own():
     ) + plan.image_tokens(1)
 
 
-def test_residuals_end_where_references_begin():
+def test_residuals_end_where_references_begin_and_blocks_share_what_is_moved():
     residual = torch.arange(1.0, 4.0).reshape(1, 3, 1)
-    share = residual_share(residual, slice(2, 5), 6, torch.device("cpu"))
-    assert share.flatten().tolist() == [3.0, 0.0, 0.0]
-    picked = residual_share(residual, torch.tensor([5, 0]), 6, torch.device("cpu"))
-    assert picked.flatten().tolist() == [0.0, 1.0]
+    to = (torch.device("cpu"), torch.bfloat16)
+    shares = ResidualShares({0: residual, 1: residual, 3: residual + 1}, slice(2, 5), 6, *to)
+    assert shares(0).flatten().tolist() == [3, 0, 0] and shares(0).dtype == torch.bfloat16
+    assert shares(1) is shares(0) and shares(2) is None and shares(3).flatten().tolist() == [4, 0, 0]
+    picked = ResidualShares({0: residual}, torch.tensor([5, 0]), 6, *to)(0)
+    assert picked.flatten().tolist() == [0, 1]

@@ -56,6 +56,22 @@ def test_extras_that_do_not_fit_are_named(changes, words):
         predict_tensors(request(**changes), with_conditioning=True)
 
 
+def test_a_residual_of_many_blocks_travels_once():
+    first, second = torch.randn(1, IMAGE, 8), torch.randn(1, IMAGE, 8)
+    residuals = {block: first if block < 5 else second for block in range(1, 8)}
+    tensors = predict_tensors(request(residuals=residuals), with_conditioning=False)
+    assert sum(name.startswith("residual.") for name in tensors) == 2
+    _, _, _, extras = predict_parts(tensors)
+    assert extras.residuals.keys() == residuals.keys()
+    assert len({id(residual) for residual in extras.residuals.values()}) == 2
+    assert all(torch.equal(extras.residuals[block], residuals[block]) for block in residuals)
+    for wrong in ([[1, 0]], [[1, 0], [1, 1]], [[1, 0], [2, 2]]):
+        with pytest.raises(TransportError, match="residuals"):
+            predict_parts({**tensors, "residual_of": torch.tensor(wrong)})
+    with pytest.raises(TransportError, match="which block"):
+        predict_parts({**tensors, "residual_of": torch.zeros(2)})
+
+
 @pytest.mark.parametrize("name", ["residual.x", "residual.99999", "reference.1", "reference.-1", "other"])
 def test_tensors_that_nobody_sends_are_refused(name):
     tensors = predict_tensors(replace(request(), extras=Extras()), with_conditioning=True)

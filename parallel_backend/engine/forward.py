@@ -18,7 +18,7 @@ from .adjust_diffusers import SharedAttention
 from .collectives import Traffic, all_gather
 from .compiling import Blocks
 from .groups import Layout
-from .image_tokens import image_tokens, mask_in_order, residual_share
+from .image_tokens import ResidualShares, image_tokens, mask_in_order
 from .plan import TokenPlan
 from .rows import Rows, batched, take
 
@@ -149,10 +149,9 @@ class ParallelForward:
         )
         text, image = span(plan.text, axis.index), span(plan.image, axis.index)
 
-        def residual(block: int) -> Tensor | None:
-            added = extras.residuals.get(block)
-            return None if added is None else residual_share(added, image, image_side.count, self.device)
-
+        residuals = ResidualShares(
+            extras.residuals, image, image_side.count, self.device, self.model.compute_dtype
+        )
         inputs = dict(
             img_tokens=image_side.tokens[:, image],
             context=prompt.context[:, text],
@@ -161,7 +160,7 @@ class ParallelForward:
             guidance=prompt.guidance,
             img_ids=image_side.ids[image],
             txt_ids=text_ids(prompt.context.shape[1], self.device)[text],
-            residuals=residual if extras.residuals else None,
+            residuals=residuals if extras.residuals else None,
         )
         return TransformerCall(inputs, plan, extras.mask, image_side.own, tuple(rows.x.shape[-2:]))
 

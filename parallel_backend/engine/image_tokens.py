@@ -42,11 +42,36 @@ def image_tokens(rows: Rows) -> ImageTokens:
     return ImageTokens(torch.cat(tokens, dim=1), torch.cat(ids), tokens[0].shape[1])
 
 
-def residual_share(residual: Tensor, own: Tensor | slice, count: int, device: torch.device) -> Tensor:
-    """What a ControlNet adds to some of `count` image tokens: [r, n, hidden] -> [r, len(own), hidden]; 0 beyond n."""
-    if residual.shape[1] < count:
-        residual = F.pad(residual, (0, 0, 0, count - residual.shape[1]))
-    return residual[:, own].to(device)
+class ResidualShares:
+    """What a ControlNet adds after a block to a rank's own of `count` image tokens: [r, len(own), hidden], 0 for tokens
+    beyond the residual's; None for nothing. Blocks that share a residual share what is moved of it."""
+
+    def __init__(
+        self,
+        residuals: dict[int, Tensor],
+        own: Tensor | slice,
+        count: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._residuals = residuals
+        self._own = own
+        self._count = count
+        self._to = (device, dtype)
+        self._moved: dict[int, Tensor] = {}  # by the identity of the whole
+
+    def __call__(self, block: int) -> Tensor | None:
+        residual = self._residuals.get(block)
+        if residual is None:
+            return None
+        if id(residual) not in self._moved:
+            self._moved[id(residual)] = self._share(residual)
+        return self._moved[id(residual)]
+
+    def _share(self, residual: Tensor) -> Tensor:
+        if residual.shape[1] < self._count:
+            residual = F.pad(residual, (0, 0, 0, self._count - residual.shape[1]))
+        return residual[:, self._own].to(*self._to)
 
 
 def mask_in_order(mask: Tensor, order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

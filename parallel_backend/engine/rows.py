@@ -51,11 +51,12 @@ def _lines_of_prompt(prompt: Conditioning, count: int, part: slice) -> Condition
 def _lines_of_extras(extras: Extras, count: int, part: slice) -> Extras:
     if not extras:
         return extras
+    shared = {id(r): _lines(r, count, part) for r in extras.residuals.values()}  # by several blocks
     return Extras(
         references=tuple(_lines(latent, count, part) for latent in extras.references),
         places=extras.places,
         mask=_lines(extras.mask, count, part),
-        residuals={block: _lines(r, count, part) for block, r in extras.residuals.items()},
+        residuals={block: shared[id(r)] for block, r in extras.residuals.items()},
     )
 
 

@@ -20,7 +20,7 @@ from ..shares import span
 from .collectives import Traffic
 from .groups import Layout
 from .hops import Arriving, Hops
-from .image_tokens import mask_in_order, residual_share
+from .image_tokens import ResidualShares, mask_in_order
 from .key_memory import KeyMemory
 from .native import NativeAttention
 from .patches import PatchPlan
@@ -206,11 +206,7 @@ class Stage:
             return None
         own, count = cut.tokens.cpu(), sum(cut.plan.whole.image)
 
-        def residual(block: int) -> Tensor | None:
-            added = cut.extras.residuals.get(block)
-            return None if added is None else residual_share(added, own, count, self._model.device)
-
-        return residual
+        return ResidualShares(cut.extras.residuals, own, count, self._model.device, self._model.compute_dtype)
 
     def _own(self, patch: int, cut: Cut) -> slice:
         """Where a patch's tokens lie among this rank's."""
