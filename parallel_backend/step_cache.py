@@ -11,8 +11,8 @@ from .errors import RequestError, StrategyError
 from .strategy import ParallelStrategy
 
 STEP_CACHES = ("off", "first_block")
-# What users of First Block Cache in ComfyUI know for Flux dev at 28 steps (Comfy-WaveSpeed's README); diffusers' page on
-# ParaAttention has 0.08.
+# What users of First Block Cache in ComfyUI know for Flux dev at 28 steps (Comfy-WaveSpeed's README); diffusers' page
+# on ParaAttention has 0.08.
 DEFAULT_THRESHOLD = 0.12
 
 

@@ -344,8 +344,9 @@ def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weig
     begun = time.monotonic()
     with pytest.raises(
         RankFailed, match=r"(?s)rank 1 failed: ValueError: the tensor is upside down.*Traceback"
-    ):
+    ) as caught:
         sidecar.sample(weights, scripted_request(RAISE), two_ranks())
+    assert caught.value.reason == "error"
     assert time.monotonic() - begun < 2.0
     assert not any(map(is_running, pids))
     sidecar.sample(weights, scripted_request(), two_ranks())

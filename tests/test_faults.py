@@ -117,6 +117,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
         pytest.raises(RankFailed, match=r"rank 1 failed: .*limit here is 0.5 s") as caught,
     ):
         sidecar.sample(weights, scripted_request(), two_ranks())
+    assert caught.value.reason == "hang"
     assert "missed in an all-reduce by rank 0, after 2 steps" in caught.value.cause
     assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
     assert ("faults.py" in caught.value.cause) == (kind != "stop")  # where it hangs

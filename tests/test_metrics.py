@@ -17,7 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from parallel_backend import events, pool
-from parallel_backend.errors import Cancelled, PlatformError, RankFailed
+from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
 from parallel_backend.events import Ended, Stepped, listen
 from parallel_backend.metrics import CONTENT_TYPE, PREFIX, Metrics
 from parallel_backend.metrics_switch import VARIABLE, MetricsSwitch
@@ -209,6 +209,11 @@ def test_the_dashboard_and_the_page_know_every_metric_and_the_page_no_other(stor
     }
     assert bases - shown == set()
     assert set(re.findall(rf"`({PREFIX}\w+)", PAGE)) == bases
+
+
+def test_the_page_explains_every_reason_of_a_failure():
+    assert set(re.findall(r"^\| `(\w+)` \| \w", PAGE, re.MULTILINE)) >= set(FAILURES)
+    assert from_wire(RANK_CRASHED, "AcceleratorError: CUDA error", 1).reason == "device"
 
 
 def test_the_dashboard_can_be_imported_anywhere_and_its_panels_do_not_overlap():

@@ -20,8 +20,9 @@ from tiny_flux import write_tiny_flux
 
 def test_a_rank_of_another_version_is_refused(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.old_rank")
-    with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI"):
+    with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI") as caught:
         sidecar.start()
+    assert caught.value.reason == "version"
     sidecar.stop()
 
 

@@ -86,8 +86,9 @@ def test_a_rank_that_cannot_import_shows_its_traceback():
     sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="tests.broken_rank")
     with pytest.raises(
         RankFailed, match=r"(?s)exited with code 1.*No module named 'a_library_that_is_not_installed'"
-    ):
+    ) as caught:
         sidecar.start()
+    assert caught.value.reason == "exit"
     assert sidecar.state is State.FAILED
     sidecar.stop()
 
