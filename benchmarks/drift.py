@@ -26,6 +26,7 @@ from parallel_backend.strategy import ParallelStrategy
 STEPS, CFG = 20, 3.0
 WARM_UPS = (0, 1, 2, 4, 8, 12, 16, 20)
 PATCHES = (2, 4)
+DEMO = ModelSpec(str(ROOT / "demo_model" / "transformer.safetensors"))
 
 
 def main() -> None:
@@ -56,33 +57,46 @@ def main() -> None:
 
 
 def measure_drift(sidecar: Sidecar, patches: int, warm_ups: tuple[int, ...], captions: int) -> dict:
-    """Per warm-up count: PSNR of the decoded images in dB (of the mean square error over all of them), largest and root
-    mean square latent difference relative to max|latent|, and how many captions a judge finds right."""
-    rng = random.Random(7)
-    scenes = [random_scene(rng, held_out=True) for _ in range(captions)]
-    request = demo_request([scene.caption for scene in scenes])
-    spec = ModelSpec(str(ROOT / "demo_model" / "transformer.safetensors"))
-    coder = DemoImageCoder().eval()
-    coder.load_state_dict(load_file(ROOT / "demo_model" / "image_coder.safetensors"))
+    """Per warm-up count what `Scenes.drift` says."""
+    scenes = Scenes(captions)
+    request = demo_request(scenes.captions)
 
     def sample(warm_up: int) -> Tensor:
         strategy = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=patches, warmup_steps=warm_up)
-        return sidecar.sample(spec, request, Placement(strategy)).latent
+        return sidecar.sample(DEMO, request, Placement(strategy)).latent
 
     exact = sample(STEPS)
     rows = {}
     for warm_up in warm_ups:
-        latent = exact if warm_up >= STEPS else sample(warm_up)
-        pictures, expected = (_pictures(coder, x) for x in (latent, exact))
+        rows[str(warm_up)] = scenes.drift(exact if warm_up >= STEPS else sample(warm_up), exact)
+    return rows
+
+
+class Scenes:
+    """Scenes that the demo model was not trained on, and how far latents of them are from the exact ones."""
+
+    def __init__(self, count: int) -> None:
+        rng = random.Random(7)
+        self._scenes = [random_scene(rng, held_out=True) for _ in range(count)]
+        self._coder = DemoImageCoder().eval()
+        self._coder.load_state_dict(load_file(ROOT / "demo_model" / "image_coder.safetensors"))
+
+    @property
+    def captions(self) -> list[str]:
+        return [scene.caption for scene in self._scenes]
+
+    def drift(self, latent: Tensor, exact: Tensor) -> dict[str, float]:
+        """PSNR of the decoded images in dB (of the mean square error over all of them), largest and root mean square
+        latent difference relative to max|latent|, and how many captions a judge finds right."""
+        pictures, expected = (_pictures(self._coder, x) for x in (latent, exact))
         error = (pictures - expected).square().mean()
         difference = (latent - exact) / exact.abs().max()
-        rows[str(warm_up)] = {
+        return {
             "psnr": round((-10 * error.clamp_min(1e-10).log10()).item(), 2),  # 100 dB stands for equal
             "max_abs": difference.abs().max().item(),
             "rms": difference.square().mean().sqrt().item(),
-            "right": sum(judge(p, scene).right for p, scene in zip(pictures, scenes, strict=True)),
+            "right": sum(judge(p, scene).right for p, scene in zip(pictures, self._scenes, strict=True)),
         }
-    return rows
 
 
 def demo_request(captions: list[str]) -> SampleRequest:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = {"exact", "stepwise", "refused", "–", "native takes its place"}
+WORDS = {"exact", "stepwise", "refused", "–", "native takes its place", "approximate", "exact without it"}
 
 
 def _rows() -> list[list[str]]:

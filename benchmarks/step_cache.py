@@ -1,0 +1,86 @@
+"""What the step cache saves and costs, per threshold, on the trained demo model.
+
+python benchmarks/step_cache.py [--captions 8] [--json]
+
+Each caption is a job of its own, as a person runs it. Calls saved and drift do not depend on the machine; seconds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+from drift import DEMO, STEPS, Scenes, demo_request
+from subject import finish
+from torch import Tensor
+
+from parallel_backend.client import Sidecar
+from parallel_backend.requests import Placement, RunInfo
+from parallel_backend.strategy import ParallelStrategy
+
+THRESHOLDS = (0.03, 0.06, 0.08, 0.12, 0.16, 0.2, 0.3)
+SAMPLERS = ("euler", "dpmpp_2m", "heun")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--captions", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    placement = Placement(ParallelStrategy(cfg_degree=2))
+    try:
+        result = {
+            sampler: measure(sidecar, placement, sampler, THRESHOLDS, args.captions) for sampler in SAMPLERS
+        }
+    finally:
+        sidecar.stop()
+    for sampler, rows in result.items():
+        for threshold, row in rows.items():
+            print(
+                f"{sampler:9} threshold {threshold:>4}  reused {row['reused']:3}/{row['calls']}  "
+                f"PSNR {row['psnr']:6.2f} dB  max |difference| {row['max_abs']:.2e}  "
+                f"right {row['right']}/{args.captions}  {row['seconds']:.2f} s"
+            )
+    finish(result, args.json)
+
+
+def measure(
+    sidecar: Sidecar, placement: Placement, sampler: str, thresholds: tuple[float, ...], captions: int
+) -> dict[str, dict[str, float]]:
+    """Per threshold: model calls and how many were reused, what `Scenes.drift` says, and seconds in all steps."""
+    scenes = Scenes(captions)
+
+    def sample(threshold: float) -> tuple[Tensor, list[RunInfo]]:
+        latents, infos = [], []
+        for caption in scenes.captions:
+            request = replace(demo_request([caption]), sampler=sampler, cache_threshold=threshold)
+            result = sidecar.sample(DEMO, request, placement)
+            latents.append(result.latent)
+            infos.append(result.info)
+        return torch.cat(latents), infos
+
+    exact, infos = sample(0.0)
+    rows = {"0": _row(scenes.drift(exact, exact), infos)}
+    rows["0"]["calls"] = captions * (2 * STEPS - 1 if sampler == "heun" else STEPS)
+    for threshold in thresholds:
+        latent, infos = sample(threshold)
+        rows[str(threshold)] = _row(scenes.drift(latent, exact), infos)
+    return rows
+
+
+def _row(drift: dict[str, float], infos: list[RunInfo]) -> dict[str, float]:
+    return {
+        "calls": sum(info.model_calls for info in infos),
+        "reused": sum(info.reused_calls for info in infos),
+        **drift,
+        "seconds": sum(sum(info.step_seconds) for info in infos),
+    }
+
+
+if __name__ == "__main__":
+    main()
