@@ -18,10 +18,12 @@ def take_extras(
     control: dict | None,
     others: dict,
     dims: FluxDims,
+    dtype: torch.dtype,
     rope: dict | None = None,
 ) -> Extras:
-    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name). `rope`: what ScaleROPE
-    wishes."""
+    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name). `dtype`: what the ranks
+    compute in, to which a ControlNet's residuals are rounded here, where that halves what leaves the GPU. `rope`: what
+    ScaleROPE wishes."""
     method = others.pop("ref_latents_method", None)
     mask = others.pop("attention_mask", None)
     references = tuple(latent.float().cpu() for latent in ref_latents or ())
@@ -29,7 +31,7 @@ def take_extras(
         references=references,
         places=_places(x, references, method or "offset", rope or {}) if references or rope else None,
         mask=None if mask is None else _as_batch(mask).cpu(),
-        residuals={} if control is None else _residuals(control, dims),
+        residuals={} if control is None else _residuals(control, dims, dtype),
     )
 
 
@@ -80,7 +82,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
-def _residuals(control: dict, dims: FluxDims) -> dict[int, Tensor]:
+def _residuals(control: dict, dims: FluxDims, dtype: torch.dtype) -> dict[int, Tensor]:
     """By block, doubles first. A ControlNet may have some for more blocks than there are, which ComfyUI leaves out.
 
     It has one for several blocks in a row, which ComfyUI hands over once for each: those are one again here.
@@ -93,6 +95,6 @@ def _residuals(control: dict, dims: FluxDims) -> dict[int, Tensor]:
             if residual is None:
                 continue
             if before is None or not _alike(residual, before):
-                moved = residual.float().cpu()
+                moved = residual.to(dtype).cpu()
             before, residuals[block] = residual, moved
     return residuals

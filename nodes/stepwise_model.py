@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from ..parallel_backend.client import Sidecar
 from ..parallel_backend.computing import PLAIN, Computing
 from ..parallel_backend.decide import Decided
+from ..parallel_backend.devices import is_cpu, resolve_devices
 from ..parallel_backend.experience import image_work
 from ..parallel_backend.flux_file import FluxFile
+from ..parallel_backend.memory_weights import Dtypes
 from ..parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ..parallel_backend.selector import StrategyChoice
 from ..parallel_backend.weight_patches import NO_PATCHES
@@ -160,7 +162,13 @@ class StepwiseFlux(nn.Module):
         **others,
     ) -> Tensor:
         extras = take_extras(
-            x, ref_latents, control, others, self.file.dims, (options or {}).get("rope_options")
+            x,
+            ref_latents,
+            control,
+            others,
+            self.file.dims,
+            self._compute_dtype(options.get(CHOICE, StrategyChoice())),
+            options.get("rope_options"),
         )
         refuse_effects(options, others)
         if y is None:
@@ -185,6 +193,10 @@ class StepwiseFlux(nn.Module):
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)
+
+    def _compute_dtype(self, choice: StrategyChoice) -> torch.dtype:
+        on_cpu = is_cpu(resolve_devices(choice.devices))
+        return getattr(torch, Dtypes.of(self.spec.weight_dtype, self.file.dtype, on_cpu).compute)
 
     def _decide(self, request: PredictRequest, options: dict) -> Decided:
         """Once for all like calls of a sampling run: what is measured meanwhile must not change it half-way."""
