@@ -23,7 +23,7 @@ _SAID = (
 
 
 def overview() -> Image.Image:
-    """[520, 1400] RGB: ComfyUI's graph, the ranks with a quarter of the picture each, and the latent that comes back."""
+    """[520, 1400] RGB: the graph, the ranks with a quarter of the picture each, and the latent that comes back."""
     picture = Image.new("RGB", SIZE, _PAPER)
     draw = ImageDraw.Draw(picture)
     _title(draw, 60, "Your ComfyUI graph", "stays as it is")
