@@ -7,7 +7,8 @@ each has few values: devices, strategies without their shares, words of closed s
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from .client import State
+from .device_gauges import Gauge
 from .errors import FAILURES
 from .events import Ended, Event, Failed, Loaded, Started, Stepped
 from .group_status import GroupStatus
@@ -40,13 +42,19 @@ RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
-class Metrics:
-    """`hear` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does."""
+Statuses = Callable[[], Iterable[GroupStatus]]
+Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
-    def __init__(self, statuses: Callable[[], Iterable[GroupStatus]]) -> None:
+
+class Metrics:
+    """`hear` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
+    `gauges(devices)` for what their devices read."""
+
+    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
         # A registry of its own: other packs may count in the library's global one.
         self._registry = registry = CollectorRegistry()
         self._known: set[tuple[str, ...]] = set()
+        self._scraping = threading.Lock()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=registry)
@@ -83,6 +91,7 @@ class Metrics:
             }
         )
         registry.register(_Groups(statuses))
+        registry.register(_Devices(statuses, gauges))
         # What never happened stands at 0, or the first time would look like no change.
         for result in RESULTS:
             self._calls.labels(result)
@@ -108,7 +117,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format; its type is CONTENT_TYPE."""
-        return generate_latest(_WithoutTimes(self._registry))
+        with self._scraping:  # gauges are read by one at a time
+            return generate_latest(_WithoutTimes(self._registry))
 
     def _know(self, devices: tuple[str, ...]) -> None:
         if devices in self._known:
@@ -146,7 +156,7 @@ class Metrics:
 class _Groups:
     """What is so at the moment of a scrape: states, and what the ranks noted down of themselves."""
 
-    def __init__(self, statuses: Callable[[], Iterable[GroupStatus]]) -> None:
+    def __init__(self, statuses: Statuses) -> None:
         self._statuses = statuses
 
     def describe(self) -> Iterator[Metric]:
@@ -180,6 +190,48 @@ class _Groups:
             CounterMetricFamily(
                 PREFIX + "sent_bytes", "Bytes that a rank sent to others since it began", labels=("device",)
             ),
+        )
+
+
+class _Devices:
+    """What the devices of all groups read at the moment of a scrape; nothing of a CPU, whose ranks share it."""
+
+    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
+        self._statuses = statuses
+        self._gauges = gauges
+
+    def describe(self) -> Iterator[Metric]:
+        """As _Groups.describe."""
+        return iter(self._families())
+
+    def collect(self) -> Iterator[Metric]:
+        total, free, used, temperature, power = families = self._families()
+        devices = {device for group in self._statuses() for device in group.devices}
+        for device, gauge in self._gauges(tuple(sorted(devices))).items():
+            if gauge.shared:
+                continue
+            for family, value in (  # 0 bytes are unknown ones
+                (total, gauge.total_bytes or None),
+                (free, gauge.free_bytes or None),
+                (used, gauge.utilisation),
+                (temperature, gauge.temperature),
+                (power, gauge.power),
+            ):
+                if value is not None:
+                    family.add_metric([device], value)
+        return iter(families)
+
+    @staticmethod
+    def _families() -> tuple[Metric, ...]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(PREFIX + name, text, labels=("device",))
+
+        return (
+            gauge("device_memory_total_bytes", "Memory of a device"),
+            gauge("device_memory_free_bytes", "Memory of a device that no process holds"),
+            gauge("device_utilization_ratio", "Part of the last moment in which a device computed"),
+            gauge("device_temperature_celsius", "Temperature of a device"),
+            gauge("device_power_watts", "Power that a device draws"),
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import pool
+from .device_gauges import DeviceGauges
 from .errors import PlatformError
 from .events import listen
 
@@ -48,6 +49,7 @@ class MetricsSwitch:
         self._environ = environ
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
+        self._gauges = DeviceGauges()
         self._stop_listening: Callable[[], None] | None = None
         self._warned = ""
 
@@ -56,11 +58,12 @@ class MetricsSwitch:
         with self._lock:
             wanted = self._wanted()
             if wanted and self._stop_listening is None:
-                self._metrics = self._metrics or _new_metrics()
+                self._metrics = self._metrics or _new_metrics(self._gauges)
                 self._stop_listening = listen(self._metrics.hear)
             elif not wanted and self._stop_listening is not None:
                 self._stop_listening()
                 self._stop_listening = None
+                self._gauges.close()
             return self._metrics if wanted else None
 
     def begin(self) -> None:
@@ -105,7 +108,7 @@ class MetricsSwitch:
         )
 
 
-def _new_metrics() -> Metrics:
+def _new_metrics(gauges: DeviceGauges) -> Metrics:
     try:
         from .metrics import Metrics
     except ImportError as error:
@@ -113,4 +116,4 @@ def _new_metrics() -> Metrics:
             f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
             "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
         ) from None
-    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()])
+    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read)

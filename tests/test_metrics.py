@@ -16,14 +16,18 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from fake_nvml import h100_nvswitch, two_4090
 from parallel_backend import events, pool
+from parallel_backend.device_gauges import DeviceGauges
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
 from parallel_backend.events import Ended, Stepped, listen
+from parallel_backend.group_status import GroupStatus
 from parallel_backend.metrics import CONTENT_TYPE, PREFIX, Metrics
 from parallel_backend.metrics_switch import VARIABLE, MetricsSwitch
 from parallel_backend.pack_version import pack_version
 from parallel_backend.requests import PredictRequest
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.topology_probe import read_topology
 from scripted import CRASH, scripted_prompt, scripted_request, scripted_sidecar, scripted_weights, two_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,12 +64,23 @@ class Scrape:
         return {labels["state"] for labels in found}
 
 
+def as_if_on_gpus(nvml):
+    """What GPUs would read that stood where the ranks' devices stand."""
+    gauges = DeviceGauges(nvml, read_topology(nvml).visible({}))
+
+    def read(devices):
+        found = gauges.read(tuple(device.replace("cpu", "cuda") for device in devices))
+        return {device.replace("cuda", "cpu"): gauge for device, gauge in found.items()}
+
+    return read
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """(a scrape while ranks hold a model, one after all that can happen to them) and what was sent to whom."""
     sidecar = scripted_sidecar()
     weights = scripted_weights(tmp_path_factory.mktemp("weights") / "a private name.safetensors", "good 0.5")
-    metrics = Metrics(lambda: [sidecar.status()])
+    metrics = Metrics(lambda: [sidecar.status()], as_if_on_gpus(h100_nvswitch(2)))
     stop = listen(metrics.hear)
     x = torch.ones(1, 4, 6, 6)
     try:
@@ -132,6 +147,29 @@ def test_states_memory_and_bytes_are_those_of_the_moment(story):
     assert PREFIX + "device_memory_bytes" not in after.names
 
 
+def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story):
+    warm, _, _ = story
+    assert warm("device_utilization_ratio", device="cpu:1") == 0.2
+    assert (
+        warm("device_temperature_celsius", device="cpu:0"),
+        warm("device_power_watts", device="cpu:0"),
+    ) == (40, 250.5)
+    assert (
+        warm("device_memory_free_bytes", device="cpu:0")
+        == warm("device_memory_total_bytes", device="cpu:0")
+        > 2**30
+    )
+    cards = two_4090()  # which do not say what they draw
+    group = GroupStatus(("cuda:0", "cpu:0"), "down", "", "", "", 0, 0, (), ())
+    scrape = Scrape(
+        Metrics(lambda: [group], DeviceGauges(cards, read_topology(cards).visible({})).read).text()
+    )
+    assert PREFIX + "device_power_watts" not in scrape.names
+    assert scrape("device_utilization_ratio", device="cuda:0") == 0.1
+    with pytest.raises(KeyError):
+        scrape("device_memory_total_bytes", device="cpu:0")
+
+
 def test_the_build_is_named_and_no_label_names_a_file(story):
     tomllib = pytest.importorskip("tomllib")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
@@ -144,7 +182,7 @@ def test_the_build_is_named_and_no_label_names_a_file(story):
 
 
 def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
-    metrics = Metrics(list)
+    metrics = Metrics(list, lambda devices: {})
     for share in (1.5, 2.5):
         strategy = ParallelStrategy(ulysses_degree=2, device_shares=(1, share))
         metrics.hear(Stepped(("a", "b"), 1, 1, 0.3, strategy))
