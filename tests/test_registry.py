@@ -58,7 +58,7 @@ def test_the_archive_has_what_runs_and_neither_tests_nor_benchmarks():
     shipped = _shipped()
     assert {path.split("/")[0] for path in shipped} == {
         *("CHANGELOG.md", "LICENSE", "README.md", "__init__.py", "pyproject.toml"),
-        *("constraints.txt", "requirements.txt"),
+        *("constraints.txt", "requirements.txt", "uninstall.py"),
         *(
             "demo_model",
             "docs",

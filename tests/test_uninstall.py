@@ -1,0 +1,43 @@
+"""Uninstalling: the pack's own files outside its folder go, and nobody else's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from parallel_backend.calibration_store import FOLDER
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def uninstall(cache: Path) -> str:
+    """As ComfyUI Manager does it."""
+    environment = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "uninstall.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_measurements_go_and_with_them_the_folder(tmp_path):
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for name in ("measurements-1234.json", "measurements-1234.lock"):
+        (folder / name).write_text("{}")
+    assert "2 files" in uninstall(tmp_path)
+    assert not folder.exists()
+    assert "0 files" in uninstall(tmp_path)
+
+
+def test_other_files_stay(tmp_path):
+    folder = tmp_path / FOLDER
+    (folder / "ComfyUI-0.30.0").mkdir(parents=True)
+    (folder / "measurements-1.json").write_text("{}")
+    assert "1 files" in uninstall(tmp_path)
+    assert [entry.name for entry in folder.iterdir()] == ["ComfyUI-0.30.0"]

@@ -1,0 +1,29 @@
+"""Run by ComfyUI Manager before it deletes this folder: takes away what the pack keeps elsewhere, its measurements.
+
+Settings stay in ComfyUI's own file, which knows nothing of packs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from parallel_backend.calibration_store import cache_folder
+
+
+def remove_measurements(folder: Path | None) -> int:
+    """Deletes them, and the folder if nothing else is in it; returns how many files went. None is no folder."""
+    if folder is None or not folder.is_dir():
+        return 0
+    found = [
+        file for pattern in ("measurements-*.json", "measurements-*.lock") for file in folder.glob(pattern)
+    ]
+    for file in found:
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's files are in it
+        folder.rmdir()
+    return len(found)
+
+
+if __name__ == "__main__":
+    print(f"Parallel Sampling: {remove_measurements(cache_folder())} files of measurements deleted")
