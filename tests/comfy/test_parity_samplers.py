@@ -6,6 +6,7 @@ import pytest
 from graphs import OURS, STOCK, Graph
 from safetensors.torch import load_file
 
+RESIDENT = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 
 
@@ -30,12 +31,15 @@ def _options(entry) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, ranks, subtests):
-    """All pairs on two ranks; on one, which runs the same code, each sampler with one scheduler."""
+    """On two ranks each sampler with a third of the schedulers, which take turns, and those that run on the ranks with
+    all of them; on one rank, which runs the same code, each sampler with one."""
     samplers, all_schedulers = lists
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
-    worst = {}
+    worst, met = {}, set()
     for number, sampler in enumerate(samplers):
-        schedulers = all_schedulers if ranks > 1 else [all_schedulers[number % len(all_schedulers)]]
+        every = 1 if sampler in RESIDENT and ranks > 1 else 3 if ranks > 1 else len(all_schedulers)
+        schedulers = all_schedulers[number % every :: every]
+        met |= set(schedulers)
         graph = Graph()
         ours, stock = graph.model(OURS, unet, f"cpu:{ranks}"), graph.model(STOCK, unet)
         loader = ours[0]
@@ -61,6 +65,6 @@ def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, 
                     difference = ((latents[way] - stock_latent).abs().max() / stock_latent.abs().max()).item()
                     worst[sampler, scheduler, way] = difference
                     assert difference <= TOLERANCE
-    assert len(worst) == 2 * len(samplers) * (len(all_schedulers) if ranks > 1 else 1)
+    assert met == set(all_schedulers) and {sampler for sampler, _, _ in worst} == set(samplers)
     for (sampler, scheduler, way), difference in sorted(worst.items(), key=lambda item: -item[1])[:10]:
         print(f"{ranks} ranks: {sampler} {scheduler} {way}: {difference:.1e}")
