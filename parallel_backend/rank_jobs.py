@@ -202,6 +202,7 @@ class RankJobs:
             from .engine.compiling import compiler
 
             compiler().on_begin = on_compile
+            compiler().take()  # what a request did that failed or was cancelled
         return forward
 
     def _make_forward(self, placement: Placement):
@@ -257,10 +258,12 @@ def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankR
     compiled, notes = None, [*forward.notes]
     wish = placement.computing.attention
     if wish not in ("auto", forward.kernel):
-        notes.append(
-            f"attention {wish} stood back: a ring merges its partial results by their log-sum-exp, which torch's own "
-            f"kernels return, and only those take masks; {forward.kernel} took its place"
+        reason = (
+            "engine xfuser does not have it"
+            if forward.engine == "xfuser"
+            else "a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks"
         )
+        notes.append(f"attention {wish} stood back: {reason}; {forward.kernel} took its place")
     if forward.compiles:
         from .engine.compiling import compiler
 

@@ -53,18 +53,19 @@ class PlainBlocks:
 
 
 class CompiledBlocks:
-    """Blocks compiled by `compiler`."""
+    """Blocks compiled by `compiler` for a model on `device`."""
 
     compiles = True
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, device: torch.device) -> None:
         self._compiler = compiler
+        self._device = device
 
     def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
         for block in _blocks(transformer):
             if "forward" not in block.__dict__:
                 block.__dict__["forward"] = functools.partial(self._compiler.run, block)
-        self._compiler.attention.use(attention)
+        self._compiler.attention.use(attention, self._device)
         share_attention(transformer, self._compiler.attention)
 
 

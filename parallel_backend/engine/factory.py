@@ -41,7 +41,7 @@ def _blocks(model: FluxModel, computing: Computing) -> tuple[Blocks, list[str]]:
     reason = why_not_compile(model.device.type)
     if reason is not None:
         return PlainBlocks(), [f"blocks ran uncompiled: {reason}"]
-    return CompiledBlocks(compiler()), []
+    return CompiledBlocks(compiler(), model.device), []
 
 
 def _make_forward(

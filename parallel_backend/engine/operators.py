@@ -14,9 +14,13 @@ from torch import Tensor
 
 from .adjust_diffusers import SharedAttention
 
-with torch.inference_mode(False):  # sharded weights are computed with outside of it
-    _order = torch.zeros(1)
 
+def _new_order(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # sharded weights are computed with outside of it
+        return torch.zeros(1, device=device)
+
+
+_order = _new_order(torch.device("cpu"))
 _attention: list[SharedAttention] = []  # the one that computes now
 _sums: dict[str, Callable[[Tensor], Tensor]] = {}
 _joins: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -69,9 +73,12 @@ class AttentionOperator:
     def __init__(self) -> None:
         self.uncompiled = 0
 
-    def use(self, attention: SharedAttention) -> None:
-        """Has `attention` compute from now on."""
+    def use(self, attention: SharedAttention, device: torch.device) -> None:
+        """Has `attention` compute from now on. `device`: of its tensors."""
+        global _order
         _attention[:] = [attention]
+        if _order.device.type != device.type:
+            _order = _new_order(device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[B, s, H, D] of this rank's tokens in and out."""
