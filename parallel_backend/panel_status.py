@@ -99,8 +99,10 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
 
 
 def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
-    """Those of the group, or one that holds nothing for each device while there are none."""
-    return status.ranks or tuple(
+    """Those of the group; for each device one that holds nothing, while there are none or what is left has ended."""
+    if status.ranks and status.state in (*_BUSY, *_WARM):
+        return status.ranks
+    return tuple(
         RankStatus(rank, device, None, 0, 0.0, 0, 0, 0) for rank, device in enumerate(status.devices)
     )
 

@@ -23,7 +23,7 @@ STATES = {
     "decoding": replace(GROUP, state="running", phase="decoding"),
     "ready": GROUP,
     "asleep": replace(GROUP, state="asleep"),
-    "failed": replace(GROUP, state="failed", reason="rank 1 failed: killed", ranks=()),
+    "failed": replace(GROUP, state="failed", reason="rank 1 failed: killed"),  # what died still has its page
     "broken": replace(GROUP, state="broken", reason="rank 1 failed: killed", ranks=()),
 }
 
@@ -36,6 +36,10 @@ def test_each_state_has_its_words_and_goes_over_the_wire(words):
     assert group["words"] == words
     assert group["reason"] == ("rank 1 failed: killed" if words in ("failed", "broken") else "")
     assert [rank["device"] for rank in group["ranks"]] == ["cuda:0", "cuda:1"]
+    ended = words in ("not started", "failed", "broken")
+    assert [(rank["pid"], rank["weight_bytes"]) for rank in group["ranks"]] == (
+        [(None, 0), (None, 0)] if ended else [(11, 10), (12, 11)]
+    )
     assert [rank["gauge"] for rank in group["ranks"]] == [None, {**vars(gauge)}]
 
 

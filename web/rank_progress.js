@@ -6,7 +6,7 @@ import { nodeOf } from "./lib/graph.js";
 
 const PANEL = "report_panel";
 const STYLE = `
-.parallel-bars { flex: 0 1 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
+.parallel-bars:not([hidden]) { flex: 0 1 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
   grid-template-columns: repeat(auto-fill, minmax(120px, 1fr)); list-style: none; font-size: 10px; line-height: 14px; }
 .parallel-bars li { position: relative; height: 14px; padding: 0 4px; border-radius: 3px; overflow: hidden; white-space: nowrap;
   text-overflow: ellipsis; background: var(--comfy-input-bg); color: var(--input-text); }

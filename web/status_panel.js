@@ -17,7 +17,8 @@ const SILENT = "ComfyUI does not answer. What stands here is the last that it sa
 const NO_GROUPS = "No ranks yet: they start with the first prompt.";
 const STYLE = `
 .parallel-status { height: 100%; overflow-y: auto; overflow-x: hidden; box-sizing: border-box; padding: 8px; min-width: 0;
-  font: 12px sans-serif; color: var(--input-text); }
+  font: 12px sans-serif; color: var(--input-text);
+  max-width: calc(100vw - var(--sidebar-width, 4rem) - 4px); } /* in a narrow window the sidebar itself sticks out */
 .parallel-status header { display: flex; flex-wrap: wrap; align-items: center; justify-content: space-between; gap: 6px;
   margin-bottom: 8px; }
 .parallel-status h2 { margin: 0; font-size: 14px; font-weight: 600; }

@@ -23,7 +23,7 @@ addStyle(`
 .parallel-group ul { list-style: none; margin: 0; padding: 0; }
 .parallel-rank { border-top: 1px solid var(--border-color); padding: 6px 0 2px; overflow-wrap: anywhere; }
 .parallel-rank .line { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 8px; }
-.parallel-rank progress { width: 100%; height: 5px; display: block; margin: 3px 0; accent-color: var(--p-primary-color); }
+.parallel-rank progress:not([hidden]) { width: 100%; height: 5px; display: block; margin: 3px 0; accent-color: var(--p-primary-color); }
 .parallel-memory { display: flex; height: 8px; border-radius: 4px; overflow: hidden; margin: 3px 0;
   background: var(--comfy-input-bg); border: 1px solid var(--border-color); }
 .parallel-memory i, .parallel-key i { background: var(--part); }
@@ -34,11 +34,12 @@ addStyle(`
 .parallel-part-working { --part: #e0a030; }
 .parallel-part-others { --part: var(--descrip-text); }
 .parallel-part-free { --part: var(--comfy-input-bg); }
-.parallel-steps { display: flex; align-items: center; gap: 8px; }
+.parallel-steps:not([hidden]) { display: flex; align-items: center; gap: 8px; }
 .parallel-steps svg { flex: 1 1 60px; min-width: 40px; height: 24px; color: var(--p-primary-color, var(--input-text)); }
 `);
 
-export function inBytes(bytes) {
+function inBytes(bytes) {
+  if (!bytes) return "0";
   const gib = bytes / 2 ** 30;
   if (gib >= 1) return `${gib.toFixed(gib < 10 ? 2 : 1)} GiB`;
   return `${(bytes / 2 ** 20).toFixed(bytes < 10 * 2 ** 20 ? 1 : 0)} MiB`;
@@ -105,7 +106,7 @@ function rankRow() {
   const root = element("li", "parallel-rank", element("div", "line", device, words), name, progress, memory.bar, memory.key);
   root.append(gauges, sent);
   const update = (rank) => {
-    show(device, `${rank.rank}: ${rank.device}`);
+    show(device, `rank ${rank.rank} · ${rank.device}`);
     show(words, rank.words);
     show(name, rank.gauge?.name ?? "");
     progress.hidden = rank.progress === null;

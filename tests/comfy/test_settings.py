@@ -1,0 +1,87 @@
+"""The pack's entries in ComfyUI's Settings: set in the page, kept by ComfyUI, and counting from the next use on."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+
+import pytest
+from graphs import Graph
+
+from comfyui_client import PromptFailed
+from tiny_vae import dims_of, write_vae
+
+VAE = "tiny_settings.safetensors"
+DEFAULTS = {
+    "default_devices": "all",
+    "allow_approximate": True,
+    "start_at_launch": False,
+    "sleep_after_minutes": 0,
+    "stop_after_minutes": 0,
+    "metrics": False,
+}
+
+
+@pytest.fixture
+def change(page):
+    """`change(name, value)`, as a person does it; the defaults come back after the test."""
+
+    def set_to(name: str, value: object) -> None:
+        path = f"parallel_sampling.{name}"
+        page.evaluate("([id, value]) => app.extensionManager.setting.set(id, value)", [path, value])
+
+    yield set_to
+    for name, value in DEFAULTS.items():
+        set_to(name, value)
+
+
+def _groups(comfy) -> list[dict]:
+    with urllib.request.urlopen(f"{comfy.server.url}/parallel_sampling/ranks", timeout=30) as answer:
+        return json.load(answer)["groups"]
+
+
+def _stop_all(comfy) -> None:
+    for group in _groups(comfy):
+        if not group["why_not"]["stop"]:
+            body = json.dumps({"devices": group["devices"]}).encode()
+            urllib.request.urlopen(
+                f"{comfy.server.url}/parallel_sampling/ranks/stop", body, timeout=30
+            ).close()
+
+
+def _decode(comfy, draw: int) -> None:
+    """On the default devices: there is no Strategy Selector."""
+    graph = Graph()
+    vae = [graph.add("VAELoader", vae_name=VAE), 0]
+    image = [graph.add("ParallelVAEDecode", samples=graph.latent(draw=draw), vae=vae), 0]
+    graph.add("TestSaveImage", image=image, path="settings.safetensors")
+    comfy.run(graph.prompt)
+
+
+def test_settings_count_from_the_next_use_on(measuring, page, change):
+    comfy, _ = measuring
+    write_vae(comfy.server.base_directory / "models" / "vae" / VAE, dims_of())
+    shown = page.evaluate("() => app.extensionManager.setting.settings")
+    assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
+
+    _stop_all(comfy)
+    change("default_devices", "cpu:2")
+    _decode(comfy, draw=1)
+    running = [group["devices"] for group in _groups(comfy) if group["state"] == "ready"]
+    assert running == [["cpu:0", "cpu:1"]]
+
+    change("allow_approximate", False)
+    graph = Graph()
+    unet = comfy.write_flux("tiny_settings.safetensors", single_blocks=2)
+    loader = graph.parallel_loader(unet, "cpu:2", pipefusion=2, warmup_steps=1)
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    with pytest.raises(PromptFailed, match="Allow approximate strategies"):
+        comfy.sample(graph.prompt, latent)
+
+    change("sleep_after_minutes", 0.02)
+    _decode(comfy, draw=2)  # whose end sets the timer
+    deadline = time.monotonic() + 60
+    while "asleep" not in (seen := {group["state"] for group in _groups(comfy)}):
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.1)

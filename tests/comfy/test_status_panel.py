@@ -1,0 +1,245 @@
+"""The status panel in a real browser: alive from the start of ranks to their end, and drawn in each state and theme."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+from graphs import Graph
+
+EVENT = "parallel_sampling.status"
+UNET = "tiny_panel_status.safetensors"
+_SEEDS = itertools.count(1)
+# Every text that elements of a selector have had since, in order.
+RECORD = """(selector) => {
+  window.recorded = [];
+  const look = () => {
+    for (const found of document.querySelectorAll(selector)) {
+      const text = found.innerText.trim();
+      if (text && recorded.at(-1) !== text) recorded.push(text);
+    }
+  };
+  new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
+}"""
+# What sticks out of the panel, or is cut off in it, sideways.
+STICKS_OUT = """() => {
+  const panel = document.querySelector('.parallel-status');
+  const right = Math.min(panel.getBoundingClientRect().right, window.innerWidth);
+  return [panel, ...panel.querySelectorAll('*')]
+    .filter((e) => e.checkVisibility() && !e.closest('.unseen, svg'))
+    .filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth || e.getBoundingClientRect().right > right + 1)
+    .map((e) => `${e.tagName}.${e.className}: ${e.innerText?.slice(0, 40)}`);
+}"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=3)
+
+
+@pytest.fixture
+def shoot(page, tmp_path):
+    """`shoot(name)` keeps a picture of the page among the test's files, and where people look at them."""
+
+    def take(name: str) -> None:
+        page.screenshot(path=tmp_path / f"{name}.png")
+        if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(tmp_path / f"{name}.png", Path(folder, f"{name}.png"))
+
+    return take
+
+
+def _graph(steps: int) -> Graph:
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
+    latent = graph.latent(width=48, height=48)
+    sampled = graph.parallel_sampler(
+        loader, graph.text(1), graph.text(2), latent, seed=next(_SEEDS), steps=steps
+    )
+    graph.save(sampled, "status.safetensors")
+    return graph
+
+
+def _open(page):
+    page.evaluate("() => void app.extensionManager.command.execute('parallel_sampling.status_panel')")
+    panel = page.get_by_role("region", name="Status of Parallel Sampling")
+    panel.wait_for(timeout=20_000)
+    return panel
+
+
+def _group(comfy) -> dict:
+    with urllib.request.urlopen(f"{comfy.server.url}/parallel_sampling/ranks", timeout=30) as answer:
+        return json.load(answer)["groups"][0]
+
+
+def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
+    comfy, _ = measuring
+    frames: list[str] = []
+    page.on(
+        "websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
+    )
+    page.reload()
+    page.wait_for_function("() => window.app?.extensionManager && app.graph", timeout=60_000)
+    page.wait_for_function("() => app.extensions.some(e => e.name === 'parallel_sampling.status_panel')")
+
+    def wait_for(words: str) -> None:
+        card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=60_000)
+
+    def press(name: str, then: str) -> None:
+        card.get_by_role("button", name=name).click()
+        wait_for(then)
+
+    # A job, from the page that then shows its bars.
+    page.evaluate(f"() => app.loadApiJson({json.dumps(_graph(24).prompt)}, 'status')")
+    panel = _open(page)
+    card = panel.locator(".parallel-group").first
+    page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function("() => recorded.some(t => /^sampling [1-9]\\d*\\/24$/.test(t))", timeout=120_000)
+    shoot("status-sampling")
+    card = panel.get_by_label("Ranks on cpu:0, cpu:1")
+    wait_for("ready")
+    page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length", timeout=20_000)
+    seen = page.evaluate("recorded")
+    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 24", text)}
+    assert bars == {"cpu:0", "cpu:1"}
+    assert UNET in card.inner_text() and "weights" in card.inner_text() and " a step" in card.inner_text()
+    assert card.get_by_role("button", name="Wake").get_attribute("title") == "Not now: the ranks are awake"
+
+    press("Sleep", "asleep")
+    press("Wake", "ready")
+    # The panel loses its websocket, then its page: it finds its way back each time.
+    page.evaluate("() => app.api.socket.close()")
+    press("Sleep", "asleep")
+    page.reload()
+    page.wait_for_function(
+        "() => window.app?.extensions?.some(e => e.name === 'parallel_sampling.status_panel')", timeout=60_000
+    )
+    panel = _open(page)
+    card = panel.get_by_label("Ranks on cpu:0, cpu:1")
+    wait_for("asleep")
+    assert any(EVENT in frame for frame in frames)
+
+    # A dead rank shows with its reason, and can be started from here.
+    page.evaluate(RECORD, ".p-toast-summary")
+    os.kill(_group(comfy)["ranks"][1]["pid"], signal.SIGKILL)
+    wait_for("failed")
+    assert "rank 1 failed" in card.locator(".reason").inner_text()
+    shoot("status-failed")
+    press("Start", "ready")
+    page.wait_for_function("() => recorded.includes('Ranks started')", timeout=20_000)
+    assert page.evaluate("recorded.filter(t => t === 'Ranks started').length") == 1
+    press("Stop", "not started")
+
+    # Nobody looks: nothing is sent.
+    page.evaluate("() => app.extensionManager.sidebarTab.toggleSidebarTab('parallel-sampling')")
+    panel.wait_for(state="detached", timeout=10_000)
+    page.wait_for_timeout(300)
+    frames.clear()
+    page.wait_for_timeout(2500)
+    assert [frame for frame in frames if EVENT in frame] == []
+
+
+def _gpu(rank: int, **changes) -> dict:
+    gauge = {
+        "name": "NVIDIA GeForce RTX 4090 Laptop GPU with a long name",
+        "total_bytes": 24 * 2**30,
+        "free_bytes": (9 - rank) * 2**30,
+        "utilisation": 0.97,
+        "temperature": 71,
+        "power": 402.5,
+        "power_limit": 450.0,
+        "shared": False,
+    }
+    return {
+        "device": f"cuda:{rank}",
+        "words": "",
+        "progress": None,
+        "rank": rank,
+        "pid": 41000 + rank,
+        "weight_bytes": 12 * 2**30,
+        "working_bytes": 2**30,
+        "bytes_sent": 345 * 2**30,
+        "gauge": gauge,
+    } | changes
+
+
+def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -> dict:
+    enabled = {"ready": {"sleep", "restart", "stop"}, "broken": {"reset"}, "failed": {"restart"}}.get(
+        state, set()
+    )
+    buttons = ("sleep", "wake", "restart", "stop", "reset")
+    return {
+        "devices": [f"cuda:{i}" for i in devices],
+        "state": state,
+        "words": said,
+        "reason": reason,
+        "model": "flux1-dev-a-very-long-name-of-a-fine-tune-without-any-spaces-in-it-fp8_e4m3fn.safetensors",
+        "step_seconds": [0.52, 0.5, 0.55, 0.51, 0.9, 0.52, 0.5],
+        "why_not": {name: "" if name in enabled else "a prompt is using the ranks" for name in buttons},
+        "ranks": [_gpu(i, **rank) for i in devices],
+    }
+
+
+STATES = {
+    "groups": [
+        _case([0, 1], "running", "sampling 12/28", words="step 12 of 28", progress=0.43),
+        _case([2, 3], "running", "loading 43%", words="loading 43%", progress=0.43),
+        _case(
+            [4], "failed", "failed", "rank 0 failed: killed by signal 9 (SIGKILL)", pid=None, weight_bytes=0
+        ),
+        _case([5], "broken", "broken", "rank 0 failed: " + "CUDA_ERROR_ILLEGAL_ADDRESS" * 4, pid=None),
+    ],
+    "left_out": ["cuda:7"],
+}
+
+
+def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
+    # Only what this test says reaches the panel.
+    page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
+    panel = _open(page)
+    say = f"() => app.api.dispatchCustomEvent('{EVENT}', {json.dumps(STATES)})"
+    page.evaluate(say)
+    cards = panel.locator(".parallel-group")
+    assert cards.count() == 4
+    assert "CUDA_ERROR" in cards.nth(3).locator(".reason").inner_text()
+    words = cards.nth(0).inner_text()
+    assert all(
+        part in words for part in ("12/28", "97 % busy", "71 °C", "403 of 450 W", "345.0 GiB", "520 ms")
+    )
+    assert panel.locator(".left-out").inner_text().startswith("cuda:7 left out")
+
+    # By keyboard: each button can be reached, those that make no sense say why and do nothing.
+    cards.nth(0).get_by_role("button", name="Sleep").focus()
+    page.evaluate(say)  # news do not take the focus away
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Wake"
+    assert not cards.nth(0).get_by_role("button", name="Wake").is_enabled()
+    assert cards.nth(3).get_by_role("button", name="Try again").is_enabled()
+    page.keyboard.press("Enter")
+    assert panel.get_by_role("alert").count() == 0
+
+    for theme in ("dark", "light"):
+        page.evaluate(f"() => app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.wait_for_timeout(300)  # until colours have changed
+        shoot(f"status-{theme}")
+        page.set_viewport_size({"width": 320, "height": 900})
+        shoot(f"status-{theme}-320")
+        assert page.evaluate(STICKS_OUT) == []
+
+    # ComfyUI goes away, and comes back.
+    page.unroute("**/parallel_sampling/watch")
+    page.route("**/parallel_sampling/watch", lambda route: route.abort())
+    panel.get_by_text("ComfyUI does not answer").wait_for(timeout=20_000)
+    page.unroute("**/parallel_sampling/watch")
+    panel.get_by_text("ComfyUI does not answer").wait_for(state="hidden", timeout=20_000)
