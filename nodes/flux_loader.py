@@ -12,6 +12,7 @@ from ..parallel_backend.flux_file import inspect_flux
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from ..parallel_backend.selector import StrategyChoice
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
+from .settings import default_choice, fingerprint
 from .stepwise_model import make_stepwise_model
 
 
@@ -20,7 +21,7 @@ def load_parallel_flux(
 ) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
     """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
-    choice = strategy or StrategyChoice()
+    choice = strategy or default_choice()
     devices = resolve_devices(choice.devices)
     if choice.mode == "manual":
         choice.strategy.check(file.shape, len(devices), choice.engine)
@@ -82,6 +83,10 @@ class ParallelFluxLoader(io.ComfyNode):
                 io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
             ],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
 
     @classmethod
     def execute(

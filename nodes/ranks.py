@@ -23,6 +23,7 @@ from ..parallel_backend.strategy import ParallelStrategy
 from ..parallel_backend.trials import decide_with_trials, uncompiled
 from ..parallel_backend.weight_patches import NO_PATCHES, WeightPatches
 from .rank_memory import economy
+from .settings import permitted
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def decide(
     computing: Computing = PLAIN,
 ) -> Decided:
     """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
+    choice = permitted(choice, work.steps)
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
         decision = Decision(strategy, choice.engine, "")
