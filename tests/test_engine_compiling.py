@@ -69,7 +69,8 @@ def sample_both_ways(world, path, strategies):
             for mode in ("off", "blocks")
         )
         off, graphs, uncompiled = [], [], 0
-        for name in (*NAMES, "lora", *NAMES):
+        names = NAMES if strategy == ULYSSES else NAMES[:1]  # each new size of it costs seconds
+        for name in (*names, "lora", *names):
             if name == "lora":
                 model.weights.apply(patches.patches, patches.tensors)
                 continue
@@ -89,11 +90,12 @@ def test_they_give_the_same_under_every_strategy_also_after_a_lora_and_compile_o
         for strategy, (off, graphs, uncompiled) in results.items():
             assert max(off) <= TOLERANCE, f"{strategy}: {off}"
             assert uncompiled == 0, strategy
+            before, after = graphs[: len(graphs) // 2], graphs[len(graphs) // 2 :]
             # Two kinds of blocks; one version for the first size and one or two for all others.
-            assert sum(graphs[:2]) <= 6, f"{strategy}: {graphs}"
+            assert sum(before) <= 6, f"{strategy}: {graphs}"
             # On the CPU a slice is a view of the mapped file, and of other strides once a LoRA has changed it.
-            assert sum(graphs[2:]) <= (2 if strategy == "tensor 2" else 0), f"{strategy}, LoRA: {graphs}"
-        assert results["Ulysses 2"][1][0] == 2
+            assert sum(after) <= (2 if strategy == "tensor 2" else 0), f"{strategy}, LoRA: {graphs}"
+        assert results["Ulysses 2"][1] == [2, 2, 0, 0]
         # Ranks meet behind an operator: strategies that split only tokens share what is compiled.
         assert sum(results["Ring 2"][1]) == 0
 
