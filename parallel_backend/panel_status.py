@@ -44,7 +44,7 @@ def group_words(status: GroupStatus) -> str:
     if status.state == State.RUNNING.value:
         if status.phase.startswith(LOADING) and status.ranks:
             loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
-            return f"loading {loaded:.0%}"
+            return f"loading {100 * loaded:.0f} %"
         if status.steps and status.phase == SAMPLING:
             return f"sampling {status.step}/{status.steps}"
         return status.phase or "working"
@@ -112,7 +112,7 @@ def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
     words, progress = "", None
     if status.state == State.RUNNING.value and rank.pid is not None:
         if status.phase.startswith(LOADING):
-            words, progress = f"loading {rank.loaded:.0%}", round(rank.loaded, 3)
+            words, progress = f"loading {100 * rank.loaded:.0f} %", round(rank.loaded, 3)
         elif status.phase == SAMPLING and status.steps:
             step = min(rank.step, status.steps)
             words, progress = f"step {step} of {status.steps}", round(step / status.steps, 3)

@@ -1,7 +1,7 @@
-"""Photograph Strategy Selector in ComfyUI's own page, for its help page.
+"""Photograph Strategy Selector and the status panel in ComfyUI's own page, for their help.
 
 ``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
-writes ``web/docs/StrategySelector*.png``.
+writes ``web/docs/StrategySelector*.png`` and ``docs/images/status_panel.png``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,33 @@ PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     ),
 }
 
+STATUS = ROOT / "docs" / "images" / "status_panel.png"
+# Runs the workflow on two ranks with more steps than it has, so that there is time for a picture.
+RUN = """async ([workflow, values]) => {
+  await app.loadGraphData(workflow);
+  for (const [type, wished] of Object.entries(values)) {
+    for (const widget of app.graph.nodes.find(n => n.type === type).widgets) {
+      if (widget.name in wished) widget.value = wished[widget.name];
+    }
+  }
+  await app.extensionManager.command.execute('parallel_sampling.status_panel');
+  await app.queuePrompt(0, 1);
+}"""
+TWO_RANKS = {
+    "StrategySelector": {"mode": "manual", "devices": "cpu:2", "ulysses_degree": 2},
+    "ParallelSampler": {"steps": 1000},
+}
+HALF_WAY = "() => /^sampling [1-9]\\d\\d/.test(document.querySelector('.parallel-group .state')?.textContent)"
+
+
+def photograph_status(page: Any, workflow: dict[str, Any]) -> None:
+    """The status panel with two ranks at work."""
+    page.evaluate(RUN, [workflow, TWO_RANKS])
+    page.wait_for_function(HALF_WAY, timeout=120_000)
+    page.locator(".parallel-status").screenshot(path=STATUS)
+    page.evaluate("() => app.api.interrupt()")
+    print(STATUS.name)
+
 
 def main() -> None:
     try:
@@ -77,6 +104,8 @@ def main() -> None:
                 clip = {"x": 190, "y": 185, "width": 340, "height": height + 40}
                 page.screenshot(path=PAGES / f"{name}.png", clip=clip)
                 print(f"{name}.png")
+            page.set_viewport_size({"width": 1200, "height": 520})
+            photograph_status(page, workflow)
             browser.close()
 
 

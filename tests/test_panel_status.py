@@ -17,7 +17,7 @@ GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", "", "flux.safetensors", 0
 STATES = {
     "not started": replace(GROUP, state="down", ranks=()),
     "starting": replace(GROUP, state="starting", phase="starting 2 ranks"),
-    "loading 38%": replace(GROUP, state="running", phase="loading flux.safetensors"),
+    "loading 38 %": replace(GROUP, state="running", phase="loading flux.safetensors"),
     "first step": replace(GROUP, state="running", phase="first step", steps=28),
     "sampling 12/28": replace(GROUP, state="running", phase="sampling", step=12, steps=28),
     "decoding": replace(GROUP, state="running", phase="decoding"),
@@ -44,9 +44,9 @@ def test_each_state_has_its_words_and_goes_over_the_wire(words):
 
 
 def test_ranks_show_their_own_progress_and_only_while_they_work():
-    assert show_progress([STATES["loading 38%"]]) == [
-        {"device": "cuda:0", "words": "loading 50%", "progress": 0.5},
-        {"device": "cuda:1", "words": "loading 25%", "progress": 0.25},
+    assert show_progress([STATES["loading 38 %"]]) == [
+        {"device": "cuda:0", "words": "loading 50 %", "progress": 0.5},
+        {"device": "cuda:1", "words": "loading 25 %", "progress": 0.25},
     ]
     assert show_progress([STATES["sampling 12/28"]])[1] == {
         "device": "cuda:1",
@@ -61,7 +61,7 @@ def test_only_buttons_that_do_something_can_be_pressed():
     useful = {
         words: {name for name, why in why_not(group).items() if not why} for words, group in STATES.items()
     }
-    busy = {"starting", "loading 38%", "first step", "sampling 12/28", "decoding"}
+    busy = {"starting", "loading 38 %", "first step", "sampling 12/28", "decoding"}
     assert useful == {
         **{words: set() for words in busy},
         "not started": {"restart"},

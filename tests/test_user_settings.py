@@ -21,6 +21,7 @@ from parallel_backend.user_settings import (
     without_approximation,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -93,6 +94,13 @@ def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exac
         without_approximation(auto, 20, step_cache=True)
 
 
-def test_the_page_offers_the_same_settings():
-    script = (Path(__file__).resolve().parent.parent / "web" / "settings.js").read_text()
+def test_the_page_offers_the_same_settings_in_each_language():
+    script = (ROOT / "web" / "settings.js").read_text()
     assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)
+    for language in (ROOT / "locales").iterdir():
+        texts = json.loads((language / "settings.json").read_text("utf-8"))
+        assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
+        for text in texts.values():
+            assert text["name"] and text["tooltip"]
+            if language.name == "en":  # what stands in the script is shown where there is no locale
+                assert all(f'"{words}"' in script for words in text.values())

@@ -193,7 +193,7 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
 STATES = {
     "groups": [
         _case([0, 1], "running", "sampling 12/28", words="step 12 of 28", progress=0.43),
-        _case([2, 3], "running", "loading 43%", words="loading 43%", progress=0.43),
+        _case([2, 3], "running", "loading 43 %", words="loading 43 %", progress=0.43),
         _case(
             [4], "failed", "failed", "rank 0 failed: killed by signal 9 (SIGKILL)", pid=None, weight_bytes=0
         ),
