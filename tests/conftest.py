@@ -35,6 +35,30 @@ def no_leaks():
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="session")
+def _shared_ranks():
+    if sys.platform != "linux":
+        pytest.skip("ranks need Linux")
+    from parallel_backend.client import Sidecar
+
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    yield sidecar
+    pids = sidecar.pids
+    sidecar.stop()
+    assert not any(map(is_running, pids))
+
+
+@pytest.fixture
+def two_real_ranks(_shared_ranks, request):
+    """Two warm ranks with the real model code, for tests that leave them running. To start them costs several times
+    what such a test does, so all of a worker share them."""
+    _shared_ranks.start()
+    request.getfixturevalue("no_leaks")
+    pids = _shared_ranks.pids
+    yield _shared_ranks
+    assert _shared_ranks.pids == pids, "these ranks are other tests' too"
+
+
 @pytest.fixture
 def weights(tmp_path) -> ModelSpec:
     """A weights file for tests/scripted_rank.py: velocity = 0.5 * x * mean(context)."""

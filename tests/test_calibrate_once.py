@@ -7,7 +7,6 @@ import pytest
 from parallel_backend import calibrate_once as module
 from parallel_backend.calibrate_once import calibrate_once, learn_links
 from parallel_backend.calibration_store import VARIABLE
-from parallel_backend.client import Sidecar
 from parallel_backend.errors import Cancelled
 from parallel_backend.experience import Experience
 from parallel_backend.requests import Placement
@@ -29,21 +28,18 @@ def like_gpus(monkeypatch):
     monkeypatch.setattr(module, "is_cpu", lambda devices: False)
 
 
-def test_each_strategy_is_measured_once_by_real_ranks(store, like_gpus, no_leaks, monkeypatch):
+def test_each_strategy_is_measured_once_by_real_ranks(store, like_gpus, two_real_ranks, monkeypatch):
     monkeypatch.setattr("parallel_backend.deadlines.CALIBRATION", 1.0)
-    sidecar, said = Sidecar(CPUS), []
-    try:
-        learn_links(sidecar, ULYSSES, said.append)
-        assert len(said) == 1 and "once for this strategy" in said[0]
-        assert [c.ranks[0].strategy for c in store.read().calibrated] == [ULYSSES.strategy]
-        learn_links(sidecar, ULYSSES, said.append)
-        assert len(said) == 1
-        learn_links(sidecar, RING, said.append)
-        assert len(said) == 2 and len(store.read().calibrated) == 2
-        known = calibrate_once(sidecar, RING, store, Experience(CPUS).ids)
-        assert [c.rank for c in known] == [0, 1]
-    finally:
-        sidecar.stop()
+    sidecar, said = two_real_ranks, []
+    learn_links(sidecar, ULYSSES, said.append)
+    assert len(said) == 1 and "once for this strategy" in said[0]
+    assert [c.ranks[0].strategy for c in store.read().calibrated] == [ULYSSES.strategy]
+    learn_links(sidecar, ULYSSES, said.append)
+    assert len(said) == 1
+    learn_links(sidecar, RING, said.append)
+    assert len(said) == 2 and len(store.read().calibrated) == 2
+    known = calibrate_once(sidecar, RING, store, Experience(CPUS).ids)
+    assert [c.rank for c in known] == [0, 1]
 
 
 class _Failing:

@@ -15,7 +15,6 @@ from parallel_backend.calibration import (
     Transfer,
     slowest_rate,
 )
-from parallel_backend.client import Sidecar
 from parallel_backend.engine import attention
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.errors import StrategyError
@@ -110,22 +109,21 @@ def test_one_rank_has_no_links():
     assert found["transfers"] == [] and found["collective_s"] == 0.0
 
 
-def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(no_leaks):
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        placement = Placement(ParallelStrategy(ulysses_degree=2))
-        first = sidecar.calibrate(placement, budget_s=5.0)
-        pids = sidecar.pids
-        assert [c.rank for c in first] == [0, 1] and {c.backend for c in first} == {"gloo"}
-        assert slowest_rate(first, ALL_TO_ALL) > 1e6
-        thorough = sidecar.calibrate(placement, thorough=True)
-        assert sidecar.pids == pids
-        assert [c.facts.kernel for c in thorough] == ["torch", "torch"]
-        assert [c.facts.kernel_problem for c in thorough] == ["", ""]
-        with pytest.raises(StrategyError):
-            sidecar.calibrate(Placement())
-    finally:
-        sidecar.stop()
+def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(two_real_ranks):
+    sidecar = two_real_ranks
+    sidecar.sleep(2)
+    assert sidecar.model is None
+    placement = Placement(ParallelStrategy(ulysses_degree=2))
+    first = sidecar.calibrate(placement, budget_s=5.0)
+    pids = sidecar.pids
+    assert [c.rank for c in first] == [0, 1] and {c.backend for c in first} == {"gloo"}
+    assert slowest_rate(first, ALL_TO_ALL) > 1e6
+    thorough = sidecar.calibrate(placement, thorough=True)
+    assert sidecar.pids == pids
+    assert [c.facts.kernel for c in thorough] == ["torch", "torch"]
+    assert [c.facts.kernel_problem for c in thorough] == ["", ""]
+    with pytest.raises(StrategyError):
+        sidecar.calibrate(Placement())
 
 
 def test_the_slowest_rank_and_the_largest_measured_size_decide():

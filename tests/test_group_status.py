@@ -10,10 +10,10 @@ from parallel_backend.strategy import ParallelStrategy
 from tiny_flux import write_tiny_flux
 
 
-def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(no_leaks, tmp_path):
+def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks, tmp_path):
     spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    assert (sidecar.status().state, sidecar.status().ranks) == ("down", ())
+    never_started, sidecar = Sidecar(("cpu:0",)).status(), two_real_ranks
+    assert (never_started.state, never_started.ranks) == ("down", ())
     seen = []
     request = SampleRequest(
         noise=torch.randn(1, 16, 8, 8),
@@ -25,18 +25,15 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(no_leaks, tmp_p
         sampler="euler",
         seed=0,
     )
-    try:
-        sidecar.sample(
-            spec,
-            request,
-            Placement(ParallelStrategy(ulysses_degree=2)),
-            on_step=lambda *_: seen.append(sidecar.status()),
-        )
-        after = sidecar.status()
-        sidecar.sleep(level=2)
-        asleep = sidecar.status()
-    finally:
-        sidecar.stop()
+    sidecar.sample(
+        spec,
+        request,
+        Placement(ParallelStrategy(ulysses_degree=2)),
+        on_step=lambda *_: seen.append(sidecar.status()),
+    )
+    after = sidecar.status()
+    sidecar.sleep(level=2)
+    asleep = sidecar.status()
     assert [(one.state, one.phase, one.step, one.steps) for one in seen] == [
         ("running", "sampling", step, 3) for step in (1, 2, 3)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -36,10 +35,9 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def ranks(no_leaks):
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    yield sidecar
-    sidecar.stop()
+def ranks(two_real_ranks):
+    two_real_ranks.sleep(2)  # no model, no factors
+    return two_real_ranks
 
 
 def sample(ranks, spec, patches=None, placement=TWO):
@@ -151,28 +149,20 @@ def test_a_cancel_before_the_change_leaves_a_state_that_the_next_request_sets_ri
     assert sample(ranks, spec).equal(bare)
 
 
-def test_a_job_that_goes_on_after_a_crash_goes_on_with_its_lora(no_leaks, files, tmp_path):
-    spec, _ = files
-    good, results = lora()[0], []
-    for options in ({}, {"kind": "kill", "point": "step", "step": 2, "once": tmp_path / "fired"}):
-        with fault(**options) if options else nullcontext():
-            ranks = Sidecar(("cpu:0", "cpu:1"))
-            try:
-                results.append(ranks.sample(spec, flux_request(), TWO, patches=good))
-            finally:
-                ranks.stop()
-    (undisturbed, resumed), fired = results, tmp_path / "fired"
-    assert fired.exists() and any("went on" in note or "failed" in note for note in resumed.info.notes)
-    assert resumed.latent.equal(undisturbed.latent)
-
-
-def test_a_group_that_was_started_again_has_the_lora_again(ranks, files):
+def test_a_lora_is_back_after_a_crash_a_restart_and_a_sleep(two_real_ranks, files, tmp_path):
     spec, _ = files
     good, _ = lora()
-    expected = sample(ranks, spec, good)
-    os.kill(ranks.pids[1], signal.SIGKILL)
-    assert sample(ranks, spec, good).equal(expected)
-    ranks.sleep(2)
-    assert sample(ranks, spec, good).equal(expected)
-    ranks.sleep(1)
-    assert sample(ranks, spec, good).equal(expected)
+    expected = sample(two_real_ranks, spec, good)
+    for level in (2, 1):
+        two_real_ranks.sleep(level)
+        assert sample(two_real_ranks, spec, good).equal(expected)
+    with fault("kill", "step", step=2, once=tmp_path / "fired"):
+        ranks = Sidecar(("cpu:0", "cpu:1"))
+        try:
+            resumed = ranks.sample(spec, flux_request(), TWO, patches=good)
+            os.kill(ranks.pids[1], signal.SIGKILL)
+            assert sample(ranks, spec, good).equal(expected)
+        finally:
+            ranks.stop()
+    assert (tmp_path / "fired").exists() and any("failed" in note for note in resumed.info.notes)
+    assert resumed.latent.equal(expected)

@@ -148,51 +148,46 @@ def euler_by_model_calls(sidecar, spec, request, placement):
     return x
 
 
-def test_one_rank_and_two_ranks_resident_and_stepwise_give_the_same_latent(no_leaks, flux):
+def test_one_rank_and_two_ranks_resident_and_stepwise_give_the_same_latent(two_real_ranks, flux, tmp_path):
     request, latents = flux_request(), {}
-    for strategy in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2)):
-        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
-        try:
+    alone = Sidecar(("cpu:0",))
+    try:
+        for sidecar, strategy in (
+            (alone, ParallelStrategy()),
+            (two_real_ranks, ParallelStrategy(ulysses_degree=2)),
+        ):
             placement = Placement(strategy)
             result = sidecar.sample(flux, request, placement)
             latents[strategy, "resident"] = result.latent
             latents[strategy, "stepwise"] = euler_by_model_calls(sidecar, flux, request, placement)
             assert (min(result.info.bytes_sent) > 0) == (strategy.world_size > 1)
-        finally:
-            sidecar.stop()
+    finally:
+        alone.stop()
     reference = latents[ParallelStrategy(), "resident"]
     assert reference.abs().max() > 0.1 and not torch.allclose(reference, request.noise)
     for latent in latents.values():
         assert (latent - reference).abs().max() <= 1e-5 * reference.abs().max()
 
 
-def test_a_pickle_named_safetensors_is_refused_and_the_group_lives_on(no_leaks, flux, tmp_path):
-    sidecar = Sidecar(("cpu:0",))
-    try:
-        (tmp_path / "bad.safetensors").write_bytes(b"\x80\x04" + b"pickle" * 100)
-        with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
-            sidecar.load(ModelSpec(path=str(tmp_path / "bad.safetensors")))
-        pids = sidecar.pids
-        sidecar.load(flux)
-        assert sidecar.pids == pids
-    finally:
-        sidecar.stop()
+def test_a_pickle_named_safetensors_is_refused_and_the_group_lives_on(two_real_ranks, flux, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"\x80\x04" + b"pickle" * 100)
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
+        two_real_ranks.load(ModelSpec(path=str(tmp_path / "bad.safetensors")))
+    two_real_ranks.load(flux)
 
 
 PIPELINE = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=3)
 
 
-def test_patches_flow_with_progress_previews_and_a_word_on_exactness(no_leaks, flux):
+def test_patches_flow_with_progress_previews_and_a_word_on_exactness(two_real_ranks, flux):
     request, steps = flux_request(), []
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        exact = sidecar.sample(flux, request, Placement(PIPELINE.replace(warmup_steps=4)))
-        whole = sidecar.sample(flux, request, Placement(ParallelStrategy(ulysses_degree=2)))
-        result = sidecar.sample(flux, request, Placement(PIPELINE), on_step=lambda *step: steps.append(step))
-        stepwise = euler_by_model_calls(sidecar, flux, request, Placement(PIPELINE))
-        again = sidecar.sample(flux, request, Placement(PIPELINE))
-    finally:
-        sidecar.stop()
+    exact = two_real_ranks.sample(flux, request, Placement(PIPELINE.replace(warmup_steps=4)))
+    whole = two_real_ranks.sample(flux, request, Placement(ParallelStrategy(ulysses_degree=2)))
+    result = two_real_ranks.sample(
+        flux, request, Placement(PIPELINE), on_step=lambda *step: steps.append(step)
+    )
+    stepwise = euler_by_model_calls(two_real_ranks, flux, request, Placement(PIPELINE))
+    again = two_real_ranks.sample(flux, request, Placement(PIPELINE))
     assert [(step, of) for step, of, _ in steps] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)
     assert len(result.info.step_seconds) == 4
@@ -204,22 +199,18 @@ def test_patches_flow_with_progress_previews_and_a_word_on_exactness(no_leaks, f
     assert torch.equal(result.latent, again.latent)
 
 
-def test_flowing_patches_can_be_cancelled_and_leave_the_group_warm(no_leaks, flux):
+def test_flowing_patches_can_be_cancelled_and_leave_the_group_warm(two_real_ranks, flux):
     request = replace(flux_request(), sigmas=torch.linspace(1, 0, 201))
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        before = sidecar.sample(flux, flux_request(), Placement(PIPELINE)).latent
-        pids, told = sidecar.pids, []
+    before = two_real_ranks.sample(flux, flux_request(), Placement(PIPELINE)).latent
+    pids, told = two_real_ranks.pids, []
 
-        def on_step(step, steps, preview):
-            told.append(step)
-            if step == 5:
-                sidecar.cancel()
+    def on_step(step, steps, preview):
+        told.append(step)
+        if step == 5:
+            two_real_ranks.cancel()
 
-        with pytest.raises(Cancelled):
-            sidecar.sample(flux, request, Placement(PIPELINE), on_step=on_step)
-        assert len(told) < 200
-        assert torch.equal(sidecar.sample(flux, flux_request(), Placement(PIPELINE)).latent, before)
-        assert sidecar.pids == pids
-    finally:
-        sidecar.stop()
+    with pytest.raises(Cancelled):
+        two_real_ranks.sample(flux, request, Placement(PIPELINE), on_step=on_step)
+    assert len(told) < 200
+    assert torch.equal(two_real_ranks.sample(flux, flux_request(), Placement(PIPELINE)).latent, before)
+    assert two_real_ranks.pids == pids

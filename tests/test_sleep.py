@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from parallel_backend.client import Sidecar, State
+from parallel_backend.client import State
 from parallel_backend.errors import RequestError
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -15,32 +15,29 @@ from test_rank import flux_request
 from tiny_flux import write_tiny_flux
 
 
-def test_ranks_that_slept_give_the_same_bits_however_they_hold_the_weights(no_leaks, tmp_path):
+def test_ranks_that_slept_give_the_same_bits_however_they_hold_the_weights(two_real_ranks, tmp_path):
     flux = ModelSpec(
         path=str(write_tiny_flux(tmp_path / "tiny.safetensors", double_blocks=2, single_blocks=2))
     )
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        for strategy in (
-            ParallelStrategy(ulysses_degree=2, shard_weights=True),
-            ParallelStrategy(pipefusion_degree=2, warmup_steps=4),
-            ParallelStrategy(ulysses_degree=2),
-        ):
-            before, pids = sidecar.sample(flux, flux_request(), Placement(strategy)).latent, sidecar.pids
-            for level, loads in ((1, []), (2, ["loading tiny.safetensors"])):
-                phases = []
-                assert sidecar.sleep(level).seconds > 0
-                assert sidecar.state is State.ASLEEP
-                after = sidecar.sample(flux, flux_request(), Placement(strategy), on_phase=phases.append)
-                assert sidecar.state is State.READY
-                assert torch.equal(after.latent, before)
-                assert phases == ["waking the ranks", *loads, "first step"]
-        for level in (1, 2):
-            sidecar.sleep(level)
-            assert sidecar.wake().seconds > 0
-            assert sidecar.load(flux, strategy).cached and sidecar.pids == pids
-    finally:
-        sidecar.stop()
+    sidecar = two_real_ranks
+    for strategy in (
+        ParallelStrategy(ulysses_degree=2, shard_weights=True),
+        ParallelStrategy(pipefusion_degree=2, warmup_steps=4),
+        ParallelStrategy(ulysses_degree=2),
+    ):
+        before, pids = sidecar.sample(flux, flux_request(), Placement(strategy)).latent, sidecar.pids
+        for level, loads in ((1, []), (2, ["loading tiny.safetensors"])):
+            phases = []
+            assert sidecar.sleep(level).seconds > 0
+            assert sidecar.state is State.ASLEEP
+            after = sidecar.sample(flux, flux_request(), Placement(strategy), on_phase=phases.append)
+            assert sidecar.state is State.READY
+            assert torch.equal(after.latent, before)
+            assert phases == ["waking the ranks", *loads, "first step"]
+    for level in (1, 2):
+        sidecar.sleep(level)
+        assert sidecar.wake().seconds > 0
+        assert sidecar.load(flux, strategy).cached and sidecar.pids == pids
 
 
 def test_a_deeper_sleep_follows_a_light_one_and_a_lighter_changes_nothing(sidecar, weights):

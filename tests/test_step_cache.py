@@ -24,24 +24,21 @@ def cached_request(steps):
     return replace(request, cache_threshold=DEFAULT_THRESHOLD)
 
 
-def test_a_job_tells_what_was_reused_and_a_cancelled_one_leaves_nothing(no_leaks, tmp_path):
+def test_a_job_tells_what_was_reused_and_a_cancelled_one_leaves_nothing(two_real_ranks, tmp_path):
     spec = ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny.safetensors")))
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    sidecar = two_real_ranks
 
     def cancel(step, steps, preview):
         if step == 5:
             sidecar.cancel()
 
-    try:
-        exact = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
-        cached = sidecar.sample(spec, cached_request(4), PAIR)
-        with pytest.raises(Cancelled):
-            sidecar.sample(spec, cached_request(500), PAIR, on_step=cancel)
-        assert sidecar.state is State.READY
-        again = sidecar.sample(spec, cached_request(4), PAIR)
-        after = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
-    finally:
-        sidecar.stop()
+    exact = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
+    cached = sidecar.sample(spec, cached_request(4), PAIR)
+    with pytest.raises(Cancelled):
+        sidecar.sample(spec, cached_request(500), PAIR, on_step=cancel)
+    assert sidecar.state is State.READY
+    again = sidecar.sample(spec, cached_request(4), PAIR)
+    after = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
     assert exact.info.exact and (exact.info.model_calls, exact.info.reused_calls) == (0, 0)
     assert not cached.info.exact and cached.info.model_calls == 7 and 0 < cached.info.reused_calls < 7
     assert torch.equal(again.latent, cached.latent) and torch.equal(after.latent, exact.latent)
