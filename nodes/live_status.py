@@ -16,7 +16,7 @@ from ..parallel_backend.group_status import GroupStatus
 from ..parallel_backend.live_sender import LiveSender
 from ..parallel_backend.panel_status import Shown, show_groups
 from .page_requests import NOT_YOURS, is_same_origin, read_as, refuse
-from .settings import setting
+from .settings import setting, settings_problems
 
 ROUTE = "/parallel_sampling/watch"
 EVENT = "parallel_sampling.status"
@@ -46,11 +46,18 @@ def groups() -> tuple[GroupStatus, ...]:
     return found or (GroupStatus(default_devices(), "down", "", "", "", 0, 0, (), ()),)
 
 
+def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
+    """The devices that `auto` goes without, whether or not a group has them."""
+    of_groups = (device for group in found for device in group.devices)
+    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *of_groups))))
+
+
 def snapshot() -> Shown:
     """What the panel shows now, the devices' gauges with it."""
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
-    return show_groups(found, _gauges.read(devices), FAILING.among(devices))
+    shown = show_groups(found, _gauges.read(devices), left_out(found))
+    return {**shown, "settings": list(settings_problems())}
 
 
 def begin(server) -> LiveSender[Shown]:

@@ -11,9 +11,8 @@ from aiohttp import web
 from ..parallel_backend import pool
 from ..parallel_backend.client import Sidecar
 from ..parallel_backend.errors import ParallelError, RequestError
-from ..parallel_backend.failing_devices import FAILING
 from ..parallel_backend.panel_status import BUSY, show_groups, why_not
-from .live_status import default_devices, groups
+from .live_status import default_devices, groups, left_out
 from .page_requests import NOT_YOURS, is_same_origin, read_as, refuse
 
 ROUTE = "/parallel_sampling/ranks"
@@ -22,7 +21,7 @@ MOST_BYTES = 4096
 
 @dataclass(frozen=True)
 class Wish:
-    """For which ranks: those of a group, by its devices."""
+    """For which ranks: those of a group, by its devices; none for devices that were left out."""
 
     devices: tuple[str, ...]
 
@@ -62,20 +61,19 @@ def add_routes(routes: web.RouteTableDef) -> None:
 
 async def _shown() -> web.Response:
     found = await asyncio.to_thread(groups)
-    return web.json_response(show_groups(found, {}, _left_out(found)))
-
-
-def _left_out(found) -> tuple[str, ...]:
-    return FAILING.among(tuple(dict.fromkeys(device for group in found for device in group.devices)))
+    return web.json_response(show_groups(found, {}, left_out(found)))
 
 
 def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
     """Does it; the refusal where that is none of the page's business, or makes no sense now."""
     found = groups()
+    if name == "reset" and not devices and left_out(found):  # devices that no group has any more
+        pool.reset()
+        return None
     status = next((group for group in found if group.devices == devices), None)
     if status is None:
         return refuse("there are no such ranks (any more)", 404)
-    if reason := why_not(status, _left_out(found))[name]:
+    if reason := why_not(status, left_out(found))[name]:
         return refuse(reason, 409)
     sidecar = next((one for one in pool.all_sidecars() if one.devices == devices), None)
     if sidecar is None and devices == default_devices():

@@ -18,7 +18,17 @@ _file = SettingsFile()
 
 def setting(name: str) -> str | bool | float:
     """Its value, or the default for one that is missing or makes no sense. Raises KeyError for an unknown name."""
-    return _file.read(Path(folder_paths.get_user_directory(), "default", "comfy.settings.json"))[name]
+    return _file.read(_path())[name]
+
+
+def settings_problems() -> tuple[str, ...]:
+    """What is wrong with what a person set, in words."""
+    _file.read(_path())
+    return _file.problems
+
+
+def _path() -> Path:
+    return Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
 
 
 def default_choice() -> StrategyChoice:

@@ -68,7 +68,9 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
         value = found.get(PREFIX + name, setting.default)
         problem = setting.problem(value)
         if problem is not None:
-            problems.append(f"{PREFIX}{name} is {_shown(value)}: {problem}; {setting.default!r} counts")
+            problems.append(
+                f"the setting {name} is {_shown(value)}: {problem}; {_said(setting.default)} counts"
+            )
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
     return values, problems
@@ -95,18 +97,28 @@ def without_approximation(choice: StrategyChoice, steps: int, *, step_cache: boo
     return replace(choice, approximation="never")
 
 
+def _said(default: str | bool | float) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else default
+
+
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class SettingsFile:
-    """The settings in a file that ComfyUI writes, read again only when it has changed. Any thread."""
+    """The settings in a file that ComfyUI writes, read again only when it has changed. Any thread.
+
+    `problems`: what was wrong with it the last time, in words.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] | None = None
         self._values, _ = check_settings({})
+        self.problems: tuple[str, ...] = ()
 
     def read(self, path: Path) -> Mapping[str, str | bool | float]:
         """Every setting by its name. A file that is missing or damaged leaves the defaults, and says so once."""
@@ -119,8 +131,8 @@ class SettingsFile:
             if seen != self._seen:
                 found, problems = _entries(path) if len(seen) > 1 else ({}, [])
                 self._values, wrong = check_settings(found)
-                self._seen = seen
-                for problem in problems + wrong:
+                self._seen, self.problems = seen, (*problems, *wrong)
+                for problem in self.problems:
                     log.warning("parallel sampling: %s", problem)
             return self._values
 

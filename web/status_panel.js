@@ -51,13 +51,15 @@ class Panel {
     this.silent = this.problem.cloneNode();
     this.leftOut = element("p", "problem left-out");
     this.leftOut.hidden = true;
+    this.settings = element("p", "problem settings");
+    this.settings.hidden = true;
     this.announced = element("div", "unseen");
     this.announced.setAttribute("role", "status"); // read aloud as it changes; the steps of a job are not
     this.groups = element("div", "groups");
     const doctor = button("Run the doctor", () => app.extensionManager.command.execute("parallel_sampling.doctor"));
     doctor.title = "Examine the installation, the devices and the links between them; takes about half a minute";
     this.root = element("div", "parallel-status", element("header", "", element("h2", "", "Parallel Sampling"), doctor));
-    this.root.append(this.silent, this.problem, this.leftOut, this.empty, this.groups, this.announced);
+    this.root.append(this.silent, this.problem, this.leftOut, this.settings, this.empty, this.groups, this.announced);
     this.root.setAttribute("role", "region");
     this.root.setAttribute("aria-label", "Status of Parallel Sampling");
     container.replaceChildren(this.root);
@@ -112,7 +114,7 @@ class Panel {
     this.groups.classList.toggle("silent", silent);
   }
 
-  show({ groups, left_out: leftOut }) {
+  show({ groups, left_out: leftOut, settings }) {
     this.isSilent(false);
     const keys = groups.map((group) => group.devices.join(" "));
     for (const [key, card] of this.cards) {
@@ -138,6 +140,8 @@ class Panel {
     this.empty.hidden = started;
     this.empty.textContent = NO_GROUPS;
     this.showLeftOut(leftOut);
+    this.settings.textContent = settings.join("\n");
+    this.settings.hidden = !settings.length;
   }
 
   showLeftOut(devices) {

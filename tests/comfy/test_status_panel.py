@@ -200,6 +200,7 @@ STATES = {
         _case([5], "broken", "broken", "rank 0 failed: " + "CUDA_ERROR_ILLEGAL_ADDRESS" * 4, pid=None),
     ],
     "left_out": ["cuda:7"],
+    "settings": ["the setting default_devices is 'cuda:99': there is no such GPU; all counts"],
 }
 
 
@@ -216,6 +217,7 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     assert all(
         part in words for part in ("12/28", "97 % busy", "71 °C", "403 of 450 W", "345.0 GiB", "520 ms")
     )
+    assert "cuda:99" in panel.locator(".settings").inner_text()
     assert panel.locator(".left-out").inner_text().startswith("cuda:7 left out")
 
     # By keyboard: each button can be reached, those that make no sense say why and do nothing.
@@ -236,6 +238,16 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
         page.set_viewport_size({"width": 320, "height": 900})
         shoot(f"status-{theme}-320")
         assert page.evaluate(STICKS_OUT) == []
+
+    # A toast that stays, as it comes from the server.
+    toast = {
+        "severity": "error",
+        "summary": "The ranks failed too often",
+        "detail": "Try again",
+        "life": None,
+    }
+    page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")
+    page.get_by_text("The ranks failed too often").wait_for(timeout=10_000)
 
     # ComfyUI goes away, and comes back.
     page.unroute("**/parallel_sampling/watch")
