@@ -79,8 +79,10 @@ class Compiler:
     def __init__(self, backend: str) -> None:
         import torch._dynamo  # takes a second
 
-        torch._dynamo.config.recompile_limit = MOST_VERSIONS
-        torch._dynamo.config.suppress_errors = True  # what torch cannot compile runs as it is
+        config = torch._dynamo.config
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before 2.7
+        setattr(config, limit, MOST_VERSIONS)
+        config.suppress_errors = True  # what torch cannot compile runs as it is
         self.attention = AttentionOperator()
         self.on_begin: Callable[[], None] = lambda: None
         self._backend = torch._dynamo.lookup_backend(backend)

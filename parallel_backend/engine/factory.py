@@ -41,7 +41,13 @@ def _blocks(model: FluxModel, computing: Computing) -> tuple[Blocks, list[str]]:
     reason = why_not_compile(model.device.type)
     if reason is not None:
         return PlainBlocks(), [f"blocks ran uncompiled: {reason}"]
-    return CompiledBlocks(compiler(), model.device), []
+    try:
+        return CompiledBlocks(compiler(), model.device), []
+    except Exception as error:  # a Python that this torch cannot compile for, say
+        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        return PlainBlocks(), [
+            f"blocks ran uncompiled: torch.compile does not start ({reason}); set compile to off"
+        ]
 
 
 def _make_forward(
