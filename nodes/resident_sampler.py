@@ -88,8 +88,8 @@ class ResidentSampler(comfy.samplers.Sampler):
             choice = replace(choice, approximation="never")
         work = work_of(network.file, request, network.spec.weight_dtype)
         # Three steps between the first two sigmas: enough for a warm one, whatever the request's own steps are.
-        sigmas = torch.linspace(*request.sigmas[:2].tolist(), 4)
-        trial = replace(request, sigmas=sigmas, cache_threshold=0.0)
+        near = torch.linspace(*request.sigmas[:2].tolist(), 4)
+        trial = replace(request, sigmas=near, cache_threshold=0.0)
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info

@@ -15,7 +15,7 @@ from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
 
 OUR_NODES = {
-    "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy"],
+    "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],
     "StrategySelector": [
         "mode",
         "devices",
