@@ -5,13 +5,16 @@ import { addStyle, element } from "./lib/dom.js";
 import { nodeOf } from "./lib/graph.js";
 
 const PANEL = "report_panel";
+const MANY = 4; // more ranks than these get short words, since the node is small
 const STYLE = `
-.parallel-bars:not([hidden]) { flex: 0 1 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
+.parallel-bars:not([hidden]) { flex: 0 0 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
   grid-template-columns: repeat(auto-fill, minmax(120px, 1fr)); list-style: none; font-size: 10px; line-height: 14px; }
 .parallel-bars li { position: relative; height: 14px; padding: 0 4px; border-radius: 3px; overflow: hidden; white-space: nowrap;
   text-overflow: ellipsis; background: var(--comfy-input-bg); color: var(--input-text); }
 .parallel-bars li i { position: absolute; inset: 0 auto 0 0; opacity: 0.45; background: var(--p-primary-color, #31b9f4); }
 .parallel-bars li span { position: relative; }
+.parallel-bars.many { grid-template-columns: repeat(auto-fill, minmax(60px, 1fr)); gap: 2px; font-size: 9px; }
+.parallel-bars.many li { padding: 0 2px; }
 `;
 
 function barsOf(node) {
@@ -32,13 +35,17 @@ function draw(bars, ranks) {
     bar.setAttribute("role", "progressbar");
     bars.append(bar);
   }
+  const many = ranks.length > MANY;
+  bars.classList.toggle("many", many);
   ranks.forEach(({ device, words, progress }, at) => {
     const bar = bars.children[at];
-    bar.firstChild.style.width = `${100 * (progress ?? 0)}%`;
-    bar.lastChild.textContent = bar.title = `${device} ${words}`;
-    bar.setAttribute("aria-label", `${device} ${words}`);
+    const percent = Math.round(100 * (progress ?? 0));
+    bar.firstChild.style.width = `${percent}%`;
+    bar.title = `${device} ${words}`;
+    bar.lastChild.textContent = many && progress !== null ? `${device} ${percent} %` : bar.title;
+    bar.setAttribute("aria-label", bar.title);
     if (progress === null) bar.removeAttribute("aria-valuenow");
-    else bar.setAttribute("aria-valuenow", String(Math.round(100 * progress)));
+    else bar.setAttribute("aria-valuenow", String(percent));
   });
   bars.hidden = !ranks.length;
 }
