@@ -79,6 +79,7 @@ def page(browser, measuring):
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep every test in this folder on one worker, so that there is one shared ComfyUI."""
-    item.add_marker(pytest.mark.xdist_group("comfy"))
+    """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
+    server = "page" if "measuring" in item.fixturenames else "comfy"
+    item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)
