@@ -90,15 +90,18 @@ class LiveSender(Generic[T]):
         self._sent.pop(client, None)
 
     def _run(self) -> None:
-        last = float("-inf")
+        last, failing = float("-inf"), False
         while (clients := self._wait(last)) is not None:
             last = time.monotonic()
             try:
                 message = self._compose()
                 for client in clients:
                     self._tell(client, message)
-            except Exception:  # a picture that cannot be made now may be made the next time
-                log.exception("parallel sampling: what the page shows could not be sent")
+                failing = False
+            except Exception:  # what cannot be made now may be made the next time
+                if not failing:  # else the log has it already
+                    log.exception("parallel sampling: what the page shows could not be sent")
+                failing = True
 
     def _wait(self, last: float) -> tuple[str, ...] | None:
         """The clients, once they are due for a message; None when there are none, which ends the thread."""
