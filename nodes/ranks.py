@@ -53,7 +53,7 @@ def decide(
     computing: Computing = PLAIN,
 ) -> Decided:
     """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
-    choice = permitted(choice, work.steps)
+    choice = permitted(choice, work.steps, attention=computing.attention)
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
         decision = Decision(strategy, choice.engine, "")

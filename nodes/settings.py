@@ -36,11 +36,13 @@ def default_choice() -> StrategyChoice:
     return StrategyChoice(devices=setting("default_devices"))
 
 
-def permitted(choice: StrategyChoice, steps: int, *, step_cache: bool = False) -> StrategyChoice:
+def permitted(
+    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategyChoice:
     """`choice` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
     if setting("allow_approximate"):
         return choice
-    return without_approximation(choice, steps, step_cache=step_cache)
+    return without_approximation(choice, steps, step_cache=step_cache, attention=attention)
 
 
 def fingerprint() -> tuple[str | bool | float, ...]:

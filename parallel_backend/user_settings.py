@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .computing import APPROXIMATE_KERNELS
 from .devices import resolve_devices
 from .errors import DeviceError, StrategyError
 from .selector import StrategyChoice
@@ -76,11 +77,13 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
     return values, problems
 
 
-def without_approximation(choice: StrategyChoice, steps: int, *, step_cache: bool = False) -> StrategyChoice:
+def without_approximation(
+    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategyChoice:
     """`choice` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
     hand is refused with StrategyError, since another picture than was asked for would be no answer either.
 
-    `steps`: of the request; `step_cache`: one was asked for.
+    `steps`: of the request; `step_cache`: one was asked for; `attention`: the kernel that was.
     """
     strategy = choice.strategy
     asked = []
@@ -88,6 +91,8 @@ def without_approximation(choice: StrategyChoice, steps: int, *, step_cache: boo
         asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
     if step_cache:
         asked.append("set step_cache to off")
+    if attention in APPROXIMATE_KERNELS:
+        asked.append("set attention to auto")
     if asked:
         raise StrategyError(
             f"This is approximate, and the setting Allow approximate strategies (Settings, Parallel Sampling) is off: "

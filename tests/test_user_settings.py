@@ -94,6 +94,9 @@ def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exac
         without_approximation(by_hand(pipefusion_degree=2, warmup_steps=19), 20)
     with pytest.raises(StrategyError, match="step_cache to off"):
         without_approximation(auto, 20, step_cache=True)
+    with pytest.raises(StrategyError, match="set attention to auto"):
+        without_approximation(auto, 20, attention="sage")
+    assert without_approximation(auto, 20, attention="flash").approximation == "never"
 
 
 def test_the_page_offers_the_same_settings_in_each_language():
