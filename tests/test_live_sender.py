@@ -96,7 +96,7 @@ def test_a_newcomer_gets_what_others_have_already(board):
 def test_a_lease_that_nobody_renews_ends_and_so_does_that_of_a_client_that_went_away(board):
     board.gone.add("closed")
     board.sender.watch("closed", 60)
-    board.sender.watch("short", 0.5)
+    board.sender.watch("short", 1.0)
     board.until(lambda: not board.sender.clients and not threads())
     assert board.messages_of("closed") == board.messages_of("short") == [0]
     assert board.sender.watch("short", 60)  # it looks again, in a new thread, and gets the same again

@@ -108,7 +108,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     shoot("status-sampling")
     os.kill(_group(comfy)["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
     page.wait_for_function("() => recorded.includes('Ranks started again')", timeout=60_000)
-    assert "killed by SIGKILL" in page.locator(".p-toast-detail").last.inner_text()
+    page.locator(".p-toast-detail", has_text="killed by SIGKILL").wait_for(timeout=10_000)
     card = panel.get_by_label("Ranks on cpu:0, cpu:1")
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length", timeout=20_000)
