@@ -174,7 +174,11 @@ def test_where_the_compiler_fails_blocks_run_uncompiled_and_the_reason_is_said(w
 
 def test_without_a_c_compiler_blocks_run_uncompiled_and_the_remedy_is_said(weights, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(torch, "__file__", "/usr/lib/torch/__init__.py")
     assert compiling.why_not("cpu") is None
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__file__", "/home/my files/torch/__init__.py")
+        assert "a space in its name" in compiling.why_not("cpu")
     monkeypatch.setenv("PATH", "")
     assert "install g++" in compiling.why_not("cpu")
     ((notes, blocks),) = run_ranks(notes_without_compiler, 1, weights)
@@ -205,6 +209,9 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
         second = with_ranks.sample(spec, case, compiled, on_phase=said.append)
         assert difference(first.latent, expected.latent) <= TOLERANCE
         assert torch.equal(first.latent, second.latent)
+        if reason := compiling.why_not("cpu"):
+            assert first.info.notes == (f"blocks ran uncompiled: {reason}",)
+            return
         assert first.info.compiled.graphs == 2 and first.info.compiled.seconds > 0
         assert second.info.compiled.graphs == 0 == second.info.compiled.uncompiled
         assert expected.info.compiled is None and first.info.kernel == "torch"

@@ -168,6 +168,8 @@ def why_not(device_type: str) -> str | None:
         name = os.environ.get("CXX", "g++")
         if shutil.which(name) is None:
             return f"there is no C++ compiler ({name}); install g++, or set compile to off"
+        if " " in torch.__file__:  # inductor hands it to the compiler as it is
+            return "torch lies in a folder with a space in its name, which its compiler cannot read; set compile to off"
         return None
     if find_spec("triton") is None:
         return "the package triton is not installed; install it, or set compile to off"

@@ -34,7 +34,7 @@ TELLING = {
     "ContextWindowsManual": {"dim": 2, "context_length": 8},
     "ModelComputeDtype": {"dtype": "fp32"},
 }
-ELSEWHERE = {"TorchCompileModel"}  # test_computing.py compiles, which takes its time
+ELSEWHERE = {"TorchCompileModel"}  # test_compile_and_kernels.py compiles, which takes its time
 SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
 
 

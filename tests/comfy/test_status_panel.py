@@ -116,7 +116,9 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 24", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " a step" in card.inner_text()
-    assert card.get_by_role("button", name="Wake").get_attribute("title") == "Not now: the ranks are awake"
+    card.locator("button[title='Not now: the ranks are awake']").wait_for(
+        timeout=10_000
+    )  # soon after the state
 
     press("Sleep", "asleep")
     press("Wake", "ready")
