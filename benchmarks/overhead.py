@@ -4,6 +4,7 @@
 
 handoff_ms: wall time of a warm 4-step sample() of 128 KiB latents minus the time the ranks spent in the steps;
 stepwise_call_ms: the same for one predict() of the same size, conditioning unchanged between the calls;
+stepwise_1024_ms: the same for a latent of 1024 x 1024 pixels (1 MiB);
 control_shared_ms, control_apart_ms: what a ControlNet's residuals add to it, in a model of 12 blocks of width 1024,
 where all blocks of a kind share one (2 of 2 MiB) and where each has its own (12), the kinds of calls taking turns;
 start_to_ready_s: from nothing to two ranks that take requests, without loading weights.
@@ -23,6 +24,7 @@ from parallel_backend.requests import Extras, Placement, PredictRequest
 from parallel_backend.strategy import ParallelStrategy
 
 TOKENS = 512  # 32 x 64 latent pixels x 16 channels x 4 bytes = 128 KiB
+SQUARE_TOKENS = 4096  # 1024 x 1024 pixels: 1 MiB
 TWO = Placement(ParallelStrategy(ulysses_degree=2))
 
 
@@ -90,6 +92,11 @@ def main() -> None:
                 begin = time.perf_counter()
                 _, info = sidecar.predict(spec, call, TWO)
                 stepwise.append(time.perf_counter() - begin - sum(info.step_seconds))
+            large, square = [], predict_request(SQUARE_TOKENS)
+            for _ in range(args.runs + 2):
+                begin = time.perf_counter()
+                _, info = sidecar.predict(spec, square, TWO)
+                large.append(time.perf_counter() - begin - sum(info.step_seconds))
             control = control_ms(sidecar, args.runs)
         finally:
             sidecar.stop()
@@ -97,6 +104,7 @@ def main() -> None:
     result = {
         "handoff_ms": round(median(handoff) * 1e3, 2),
         "stepwise_call_ms": round(median(stepwise) * 1e3, 2),
+        "stepwise_1024_ms": round(median(large[2:]) * 1e3, 2),
         "control_shared_ms": control["shared"],
         "control_apart_ms": control["apart"],
         "start_to_ready_s": round(median(starts), 2),
@@ -105,6 +113,7 @@ def main() -> None:
         f"hand-off per request, 128 KiB latents, 4 steps, 2 ranks: {result['handoff_ms']} ms beyond the steps"
     )
     print(f"stepwise model call, same size: {result['stepwise_call_ms']} ms beyond compute")
+    print(f"the same at 1024 x 1024: {result['stepwise_1024_ms']} ms beyond compute")
     print(
         f"a ControlNet's residuals beyond that: {control['shared']} ms for 2 that 12 blocks share, "
         f"{control['apart']} ms for 12 (2 MiB each)"

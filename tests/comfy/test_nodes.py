@@ -277,18 +277,27 @@ def test_bf16_storage_computes_like_comfyui_on_the_cpu(comfy):
     assert relative_difference(ours, expected) <= 1e-4
 
 
-def test_ranks_end_with_a_killed_comfyui_and_another_one_keeps_its_own(comfy, unet, tmp_path):
+def test_ranks_start_with_comfyui_where_that_is_set_and_end_with_a_killed_one_alone(comfy, unet, tmp_path):
     """SIGKILL while the ranks are warm; the shared ComfyUI on the same machine does not notice."""
     graph = Graph()
     latent = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=41)
     before = comfy.sample(graph.prompt, latent)
     ranks = comfy.server.children()
+    settings = tmp_path / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(
+        '{"parallel_sampling.start_at_launch": true, "parallel_sampling.default_devices": "cpu:2"}'
+    )
     server = start_comfyui(tmp_path, pack_folder="parallel.pack v2")
     with server:
         own = Comfy(server=server, client=ComfyUIClient(server.url))
         own.write_flux(unet)
+        deadline = time.monotonic() + 30.0
+        while len(started := server.children()) < 2:  # before any prompt
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         assert torch.equal(own.sample(graph.prompt, latent), before)
-        assert len(server.children()) == 2
+        assert server.children() == started
         server.kill()
     assert server.survivors == []
     assert comfy.server.children() == ranks
