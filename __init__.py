@@ -26,8 +26,12 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self):
             from server import PromptServer
 
-            from .nodes import at_launch, doctor_route, metrics_route, rank_routes, strategy_route
-            from .parallel_backend.event_log import begin_log
+            from .nodes.routes import doctor as doctor_route
+            from .nodes.routes import launch as at_launch
+            from .nodes.routes import metrics as metrics_route
+            from .nodes.routes import ranks as rank_routes
+            from .nodes.routes import strategy as strategy_route
+            from .parallel_backend.observability.event_log import begin_log
 
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from parallel_backend.calibration_store import cache_folder
+from parallel_backend.planner.history.store import cache_folder
 
 
 def remove_measurements(folder: Path | None) -> int:

@@ -18,14 +18,14 @@ from statistics import mean, median
 import torch
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.calibration_store import VARIABLE
-from parallel_backend.client import Sidecar
-from parallel_backend.experience import work_of
-from parallel_backend.flux_file import inspect_flux
+from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.planner.auto import work_of
+from parallel_backend.planner.history.store import VARIABLE
+from parallel_backend.planner.rules import StrategyChoice
+from parallel_backend.planner.trials import decide_with_trials
 from parallel_backend.requests import Placement, RunInfo, SampleRequest
-from parallel_backend.selector import StrategyChoice
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import decide_with_trials
 
 ONE = ParallelStrategy()
 WITHOUT_CFG = (ONE, ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2))

@@ -15,9 +15,9 @@ from statistics import median
 
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.client import Sidecar
-from parallel_backend.computing import Computing
+from parallel_backend.options import Computing
 from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 STEPS = 5

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from subject import ROOT, finish
 from torch import Tensor
 
-from parallel_backend.client import Sidecar
-from parallel_backend.demo.captions import random_scene, tokenize
-from parallel_backend.demo.drawing import SIZE
-from parallel_backend.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder
-from parallel_backend.demo.judge import judge
-from parallel_backend.demo.text_encoder import DemoTextEncoder
+from demo_training.drawing import SIZE
+from demo_training.judge import judge
+from parallel_backend.models.demo.captions import random_scene, tokenize
+from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder
+from parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 STEPS, CFG = 20, 3.0

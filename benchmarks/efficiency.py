@@ -13,8 +13,8 @@ from statistics import median
 
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.client import Sidecar
 from parallel_backend.requests import Placement
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 CASES = {

@@ -40,19 +40,16 @@ from fault_injection import (
     without_hostname,
 )
 from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_payload, parse_whereabouts
-from parallel_backend import client, crash_history, deadlines
-from parallel_backend.client import Sidecar, State
-from parallel_backend.errors import (
-    DeviceError,
-    OutOfMemory,
-    ParallelError,
-    RankFailed,
-)
-from parallel_backend.payloads import state_tensors
-from parallel_backend.protocol import VERSION
+from parallel_backend.errors import DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement, SamplerState
+from parallel_backend.sidecar import restart_policy as crash_history
+from parallel_backend.sidecar import sidecar as client
+from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.transport import pack_tensors
+from parallel_backend.wire import deadlines
+from parallel_backend.wire.payloads import state_tensors
+from parallel_backend.wire.protocol import VERSION
+from parallel_backend.wire.transport import pack_tensors
 from scripted import SLOW, is_running, ranks_of, scripted_request, scripted_sidecar, scripted_weights
 
 ULYSSES = Placement(ParallelStrategy(ulysses_degree=2))
@@ -270,7 +267,7 @@ def starter_ends(subject: Subject) -> Iterator[Check]:
 
 @case("11", "a rank fails to import; never becomes ready; two ranks want one device")
 def bad_starts(subject: Subject) -> Iterator[Check]:
-    sidecar = Sidecar(DEVICES, rank_module="tests.broken_rank")
+    sidecar = Sidecar(DEVICES, rank_module="tests.support.rank_programs.broken_rank")
     yield true(
         "the traceback of an import is shown", "a_library_that_is_not_installed" in error_of(sidecar.start)
     )
@@ -461,7 +458,7 @@ def parse_many(
 
 @case("17", "another version on the ranks")
 def versions(subject: Subject) -> Iterator[Check]:
-    sidecar = Sidecar(("cpu:0",), rank_module="tests.old_rank")
+    sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
     begun = time.perf_counter()
     text = error_of(sidecar.start)
     yield Check("s to the refusal, the import of torch included", time.perf_counter() - begun, 1.0 + READY)

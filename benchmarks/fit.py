@@ -9,8 +9,8 @@ from statistics import mean, median
 
 from published import Row, find_one_gpu
 
-from parallel_backend import cost_model
-from parallel_backend.cost_model import Constants, fixed_seconds, predict
+from parallel_backend.planner.cost import model as cost_model
+from parallel_backend.planner.cost.model import Constants, fixed_seconds, predict
 
 FITTED = (
     "call_s",

@@ -20,11 +20,11 @@ from statistics import median
 import torch
 from subject import finish, prompt, random_flux
 
-from parallel_backend.client import Sidecar
-from parallel_backend.flux_file import inspect_flux
+from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.weight_patches import NO_PATCHES, Factor, WeightPatch, WeightPatches, digest
+from parallel_backend.wire.weight_patches import NO_PATCHES, Factor, WeightPatch, WeightPatches, digest
 
 
 def lora_on_all_layers(spec: ModelSpec, rank: int, strength: float, seed: int) -> WeightPatches:

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from subject import SIZES, TEXT_TOKENS, finish, prompt, random_flux, sample_request
 
-from parallel_backend.client import Sidecar
-from parallel_backend.flux_file import inspect_flux
-from parallel_backend.memory_model import CPU_BASE_BYTES, Job, predict_memory
+from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.planner.memory.model import CPU_BASE_BYTES, Job, predict_memory
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 SAMPLE_EVERY = 0.002  # seconds between two looks at a rank's memory

@@ -19,8 +19,8 @@ from statistics import median
 
 from subject import finish, predict_request, random_flux, sample_request, torch
 
-from parallel_backend.client import Sidecar
 from parallel_backend.requests import Extras, Placement, PredictRequest
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 TOKENS = 512  # 32 x 64 latent pixels x 16 channels x 4 bytes = 128 KiB

@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel_backend.cost_model import Machine
-from parallel_backend.cost_traffic import Candidate, Work
 from parallel_backend.errors import RequestError
-from parallel_backend.families import WEIGHT_BYTES, guess_family, split_name
-from parallel_backend.hardware import Card, find_card, find_link
+from parallel_backend.models.catalog import WEIGHT_BYTES, guess_family, split_name
+from parallel_backend.planner.cost.communication import Candidate, Work
+from parallel_backend.planner.cost.model import Machine
+from parallel_backend.planner.machine.cards import Card, find_card, find_link
 from parallel_backend.strategy import ParallelStrategy
 
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"

@@ -21,8 +21,8 @@ from statistics import mean, median
 from fit import fit, predict_seconds
 from published import DATA, Group, Row, find_groups, find_one_gpu, read_rows, time_of
 
-from parallel_backend.choice import choose, rule_key
-from parallel_backend.cost_model import Constants
+from parallel_backend.planner.cost.model import Constants
+from parallel_backend.planner.ranking import choose, rule_key
 
 # Regret of choosing what ran out of memory: the run has to be done again, at the least.
 FAILED = 1.0

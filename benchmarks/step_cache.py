@@ -15,8 +15,8 @@ from drift import DEMO, STEPS, Scenes, demo_request
 from subject import finish
 from torch import Tensor
 
-from parallel_backend.client import Sidecar
 from parallel_backend.requests import Placement, RunInfo
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 THRESHOLDS = (0.03, 0.06, 0.08, 0.12, 0.16, 0.2, 0.3)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
 # One thread per rank unless asked otherwise, so that 1 rank and 2 ranks differ in ranks only.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from subject import SIZES, TEXT_TOKENS, finish, random_flux, sample_request
 
-from parallel_backend.client import Sidecar
-from parallel_backend.engine.pipeline_traffic import PipelineTraffic
-from parallel_backend.engine.traffic import expected_bytes
-from parallel_backend.engine.weights_traffic import gathered_bytes, sliced_shapes, tensor_bytes
-from parallel_backend.flux_file import inspect_flux
-from parallel_backend.flux_keys import FLUX_DEV, FluxDims
+from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims
 from parallel_backend.requests import Placement
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from tests.closed_forms.pipeline_traffic import PipelineTraffic
+from tests.closed_forms.traffic import expected_bytes
+from tests.closed_forms.weights_traffic import gathered_bytes, sliced_shapes, tensor_bytes
 
 TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
 EXACT = STEPS + 1  # warm-up steps: never by patches

@@ -5,7 +5,7 @@
 efficiency: t(1) / (2 * t(2)), medians of interleaved runs, time inside the ranks;
 cpu_efficiency: the same of the processor time that the ranks took, which leaves waiting and other programs out;
 difference: the largest of any pixel, over the largest pixel;
-sent_bytes, expected_bytes: of each rank, counted, and by the closed form (parallel_backend/engine/band_traffic.py);
+sent_bytes, expected_bytes: of each rank, counted, and by the closed form (tests/closed_forms/band_traffic.py);
 peak_bytes: growth of each rank's resident memory over a decode (fresh ranks, weights already touched).
 Sizes are latent rows x columns, an eighth of the image's.
 """
@@ -19,10 +19,10 @@ from statistics import median
 
 from subject import finish
 
-from parallel_backend.client import Sidecar
-from parallel_backend.decoding import VaeWeights
-from parallel_backend.engine.band_traffic import expected_decode_bytes
 from parallel_backend.shares import share
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.wire.decode_messages import VaeWeights
+from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
 
 

@@ -7,10 +7,10 @@ import comfy.model_management
 from ..parallel_backend.devices import use_only_cpu
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
-from .parallel_lora_loader import ParallelLoraLoader
-from .parallel_vae_decode import ParallelVAEDecode
+from .lora_loader import ParallelLoraLoader
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
+from .vae_decode import ParallelVAEDecode
 
 NODES = [
     StrategySelector,

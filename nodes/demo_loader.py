@@ -13,14 +13,14 @@ from comfy.taesd.taesd import TAESD
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from ..parallel_backend.demo.captions import tokenize
-from ..parallel_backend.demo.image_coder import CHANNELS, DemoImageCoder
-from ..parallel_backend.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.errors import CheckpointError
-from ..parallel_backend.selector import StrategyChoice
+from ..parallel_backend.models.demo.captions import tokenize
+from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
+from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
+from ..parallel_backend.planner.rules import StrategyChoice
 from .flux_loader import load_parallel_flux
+from .host.settings import fingerprint
 from .links import CATEGORY, ModelLink, StrategyLink
-from .settings import fingerprint
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 MODEL = FOLDER / "transformer.safetensors"

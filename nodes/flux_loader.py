@@ -6,14 +6,14 @@ import comfy.model_patcher
 import folder_paths
 from comfy_api.latest import io
 
-from ..parallel_backend.computing import ATTENTION_KERNELS, COMPILE_MODES, PLAIN, Computing
 from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.flux_file import inspect_flux
+from ..parallel_backend.models.flux.checkpoint import inspect_flux
+from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, PLAIN, Computing
+from ..parallel_backend.planner.rules import StrategyChoice
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
-from ..parallel_backend.selector import StrategyChoice
+from .host.settings import default_choice, fingerprint
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .settings import default_choice, fingerprint
-from .stepwise_model import make_stepwise_model
+from .model.network import make_stepwise_model
 
 
 def load_parallel_flux(

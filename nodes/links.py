@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import comfy.model_patcher
 from comfy_api.latest import io
 
-from ..parallel_backend.flux_file import FluxFile
+from ..parallel_backend.models.flux.checkpoint import FluxFile
 from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean, median
 
-from ..parallel_backend.computing import APPROXIMATE_KERNELS
-from ..parallel_backend.outlook import expected
+from ..parallel_backend.options import APPROXIMATE_KERNELS
+from ..parallel_backend.planner.candidate_table import expected
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
-from .ranks import RunRecord
+from .host.calls import RunRecord
 
 
 def write_report(record: RunRecord) -> str:

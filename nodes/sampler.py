@@ -10,17 +10,17 @@ import latent_preview
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.selector import StrategyChoice, resolve
+from ..parallel_backend.planner.rules import StrategyChoice, resolve
 from ..parallel_backend.step_cache import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
 from ..parallel_backend.strategy import RequestShape
+from .host.calls import RunRecord, say
+from .host.progress import rank_bars
+from .host.settings import permitted
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .panel import run_ui
-from .rank_progress import rank_bars
-from .ranks import RunRecord, say
+from .model.network import CHOICE, RECORD
+from .model.sampler import ResidentSampler
 from .report import summarise, write_report
-from .resident_sampler import ResidentSampler
-from .settings import permitted
-from .stepwise_model import CHOICE, RECORD
+from .run_ui import run_ui
 
 
 class ParallelSampler(io.ComfyNode):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..parallel_backend.choice import APPROXIMATION
-from ..parallel_backend.preview import preview
-from ..parallel_backend.selector import MODES
-from ..parallel_backend.selector_inputs import LIMITS, SelectorInputs
+from ..parallel_backend.planner.preview.form import LIMITS, SelectorInputs
+from ..parallel_backend.planner.preview.preview import preview
+from ..parallel_backend.planner.ranking import APPROXIMATION
+from ..parallel_backend.planner.rules import MODES
 from ..parallel_backend.strategy import ENGINES
 from .links import CATEGORY, StrategyLink
 

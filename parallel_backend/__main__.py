@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 
-from . import plan
-from .bench import command as bench
-from .doctor import command as doctor
 from .errors import ParallelError
+from .observability.bench import command as bench
+from .observability.doctor import command as doctor
+from .planner import command as plan
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
 COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench}

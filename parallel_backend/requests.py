@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .computing import Compiled, Computing
+from .options import Compiled, Computing
 from .strategy import ParallelStrategy
 
 # Samplers that the resident loop implements; everything else runs stepwise.

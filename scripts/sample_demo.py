@@ -29,8 +29,8 @@ from workflow_to_api import WorkflowError, workflow_to_api
 
 sys.path.insert(0, str(ROOT))
 from parallel_backend.devices import resolve_devices
-from parallel_backend.flux_file import inspect_flux
-from parallel_backend.selector import StrategyChoice, resolve
+from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.planner.rules import StrategyChoice, resolve
 from parallel_backend.strategy import DEGREES, RequestShape
 
 WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"

@@ -28,13 +28,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.demo.captions import RELATIONS, Scene, random_scene, tokenize  # noqa: E402
-from parallel_backend.demo.drawing import SIZE, draw  # noqa: E402
-from parallel_backend.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
-from parallel_backend.demo.judge import judge  # noqa: E402
-from parallel_backend.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder  # noqa: E402
-from parallel_backend.flux_keys import FluxDims, diffusers_sources, original_shapes  # noqa: E402
-from parallel_backend.models.packing import image_ids, pack, text_ids, unpack  # noqa: E402
+from demo_training.drawing import SIZE, draw  # noqa: E402
+from demo_training.judge import judge  # noqa: E402
+from parallel_backend.models.demo.captions import RELATIONS, Scene, random_scene, tokenize  # noqa: E402
+from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
+from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder  # noqa: E402
+from parallel_backend.models.flux.keys import FluxDims, diffusers_sources, original_shapes  # noqa: E402
+from parallel_backend.models.flux.packing import image_ids, pack, text_ids, unpack  # noqa: E402
 
 DIMS = FluxDims(
     hidden=256,

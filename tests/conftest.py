@@ -23,7 +23,7 @@ def no_leaks():
     """Fails the test when it leaves a process, descriptor, shared memory, listening port or rendezvous folder."""
     if sys.platform != "linux":
         pytest.skip("ranks need Linux")
-    from parallel_backend.supervisor import get_supervisor
+    from parallel_backend.sidecar.supervisor import get_supervisor
 
     get_supervisor()  # lasts as long as the process, with its own descriptor
     before = _snapshot()
@@ -39,7 +39,7 @@ def no_leaks():
 def _shared_ranks():
     if sys.platform != "linux":
         pytest.skip("ranks need Linux")
-    from parallel_backend.client import Sidecar
+    from parallel_backend.sidecar.sidecar import Sidecar
 
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     yield sidecar
@@ -61,7 +61,7 @@ def two_real_ranks(_shared_ranks, request):
 
 @pytest.fixture
 def weights(tmp_path) -> ModelSpec:
-    """A weights file for tests/scripted_rank.py: velocity = 0.5 * x * mean(context)."""
+    """A weights file for tests/support/rank_programs/scripted_rank.py: velocity = 0.5 * x * mean(context)."""
     return scripted_weights(tmp_path / "good.safetensors", "good 0.5")
 
 

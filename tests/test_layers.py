@@ -1,4 +1,4 @@
-"""The layers: which module may import which, read from the source, so that an arrow the wrong way fails here."""
+"""The rooms of the house and who may import whom, read from the source, so that an arrow the wrong way fails here."""
 
 import ast
 from pathlib import Path
@@ -6,119 +6,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKEND = ROOT / "parallel_backend"
 
-# Layer of each module below parallel_backend, by its first dotted part (or a longer prefix where needed).
-GROUND = {
-    "adapters",
-    "calibration",
-    "checkpoint",
-    "computing",
-    "deadlines",
-    "decoding",
-    "errors",
-    "faults",
-    "flux_file",
-    "flux_keys",
-    "memory_activations",
-    "memory_messages",
-    "memory_model",
-    "memory_weights",
-    "flux_tensors",
-    "payloads",
-    "places",
-    "protocol",
-    "requests",
-    "shares",
-    "stages",
-    "step_cache",
-    "strategy",
-    "strict_json",
-    "transport",
-    "vae_keys",
-    "whereabouts",
-    "weight_patches",
+# Each room and the rooms it may import besides itself and the vocabulary in the root's files. Listed lowest first.
+ROOMS = {
+    "wire": set(),
+    "models": {"wire"},
+    "engine": {"models", "wire"},
+    "sampling": {"engine"},
+    "rank": {"sampling", "engine", "models", "wire"},
+    "sidecar": {"wire"},
+    "planner": {"sidecar", "models", "wire"},
+    "observability": {"planner", "sidecar", "models", "wire"},
+    "nodes": {"observability", "planner", "sidecar", "models", "wire"},
 }
-COMFY_HALF = {
-    "bench",
-    "calibrate_once",
-    "calibration_store",
-    "capacity",
-    "choice",
-    "client",
-    "compile_watch",
-    "cost_model",
-    "cost_traffic",
-    "crash_history",
-    "decide",
-    "demo",
-    "device_gauges",
-    "device_shares",
-    "devices",
-    "doctor",
-    "endings",
-    "environment",
-    "event_log",
-    "events",
-    "exchange",
-    "experience",
-    "failing_devices",
-    "families",
-    "fingerprint",
-    "group_status",
-    "hardware",
-    "idle_watch",
-    "live_sender",
-    "local_machine",
-    "measured_links",
-    "measurements",
-    "metrics",
-    "metrics_switch",
-    "news",
-    "outlook",
-    "pack_version",
-    "panel_status",
-    "patch_client",
-    "plan",
-    "pool",
-    "preview",
-    "prompts",
-    "resume",
-    "seats",
-    "selector",
-    "selector_inputs",
-    "supervisor",
-    "topology",
-    "topology_probe",
-    "trials",
-    "user_settings",
-    "vae_client",
-    "warm_ranks",
-}
-# Rank's half, lowest first: a layer may import itself and those before it.
-RANK_HALF = [
-    "models",
-    "engine",
-    "sampling",
-    "rank_errors",
-    "rank_meter",
-    "step_boundary",
-    "rank_calibrate",
-    "rank_decode",
-    "rank_patches",
-    "rank_jobs",
-    "rank",
-]
+RANKS_HALF = {"engine", "sampling", "rank"}
+# ComfyUI and its parts. In a rank only `models/comfyui/` may use them.
 COMFYUI = {
     "comfy",
     "comfy_api",
     "comfy_extras",
+    "comfy_execution",
     "nodes",
     "folder_paths",
     "server",
     "execution",
     "latent_preview",
 }
+ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
+XFUSER_OWNERS = {"parallel_backend.engine.attention.patch_xfuser", "parallel_backend.engine.attention.xfuser"}
 _OBJECT_COLLECTIVES = {
     "all_gather_object",
     "broadcast_object_list",
@@ -127,114 +42,118 @@ _OBJECT_COLLECTIVES = {
     "scatter_object_list",
     "send_object_list",
 }
-XFUSER_OWNERS = {"engine.adjust_xfuser", "engine.xfuser"}
 
 
-def _modules():
-    return {
-        ".".join(path.relative_to(BACKEND).with_suffix("").parts): path
-        for path in sorted(BACKEND.rglob("*.py"))
-        if path.name not in ("__init__.py", "__main__.py")
-    }
+def _name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path, package):
-    """(absolute module names, names inside parallel_backend) that the file imports anywhere, functions included."""
+MODULES = {
+    _name(path): path
+    for folder in ("parallel_backend", "nodes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def _imports(path):
+    """(modules of others, modules of the pack) that the file imports anywhere, functions included."""
+    package = path.relative_to(ROOT).parts[:-1]
     outside, inside = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            outside |= {alias.name for alias in node.names}
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            outside.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            if node.level == 0:
-                outside.add(node.module)
-                continue
-            base = package[: len(package) - (node.level - 1)]
-            target = ".".join([*base, *([node.module] if node.module else [])])
-            names = [target] if node.module else [".".join([*base, alias.name]) for alias in node.names]
-            inside |= {name for name in names if name}
+            base = ".".join(
+                [*package[: len(package) - (node.level - 1)], *([node.module] if node.module else [])]
+            )
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                inside.add(submodule if submodule in MODULES else base)
     return outside, inside
 
 
-def _layer(module):
-    return module.split(".")[0]
+IMPORTS = {name: _imports(path) for name, path in MODULES.items()}
 
 
-MODULES = _modules()
-IMPORTS = {name: _imports(path, name.split(".")[:-1]) for name, path in MODULES.items()}
+def _room(module):
+    """The room a module lies in; empty for the root's files."""
+    parts = module.split(".")
+    if parts[0] == "nodes":
+        return "nodes"
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
 
 
-def test_every_module_has_a_layer():
-    known = GROUND | COMFY_HALF | set(RANK_HALF)
-    assert sorted({_layer(name) for name in MODULES} - known) == []
+def _with_packages(modules):
+    """Those modules and the packages around them, whose __init__ Python runs first."""
+    return {".".join(m.split(".")[:n]) for m in modules for n in range(1, m.count(".") + 2)} & set(MODULES)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_backend_imports_nothing_of_comfyui(module):
-    outside, _ = IMPORTS[module]
-    assert {name.split(".")[0] for name in outside} & COMFYUI == set()
+def _reachable(modules):
+    """All modules of the pack that importing these may import, at once or later."""
+    found, todo = set(), set(modules)
+    while todo:
+        found |= todo
+        todo = _with_packages(name for module in todo for name in IMPORTS[module][1]) - found
+    return found
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if _layer(m) in GROUND | COMFY_HALF])
-def test_comfyuis_process_loads_neither_engine_library(module):
-    outside, _ = IMPORTS[module]
-    assert {name.split(".")[0] for name in outside} & {"xfuser", "diffusers", "yunchang", "distvae"} == set()
+def test_the_root_holds_only_the_vocabulary():
+    backend = ROOT / "parallel_backend"
+    assert len(list(backend.glob("*.py"))) <= 10
+    assert {p.name for p in backend.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(ROOMS) - {
+        "nodes"
+    }
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_arrows_point_down(module):
-    _, inside = IMPORTS[module]
-    targets = {_layer(name) for name in inside}
-    layer = _layer(module)
-    if layer in GROUND:
-        allowed = GROUND
-    elif layer in COMFY_HALF:
-        allowed = GROUND | COMFY_HALF
-    else:
-        allowed = GROUND | set(RANK_HALF[: RANK_HALF.index(layer) + 1])
-    assert targets <= allowed
+    if module == "parallel_backend.__main__":  # the door to every room's commands
+        return
+    room = _room(module)
+    rooms = {_room(name) for name in IMPORTS[module][1]}
+    assert rooms <= {room, ""} | ROOMS.get(room, set())
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if _room(m) != "nodes"])
+def test_the_backend_imports_nothing_of_comfyui(module):
+    if module.startswith("parallel_backend.models.comfyui"):
+        return
+    assert IMPORTS[module][0] & COMFYUI == set()
+
+
+def test_nothing_that_nodes_reach_loads_an_engine_library_or_a_ranks_half():
+    reached = _reachable([name for name in MODULES if _room(name) == "nodes"])
+    assert {name for name in reached if _room(name) in RANKS_HALF} == set()
+    assert {name for name in reached if IMPORTS[name][0] & ENGINE_LIBRARIES} == set()
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in XFUSER_OWNERS])
 def test_one_place_owns_the_import_of_xfuser(module):
-    outside, _ = IMPORTS[module]
-    assert {name.split(".")[0] for name in outside} & {"xfuser", "yunchang"} == set()
+    assert IMPORTS[module][0] & {"xfuser", "yunchang"} == set()
 
 
 def test_there_are_no_import_cycles():
-    graph = {name: {n for n in inside if n in MODULES} for name, (_, inside) in IMPORTS.items()}
     done = set()
 
     def visit(name, trail):
         assert name not in trail, " -> ".join([*trail, name])
         if name not in done:
-            for target in graph[name]:
+            for target in IMPORTS[name][1] & set(MODULES):
                 visit(target, [*trail, name])
             done.add(name)
 
-    for name in graph:
+    for name in MODULES:
         visit(name, [])
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "nodes").glob("*.py")), ids=lambda p: p.stem)
-def test_nodes_use_only_comfyuis_half_of_the_backend(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.level == 2
-            and (node.module or "").startswith("parallel_backend")
-        ):
-            parts = node.module.split(".")[1:]
-            names = {parts[0]} if parts else {alias.name for alias in node.names}
-            assert names <= GROUND | COMFY_HALF, ast.unparse(node)
-
-
-@pytest.mark.parametrize(
-    "path", sorted(p for d in ("nodes", "parallel_backend") for p in (ROOT / d).rglob("*.py"))
-)
-def test_nothing_unpickles_or_executes_text(path):
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_unpickles_or_executes_text(module):
     """Weights and frames are data: no pickle, torch.load, object collectives, eval, exec or shell."""
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             assert not {alias.name.split(".")[0] for alias in node.names} & forbidden
         elif isinstance(node, ast.ImportFrom):

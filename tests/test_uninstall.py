@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from parallel_backend.calibration_store import FOLDER
+from parallel_backend.planner.history.store import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..whereabouts import here
-from .counting import Traffic
+from ..wire.heartbeat import here
 from .groups import Axis
+from .traffic_counter import Traffic
 
 
 def all_to_all(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ..computing import Computing
-from ..models.flux import FluxModel
+from ..models.flux.module import FluxModel
+from ..options import Computing
 from ..requests import Placement
-from .attention import kernel_for
-from .compiling import Blocks, CompiledBlocks, PlainBlocks, compiler
-from .compiling import why_not as why_not_compile
-from .counting import Traffic
+from .attention.kernels import kernel_for
+from .attention.native import NativeAttention
+from .compile import Blocks, CompiledBlocks, PlainBlocks, compiler
+from .compile import why_not as why_not_compile
 from .forward import ParallelForward
 from .groups import Layout, Layouts
-from .native import NativeAttention
-from .pipeline import PipelineForward
-from .weights import notes_on_weights
+from .load import notes_on_weights
+from .pipefusion.forward import PipelineForward
+from .traffic_counter import Traffic
 
 
 def make_forward(
@@ -65,7 +65,9 @@ def _make_forward(
         return ParallelForward(model, layout, [native], traffic, blocks)
     reason = _why_not_xfuser(layout)
     if reason is None:
-        from .xfuser import XfuserAttention  # takes seconds to import, so only where it is asked for
+        from .attention.xfuser import (
+            XfuserAttention,  # takes seconds to import, so only where it is asked for
+        )
 
         xfuser = XfuserAttention(layout, kernel, traffic)
         return ParallelForward(model, layout, [xfuser, native], traffic, blocks)

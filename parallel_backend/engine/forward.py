@@ -9,18 +9,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..computing import APPROXIMATE_KERNELS
-from ..models.flux import FluxModel
-from ..models.packing import text_ids, unpack
+from ..models.flux.module import FluxModel
+from ..models.flux.packing import text_ids, unpack
+from ..options import APPROXIMATE_KERNELS
 from ..requests import LATENT_CHANNELS
 from ..shares import share, span
-from .adjust_diffusers import SharedAttention
+from .attention.patch_diffusers import SharedAttention
 from .collectives import Traffic, all_gather
-from .compiling import Blocks
+from .compile import Blocks
 from .groups import Layout
 from .image_tokens import ResidualShares, image_tokens, mask_in_order
-from .plan import TokenPlan
 from .rows import Rows, batched, take
+from .token_split import TokenPlan
 
 
 class Engine(SharedAttention, Protocol):

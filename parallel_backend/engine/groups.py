@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..places import AXES, Place
+from ..layout import AXES, Place
 from ..strategy import ParallelStrategy
-from .counting import Traffic
+from .traffic_counter import Traffic
 
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.packing import image_ids, pack
+from ..models.flux.packing import image_ids, pack
 from .rows import Rows
 
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a rank's part of the keys

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .adjust_diffusers import SharedAttention
+from .attention.patch_diffusers import SharedAttention
 
 
 def _new_order(device: torch.device) -> Tensor:

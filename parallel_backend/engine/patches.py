@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..shares import share, span
-from .plan import TokenPlan
+from .token_split import TokenPlan
 
 
 @dataclass(frozen=True)

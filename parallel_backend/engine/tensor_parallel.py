@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..models.flux_slices import Slices
+from ..models.flux.tensor_parallel import Slices
 from .collectives import Traffic, all_gather, all_reduce
 from .groups import Axis
 from .operators import meeting_of_slices

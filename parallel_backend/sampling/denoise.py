@@ -12,7 +12,7 @@ from ..engine.rows import Rows
 from ..errors import Cancelled, RequestError
 from ..requests import Conditioning, SampleRequest, SamplerState
 from .guidance import Guidance, noised
-from .patch_sampling import PatchSampling
+from .patchwise import PatchSampling
 from .samplers import STEPS, History, model_calls, run, start_history
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
-from parallel_backend.computing import COMPILE_BACKEND
+from parallel_backend.options import COMPILE_BACKEND
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -9,16 +9,16 @@ from io import BytesIO
 import numpy
 import pytest
 import torch
-from graphs import Graph
 from PIL import Image
 from safetensors.torch import load_file
-from test_stock_baseline import relative_difference
 
 from comfy_harness import ROOT
-from parallel_backend.demo.captions import random_scene
-from parallel_backend.demo.drawing import draw
-from parallel_backend.demo.image_coder import DemoImageCoder
-from parallel_backend.demo.judge import judge
+from demo_training.drawing import draw
+from demo_training.judge import judge
+from graphs import Graph
+from parallel_backend.models.demo.captions import random_scene
+from parallel_backend.models.demo.image_coder import DemoImageCoder
+from tests.comfy.test_stock_baseline import relative_difference
 
 CAPTION = "a red circle left of a blue square"
 MODEL_FILE, CODER_FILE = (

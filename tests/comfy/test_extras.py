@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import FluxControlNetModel
-from graphs import OURS, STOCK, Graph
 from safetensors.torch import save_file
-from test_stock_baseline import relative_difference
 
 from comfyui_client import PromptFailed
+from graphs import OURS, STOCK, Graph
+from tests.comfy.test_stock_baseline import relative_difference
 from tiny_flux import tiny_flux_tensors
 
 TOLERANCE = 1e-4

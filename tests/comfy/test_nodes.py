@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from graphs import OURS, Graph
 from safetensors.torch import save_file
-from test_stock_baseline import relative_difference
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
+from graphs import OURS, Graph
+from tests.comfy.test_stock_baseline import relative_difference
 
 OUR_NODES = {
     "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],

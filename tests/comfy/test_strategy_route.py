@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from parallel_backend.selector_inputs import LIMITS, SelectorInputs
+from parallel_backend.planner.preview.form import LIMITS, SelectorInputs
 
 ROUTE = "/parallel_sampling/check_strategy"
 UNET = "tiny_check.safetensors"  # two attention heads

@@ -165,7 +165,7 @@ class TestOtherPlatform(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent, pretend) -> io.NodeOutput:
-        (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.supervisor"))
+        (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
         sys.modules[name].sys = SimpleNamespace(platform="win32") if pretend else sys
         return io.NodeOutput(latent)
 
@@ -257,7 +257,7 @@ class TestStyle(io.ComfyNode):
 
 def rank_states() -> list[str]:
     """Of the pack's groups of ranks in this process."""
-    (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.pool"))
+    (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.sidecar.pool"))
     return [sidecar.state.value for sidecar in pool.all_sidecars()]
 
 

@@ -1,0 +1,50 @@
+"""The pack's settings as a person set them in ComfyUI's Settings; changes count from the next use on.
+
+With --multi-user they are those of the user `default` alone: the devices and the ranks are everybody's, so none of the
+users may stop or reach them for the others. Whoever runs the machine writes that file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+
+from ...parallel_backend.planner.rules import StrategyChoice
+from ...parallel_backend.planner.user_settings import SettingsFile, without_approximation
+
+_file = SettingsFile()
+
+
+def setting(name: str) -> str | bool | float:
+    """Its value, or the default for one that is missing or makes no sense. Raises KeyError for an unknown name."""
+    return _file.read(_path())[name]
+
+
+def settings_problems() -> tuple[str, ...]:
+    """What is wrong with what a person set, in words."""
+    _file.read(_path())
+    return _file.problems
+
+
+def _path() -> Path:
+    return Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
+
+
+def default_choice() -> StrategyChoice:
+    """What a Strategy Selector would say where none is connected."""
+    return StrategyChoice(devices=setting("default_devices"))
+
+
+def permitted(
+    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategyChoice:
+    """`choice` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
+    if setting("allow_approximate"):
+        return choice
+    return without_approximation(choice, steps, step_cache=step_cache, attention=attention)
+
+
+def fingerprint() -> tuple[str | bool | float, ...]:
+    """Of the settings that decide what loaders give: when it changes, ComfyUI's cached outputs do not count."""
+    return setting("default_devices"), setting("allow_approximate")

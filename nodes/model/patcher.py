@@ -1,0 +1,101 @@
+"""The ModelPatcher of a network whose weights are in other processes: moves nothing, hands LoRAs on to the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import comfy.model_patcher
+import torch
+
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.options import PLAIN
+from ...parallel_backend.sidecar import pool
+from ..host.memory import make_room
+from .lora import weight_patches
+from .unsupported import refusal
+
+# Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
+PATCHES = "parallel_weight_patches"
+# And how the ranks compute it, as Computing.
+COMPUTING = "parallel_computing"
+
+
+class StepwisePatcher(comfy.model_patcher.ModelPatcher):
+    """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all; to its
+    nodes a MODEL that says what it cannot do yet."""
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def model_size(self) -> int:
+        return self.model.diffusion_model.size_on(self.load_device)
+
+    def loaded_size(self) -> int:
+        return self.model_size() if pool.is_held(self.model.diffusion_model.spec) else 0
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device
+
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+        self.unpatch_model(self.offload_device, unpatch_weights=False)
+        self.patch_model(load_weights=False)  # object patches such as ModelSamplingFlux
+        return 0
+
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+        freed = self.loaded_size()
+        return freed if make_room(self.model.diffusion_model.spec) else 0
+
+    def detach(self, unpatch_all=True):
+        # Clones share their object patches: one that is only collected must not take them from one that samples.
+        if unpatch_all:
+            self.unpatch_model(self.offload_device, unpatch_weights=False)
+            make_room(self.model.diffusion_model.spec)
+        return self.model
+
+    # What would change or read weights.
+
+    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+        if not patches:
+            raise RequestError(
+                "The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for Flux.1. It was "
+                "made for another model; choose one for Flux.1."
+            )
+        added = super().add_patches(patches, strength_patch, strength_model)
+        found = weight_patches(self.patches, self.model.diffusion_model.file)
+        self.model_options["transformer_options"][PATCHES] = found
+        return added
+
+    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
+        raise refusal("a LoRA scheduled by a hook", "load it with LoraLoaderModelOnly for the whole run")
+
+    def set_injections(self, key, injections):
+        if injections:
+            raise refusal("a LoRA in bypass mode or another injection", "load it with LoraLoaderModelOnly")
+        super().set_injections(key, injections)
+
+    def add_weight_wrapper(self, name, function):
+        raise refusal("a wrapped weight")
+
+    def add_object_patch(self, name, obj):
+        if name.split(".")[0] == "diffusion_model":
+            raise refusal(f"a replaced part of the network ({name})")
+        super().add_object_patch(name, obj)
+
+    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are
+            options = self.model_options["transformer_options"]
+            options[COMPUTING] = replace(options.get(COMPUTING, PLAIN), compile="blocks")
+            return
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    def get_key_patches(self, filter_prefix=None):
+        raise refusal("merging its weights into another model", "merge the files with stock loaders")
+
+    def model_state_dict_for_saving(self, *args, **kwargs):
+        raise refusal("saving the model", "copy its file instead")
+
+    def state_dict_for_saving(self, *args, **kwargs):
+        raise refusal("saving the model", "copy its file instead")

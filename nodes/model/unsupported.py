@@ -1,0 +1,29 @@
+"""What a call to the ranks cannot honour yet, refused by the name of its effect and never dropped."""
+
+from __future__ import annotations
+
+from ...parallel_backend.errors import RequestError
+
+# Effects that reach the network through transformer_options, in a user's words.
+_OPTION_EFFECTS = {
+    "patches": "a model patch (such as IP-Adapter, a style model or Flux KV Cache)",
+    "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
+    "optimized_attention_override": "another attention function (such as a Sage Attention patch; Parallel Flux "
+    "Loader's input attention has that)",
+}
+
+
+def refusal(effect: str, remedy: str = "take it out") -> RequestError:
+    """The error for one effect; every one names the way that works."""
+    return RequestError(
+        f"The parallel model cannot honour {effect} yet, and does not ignore it silently; {remedy}, or use stock "
+        f"UNETLoader and KSampler for this graph."
+    )
+
+
+def refuse_effects(options: dict, others: dict) -> None:
+    """Raises RequestError when a model call carries what the ranks cannot honour."""
+    effects = [words for key, words in _OPTION_EFFECTS.items() if options.get(key)]
+    effects += [f"the conditioning {key!r}" for key, value in others.items() if value is not None]
+    if effects:
+        raise refusal(" and ".join(effects))

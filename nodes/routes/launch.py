@@ -1,0 +1,48 @@
+"""What begins with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import asdict
+
+from ...parallel_backend.errors import ParallelError
+from ...parallel_backend.observability.toasts import News, Toast
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.events import listen
+from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
+from ..host.settings import setting
+from . import status as live_status
+
+TOAST = "parallel_sampling.toast"
+
+log = logging.getLogger(__name__)
+
+
+def begin(server) -> None:
+    """Once, while ComfyUI loads the pack. Starts no thread and no process until something happens."""
+    status = live_status.begin(server)
+    listen(lambda event: status.changed())
+
+    def show(toast: Toast) -> None:
+        server.send_sync(TOAST, asdict(toast))  # every open page, once
+
+    listen(News(show).hear)
+    listen(IdleWatch(pool.all_sidecars, _timeouts).hear)
+
+    async def start_ranks(app) -> None:
+        if setting("start_at_launch"):
+            threading.Thread(target=_start_ranks, name="parallel-launch", daemon=True).start()
+
+    server.app.on_startup.append(start_ranks)
+
+
+def _timeouts() -> Timeouts:
+    return Timeouts(60.0 * setting("sleep_after_minutes"), 60.0 * setting("stop_after_minutes"))
+
+
+def _start_ranks() -> None:
+    try:
+        pool.get_sidecar(live_status.default_devices()).start()
+    except ParallelError as error:
+        log.warning("parallel sampling: the ranks did not start with ComfyUI: %s", error)

@@ -1,0 +1,27 @@
+"""The metrics over ComfyUI's own server, for Prometheus on this machine or another."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from ...parallel_backend.observability.metrics_switch import MetricsSwitch
+from ..host.settings import setting
+from .http import is_same_origin
+
+ROUTE = "/parallel_sampling/metrics"
+
+
+def add_route(routes: web.RouteTableDef) -> None:
+    """GET answers in Prometheus' text format; 403, 404 or 503 with a line that says why."""
+    switch = MetricsSwitch(lambda: bool(setting("metrics")))
+    switch.begin()
+
+    @routes.get(ROUTE)
+    async def show(request: web.Request) -> web.Response:
+        if not is_same_origin(request):  # Prometheus is no page and names no origin
+            return web.Response(status=403, text="a page of another server may not read this\n")
+        answer = await asyncio.to_thread(switch.scrape)
+        headers = {"Content-Type": answer.content_type, "Cache-Control": "no-store"}
+        return web.Response(status=answer.status, body=answer.body, headers=headers)

@@ -1,0 +1,112 @@
+"""What ComfyUI's page may ask of the ranks: their state, sleep, wake, restart, stop, another try after failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ...parallel_backend.errors import ParallelError, RequestError
+from ...parallel_backend.observability.panel import BUSY, show_groups, why_not
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from .http import NOT_YOURS, is_same_origin, read_as, refuse
+from .status import default_devices, groups, left_out
+
+ROUTE = "/parallel_sampling/ranks"
+MOST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Wish:
+    """For which ranks: those of a group, by its devices; none for devices that were left out."""
+
+    devices: tuple[str, ...]
+
+
+def add_routes(routes: web.RouteTableDef) -> None:
+    """GET answers {"groups": [...]} without gauges; POST of a Wish to an action the same afterwards, or {"error"} with
+    400, 403, 404, or 409 where it makes no sense now."""
+    served: set[tuple[str, ...]] = set()  # groups that an action is under way for
+
+    @routes.get(ROUTE)
+    async def show(request: web.Request) -> web.Response:
+        return await _shown()
+
+    def on_request(name: str) -> Callable:
+        async def answer(request: web.Request) -> web.Response:
+            if not is_same_origin(request):
+                return refuse(NOT_YOURS, 403)
+            try:
+                devices = (await read_as(Wish, request, MOST_BYTES)).devices
+            except RequestError as error:
+                return refuse(error, 400)
+            if devices in served:
+                return refuse("these ranks are busy with another button", 409)
+            served.add(devices)
+            try:
+                return await asyncio.to_thread(_act, name, devices) or await _shown()
+            except ParallelError as error:
+                return refuse(error, 409)
+            finally:
+                served.discard(devices)
+
+        return answer
+
+    for name in _ACTIONS:
+        routes.post(f"{ROUTE}/{name}")(on_request(name))
+
+
+async def _shown() -> web.Response:
+    found = await asyncio.to_thread(groups)
+    return web.json_response(show_groups(found, {}, left_out(found)))
+
+
+def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
+    """Does it; the refusal where that is none of the page's business, or makes no sense now."""
+    found = groups()
+    if name == "reset" and not devices and left_out(found):  # devices that no group has any more
+        pool.reset()
+        return None
+    status = next((group for group in found if group.devices == devices), None)
+    if status is None:
+        return refuse("there are no such ranks (any more)", 404)
+    if reason := why_not(status, left_out(found))[name]:
+        return refuse(reason, 409)
+    sidecar = next((one for one in pool.all_sidecars() if one.devices == devices), None)
+    if sidecar is None and devices == default_devices():
+        sidecar = pool.get_sidecar(devices)
+    if sidecar is None:
+        return refuse("there are no such ranks (any more)", 404)
+    _ACTIONS[name](sidecar)
+    return None
+
+
+def _sleep(sidecar: Sidecar) -> None:
+    sidecar.sleep(level=2)
+
+
+def _stop(sidecar: Sidecar) -> None:
+    """Ranks that serve a request are left to it: cancelling is ComfyUI's own button."""
+    if not sidecar.stop_if_idle():
+        raise RequestError(BUSY)
+
+
+def _restart(sidecar: Sidecar) -> None:
+    _stop(sidecar)
+    sidecar.start()
+
+
+def _reset(sidecar: Sidecar) -> None:
+    pool.reset()
+
+
+_ACTIONS: dict[str, Callable[[Sidecar], object]] = {
+    "sleep": _sleep,
+    "wake": Sidecar.wake,
+    "restart": _restart,
+    "stop": _stop,
+    "reset": _reset,
+}

@@ -1,0 +1,90 @@
+"""The status of the ranks over ComfyUI's own websocket, to pages whose panel is open and seen, and to no others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.observability.gauges import DeviceGauges
+from ...parallel_backend.observability.live_feed import LiveSender
+from ...parallel_backend.observability.panel import Shown, show_groups
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.device_health import FAILING
+from ...parallel_backend.sidecar.status import GroupStatus
+from ..host.settings import setting, settings_problems
+from .http import NOT_YOURS, is_same_origin, read_as, refuse
+
+ROUTE = "/parallel_sampling/watch"
+EVENT = "parallel_sampling.status"
+LEASE = 15.0  # s that a page counts as looking after it said so; it says so again every few seconds
+MOST_BYTES = 1024
+
+_gauges = DeviceGauges()
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A page says that it looks, or does not any more. `client_id`: of its websocket; `anew`: it has nothing yet."""
+
+    client_id: str
+    looking: bool
+    anew: bool
+
+
+def default_devices() -> tuple[str, ...]:
+    """Those that ranks start on where no Strategy Selector says otherwise."""
+    return resolve_devices(setting("default_devices"))
+
+
+def groups() -> tuple[GroupStatus, ...]:
+    """Every group of ranks; while there is none, the one that could be started."""
+    found = tuple(sidecar.status() for sidecar in pool.all_sidecars())
+    return found or (GroupStatus(default_devices(), "down", "", "", "", 0, 0, (), ()),)
+
+
+def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
+    """The devices that `auto` goes without, whether or not a group has them."""
+    of_groups = (device for group in found for device in group.devices)
+    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *of_groups))))
+
+
+def snapshot() -> Shown:
+    """What the panel shows now, the devices' gauges with it."""
+    found = groups()
+    devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
+    shown = show_groups(found, _gauges.read(devices), left_out(found))
+    return {**shown, "settings": list(settings_problems())}
+
+
+def begin(server) -> LiveSender[Shown]:
+    """Adds the route by which pages look; returns what sends to them. Nothing runs until one does."""
+
+    def send(message: Shown, client: str) -> bool:
+        if client not in server.sockets:
+            return False
+        server.send_sync(EVENT, message, client)
+        return True
+
+    sender = LiveSender(snapshot, send, left=_gauges.close)
+
+    @server.routes.post(ROUTE)
+    async def watch(request: web.Request) -> web.Response:
+        if not is_same_origin(request):
+            return refuse(NOT_YOURS, 403)
+        try:
+            said = await read_as(Watch, request, MOST_BYTES)
+        except RequestError as error:
+            return refuse(error, 400)
+        if not said.looking:
+            await asyncio.to_thread(sender.leave, said.client_id)
+        elif said.client_id not in server.sockets:
+            return refuse("this page has no websocket here", 409)
+        elif not await asyncio.to_thread(lambda: sender.watch(said.client_id, LEASE, anew=said.anew)):
+            return refuse("too many pages look at the ranks already", 429)
+        return web.json_response({"seconds": LEASE})
+
+    return sender

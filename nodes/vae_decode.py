@@ -1,0 +1,163 @@
+"""ParallelVAEDecode: VAEDecode's inputs; each image's rows are decoded by all ranks, exactly."""
+
+from __future__ import annotations
+
+import time
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..parallel_backend.devices import is_cpu, resolve_devices
+from ..parallel_backend.errors import PlatformError, RequestError
+from ..parallel_backend.planner.machine.device_shares import read_shares
+from ..parallel_backend.planner.rules import StrategyChoice
+from ..parallel_backend.sidecar import pool
+from ..parallel_backend.sidecar.sidecar import Sidecar
+from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
+from .host.calls import errors_as_comfyuis, interrupted, say
+from .host.settings import default_choice, fingerprint
+from .links import CATEGORY, StrategyLink
+from .model.vae import weights_of
+
+
+class ParallelVAEDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelVAEDecode",
+            display_name="Parallel VAE Decode",
+            category=CATEGORY,
+            description="Decodes each image on several devices at once, without tiles or seams: every device takes "
+            "some of its rows and about that part of the memory. For the VAEs of Flux, SD and SDXL; any other is "
+            "decoded by ComfyUI itself, and the report says so.",
+            search_aliases=["vae decode", "multi gpu vae", "decode large image", "tiled vae", "distvae"],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latent to decode."),
+                io.Vae.Input("vae", tooltip="The VAE to decode it with. It is sent to the devices once."),
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector: the devices. Those that run already are used. Without it: all.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output("image", tooltip="The decoded image."),
+                io.String.Output("report", tooltip="Who decoded it, how long it took, and what was moved."),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(
+        cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategyChoice | None = None
+    ) -> io.NodeOutput:
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        begun = time.perf_counter()
+        try:
+            image, lines = _on_ranks(vae, latent, strategy or default_choice())
+        except _CannotBeSplit as reason:
+            say(f"decoding in ComfyUI: {reason}")
+            image = vae.decode(latent)
+            if image.ndim == 5:  # frames of a video become images, as VAEDecode has it
+                image = image.reshape(-1, *image.shape[-3:])
+            lines = [f"decoded by: ComfyUI's own VAE decode, on one device, because {reason}"]
+        lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
+        say(lines[0])
+        return io.NodeOutput(image, "\n".join(lines))
+
+
+class _CannotBeSplit(Exception):
+    """The reason, in a user's words, why the ranks cannot decode it."""
+
+
+def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tuple[Tensor, list[str]]:
+    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
+    if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
+        latent = latent[:, :, 0]  # as VAE.decode does
+    weights = _splittable(vae, latent)
+    sidecar, shares, notes = _choose_ranks(choice)
+    _make_room(vae, latent, sidecar)
+    progress = comfy.utils.ProgressBar(1)
+    try:
+        with errors_as_comfyuis():
+            result = sidecar.decode(
+                weights,
+                latent.cpu(),
+                shares,
+                on_step=lambda step, steps: progress.update_absolute(step, steps),
+                on_phase=say,
+                should_cancel=interrupted,
+            )
+    except PlatformError as error:
+        raise _CannotBeSplit(str(error)) from error
+    return _as_comfyuis(vae, result.image), [*_report(sidecar.devices, result.info, latent), *notes]
+
+
+def _choose_ranks(choice: StrategyChoice) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+    """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
+    chosen = resolve_devices(choice.devices)
+    wanted = chosen[: choice.strategy.world_size] if choice.mode == "manual" else chosen
+    sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
+    share_of = dict(
+        zip(chosen, read_shares(choice.device_shares, chosen), strict=False)
+    )  # empty: equal shares
+    shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
+    if sidecar.devices == wanted:
+        return sidecar, shares, []
+    used = len(sidecar.devices)
+    note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
+    return sidecar, shares, [note]
+
+
+def _splittable(vae: comfy.sd.VAE, latent: Tensor) -> VaeWeights:
+    try:
+        weights = weights_of(vae)
+    except RequestError as reason:
+        raise _CannotBeSplit(f"this VAE cannot be split: {reason}") from None
+    if latent.ndim != 4:
+        raise _CannotBeSplit(f"the latent is not one of images: its shape is {list(latent.shape)}")
+    return weights
+
+
+def _make_room(vae: comfy.sd.VAE, latent: Tensor, sidecar: Sidecar) -> None:
+    """Has ComfyUI move its own models aside, as for a decode of its own, where it shares a GPU with a rank."""
+    if not is_cpu(sidecar.devices):
+        needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) / len(sidecar.devices)
+        comfy.model_management.free_memory(needed, comfy.model_management.get_torch_device())
+
+
+def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
+    """What VAE.decode makes of its network's output, -1..1 to 0..1, in ComfyUI's dtype and on its device."""
+    dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+    pixels = image.to(device=vae.output_device, dtype=dtype, copy=True).movedim(-1, 1)
+    return vae.process_output(pixels).movedim(1, -1)
+
+
+def _report(devices: tuple[str, ...], info: DecodeInfo, latent: Tensor) -> list[str]:
+    """One line per fact, the first also for under the node; times in seconds, sizes in MiB."""
+    images = f"{len(latent)} image{'s' if len(latent) > 1 else ''}"
+    busy = sum(1 for rows in info.rows if rows)
+    lines = [f"decoded by: {busy} device{'s' if busy > 1 else ''}, {images} in {info.seconds:.3f} s"]
+    lines.append(f"devices: {', '.join(devices)}")
+    lines.append(f"rows of the latent on each: {', '.join(map(str, info.rows))} (exact, no tiles)")
+    size = f"{info.load.bytes / 2**20:.1f} MiB"
+    lines.append(
+        f"VAE: {size}, was on the devices already"
+        if info.load.cached
+        else f"VAE: {size}, loaded by the devices in {info.load.seconds:.3f} s"
+    )
+    lines.append(f"computed in: {info.compute_dtype}")
+    lines.append(f"moved between devices: {sum(info.bytes_sent) / 2**20:.2f} MiB")
+    if any(info.peak_bytes):
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in info.peak_bytes)
+        lines.append(f"peak memory for it on each: {peaks} MiB")
+    return lines

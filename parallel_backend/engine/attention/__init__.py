@@ -1,0 +1,1 @@
+"""Attention over the sequence axis: kernels, the engines `native` and `xfuser`, and stale keys for PipeFusion."""

@@ -1,0 +1,120 @@
+"""The native engine's attention: Ulysses inside, Ring outside, exact for any token counts.
+
+Ulysses: DeepSpeed-Ulysses (Jacobs et al. 2023), §3: one all-to-all trades tokens for heads, one trades them back.
+Ring: Ring Attention (Liu et al. 2023): keys and values travel, partial results merge by log-sum-exp.
+USP (Fang and Zhao 2024) is the product of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...shares import span
+from ..collectives import Traffic, all_to_all, ring_shares
+from ..groups import Layout
+from ..token_split import TokenPlan
+from .kernels import TORCH, attend, attend_with_lse, merge
+from .kv_cache import Remembering
+
+
+class NativeAttention:
+    """Attention over the tokens of all ranks of the sequence axis.
+
+    `plan` and `mask` must be set before each model call. `mask`: what is added to the scores, [B, 1, S, S] over the
+    tokens of all ranks, rank by rank; None for nothing.
+    """
+
+    name = "native"
+    takes_masks = True
+
+    def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
+        self._ulysses = layout.ulysses
+        self._ring = layout.ring
+        self._kernel = kernel
+        self._traffic = traffic
+        self.plan = TokenPlan.split(0, 0, layout.sequence.size)
+        self.mask: Tensor | None = None
+        self.memory: Remembering | None = None  # of PipeFusion, for the chunk that runs next
+
+    @property
+    def kernel(self) -> str:
+        """Which computes: a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks."""
+        return TORCH if self._ring.size > 1 or self.mask is not None else self._kernel
+
+    def prepare(self) -> None:
+        """Its groups belong to the layout: nothing to do."""
+
+    def refusal(self, plan: TokenPlan) -> str | None:
+        """Why this engine cannot compute `plan` exactly, or None."""
+        return None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
+        assert mask is None, "diffusers passes none; self.mask has it"
+        if self._ulysses.size == 1:
+            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+            return self._over_ring(query, key, value).transpose(1, 2)
+        exchanged = self._tokens_to_heads(query, key, value)
+        query, key, value = (exchanged[:, n].permute(1, 2, 0, 3) for n in range(3))
+        return self._heads_to_tokens(self._over_ring(query, key, value))
+
+    def _group_lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank of this rank's Ulysses group."""
+        first = self._ring.index * self._ulysses.size
+        return self.plan.lengths[first : first + self._ulysses.size]
+
+    def _tokens_to_heads(self, *tensors: Tensor) -> Tensor:
+        """3 x [B, s, H, D] -> [S, 3, B, H/P, D]: all tokens of the group, this rank's heads, in one exchange.
+
+        Tokens come first on the wire, so what arrives is one contiguous tensor and needs no copy.
+        """
+        ranks = self._ulysses.size
+        batch, tokens, heads, channels = tensors[0].shape
+        send = tensors[0].new_empty(ranks, tokens, len(tensors), batch, heads // ranks, channels)
+        for n, tensor in enumerate(tensors):
+            send[:, :, n] = tensor.unflatten(2, (ranks, heads // ranks)).permute(2, 1, 0, 3, 4)
+        lengths = self._group_lengths()
+        return all_to_all(send.flatten(0, 1), (tokens,) * ranks, lengths, self._ulysses, self._traffic)
+
+    def _heads_to_tokens(self, out: Tensor) -> Tensor:
+        """[B, H/P, S, D] -> [B, s, H, D]: this rank's tokens, all heads."""
+        ranks, lengths = self._ulysses.size, self._group_lengths()
+        mine = lengths[self._ulysses.index]
+        send = out.permute(2, 0, 1, 3).contiguous()
+        received = all_to_all(send, lengths, (mine,) * ranks, self._ulysses, self._traffic)
+        batch, heads, channels = received.shape[1:]
+        received = received.view(ranks, mine, batch, heads, channels)
+        return received.permute(2, 1, 0, 3, 4).reshape(batch, mine, ranks * heads, channels)
+
+    def _over_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, H, s, D] of this ring member's tokens over the keys and values of all members."""
+        width = self._ulysses.size
+        sizes = tuple(sum(self.plan.lengths[r * width : (r + 1) * width]) for r in range(self._ring.size))
+        if self.memory is not None:
+            key, value = self.memory.recall(key, value)
+            sizes = self.memory.lengths or sizes
+        if self._ring.size == 1:
+            return attend(query, key, value, self.mask, self._kernel)
+        shares = ring_shares(_pair(key, value), sizes, self._ring, self._traffic)
+        return merge(self._partial_results(query, shares, sizes), query.dtype)
+
+    def _partial_results(
+        self, query: Tensor, shares: Iterator[Tensor], sizes: tuple[int, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        index = self._ring.index
+        for hop, share in enumerate(shares):
+            if not len(share):
+                continue  # a rank without tokens adds nothing, and the kernels have no answer for no keys
+            key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
+            mask = self.mask
+            if mask is not None:
+                mask = mask[:, :, span(sizes, index), span(sizes, (index - hop) % len(sizes))]
+            yield attend_with_lse(query, key, value, mask)
+
+
+def _pair(key: Tensor, value: Tensor) -> Tensor:
+    """2 x [B, H, s, D] -> [s, 2, B, H, D]: keys and values in one message."""
+    return torch.stack([key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)], dim=1)

@@ -1,0 +1,127 @@
+"""The xfuser engine: its groups and its USP attention behind the native engine's seam, made exact for any length.
+
+USP (xfuser/model_executor/layers/usp.py) wants the same number of tokens on every rank. Token shares differ by at
+most one, so each rank gives USP the tokens that all have, and the few left over go in as its *joint* tensors, which
+are replicated: every rank computes them and keeps its own. No padding reaches a softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...wire.heartbeat import here
+from ..collectives import Traffic, all_gather
+from ..groups import Layout
+from ..token_split import TokenPlan
+from .kernels import TORCH
+from .patch_xfuser import Xfuser, load_xfuser
+
+# xfuser's names for the kernels that attention.choose_kernel picks.
+_BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
+
+_current: Layout | None = None  # xfuser keeps its groups in module globals: one layout at a time per process
+
+
+class XfuserAttention:
+    """Attention over the tokens of all ranks of the sequence axis, by USP. `plan` is set before each model call."""
+
+    name = "xfuser"
+    takes_masks = False
+
+    def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
+        """Collective: all ranks import xfuser and lay out its groups together."""
+        self._layout = layout
+        self._axis = layout.sequence
+        self._traffic = traffic
+        self._xfuser = load_xfuser()
+        self._backend = _backend(self._xfuser, kernel, layout)
+        self.kernel = kernel if kernel in _BACKENDS else TORCH
+        _lay_groups(self._xfuser, layout)
+        self.plan = TokenPlan.split(0, 0, self._axis.size)
+
+    def prepare(self) -> None:
+        """Makes xfuser's global groups this layout's again, if another strategy ran since."""
+        _lay_groups(self._xfuser, self._layout)
+
+    def refusal(self, plan: TokenPlan) -> str | None:
+        if max(plan.lengths) - min(plan.lengths) > 1:
+            return "it needs equal shares, and device_shares asks for others"
+        if min(plan.lengths) == 0:
+            return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
+        return None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
+        assert mask is None, "masks are the native engine's"
+        lengths = self.plan.lengths
+        common, surplus = min(lengths), sum(lengths) - min(lengths) * len(lengths)
+        self._count(query, common, surplus)
+        main = [t[:, :common].transpose(1, 2) for t in (query, key, value)]
+        if not surplus:
+            return self._usp(main, {}).transpose(1, 2)
+        extra = self._surplus_of_all(query, key, value, common)
+        joint = dict(zip(("joint_query", "joint_key", "joint_value"), extra, strict=True))
+        out = self._usp(main, {**joint, "joint_strategy": "rear"}).transpose(1, 2)
+        if lengths[self._axis.index] == common:
+            return out[:, :common]
+        mine = common + sum(length - common for length in lengths[: self._axis.index])
+        return torch.cat([out[:, :common], out[:, mine : mine + 1]], dim=1)
+
+    def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
+        with here.inside("xfuser's attention", self._axis.ranks):
+            return self._xfuser.usp.USP(*main, **joint, backend=self._backend)
+
+    def _count(self, query: Tensor, common: int, surplus: int) -> None:
+        """What USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
+        u, r = self._layout.ulysses.size, self._layout.ring.size
+        ulysses = (4 * common + 2 * surplus) * (u - 1) // u
+        ring = 2 * common * (r - 1)
+        self._traffic.add((ulysses + ring) * query.shape[0] * query.shape[2] * query.shape[3], query)
+
+    def _surplus_of_all(self, query: Tensor, key: Tensor, value: Tensor, common: int) -> Iterator[Tensor]:
+        """The tokens that only some ranks have, from every rank that has one: 3 x [B, H, surplus, D]."""
+        mine = torch.stack([query[:, common:], key[:, common:], value[:, common:]]).permute(2, 0, 1, 3, 4)
+        sizes = tuple(length - common for length in self.plan.lengths)
+        gathered = all_gather(mine, sizes, self._axis, self._traffic)
+        return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
+
+
+def _backend(xfuser: Xfuser, kernel: str, layout: Layout):
+    if kernel in _BACKENDS:
+        return xfuser.backends[_BACKENDS[kernel]]
+    if layout.ring.size > 1:  # the ring needs a log-sum-exp
+        return (
+            xfuser.backends.SDPA_FLASH
+            if layout.world.device.type == "cpu"
+            else xfuser.backends.SDPA_EFFICIENT
+        )
+    return xfuser.backends.SDPA
+
+
+def _lay_groups(xfuser: Xfuser, layout: Layout) -> None:
+    """Makes xfuser's global groups those of `layout`. Collective when they change."""
+    global _current
+    if _current is layout:
+        return
+    world, strategy = layout.world, layout.strategy
+    distributed = xfuser.distributed
+    if _current is not None:
+        distributed.destroy_model_parallel()
+    _current = layout
+    distributed.init_distributed_environment(
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.device.index or 0,
+        backend="gloo" if world.device.type == "cpu" else "nccl",
+    )
+    distributed.initialize_model_parallel(
+        data_parallel_degree=strategy.data_degree,
+        classifier_free_guidance_degree=strategy.cfg_degree,
+        sequence_parallel_degree=strategy.sequence_degree,
+        ulysses_degree=strategy.ulysses_degree,
+        ring_degree=strategy.ring_degree,
+        backend="gloo" if world.device.type == "cpu" else "nccl",
+    )

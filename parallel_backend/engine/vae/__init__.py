@@ -1,0 +1,1 @@
+"""One image decoded by all ranks in exact bands of rows."""

@@ -1,0 +1,208 @@
+"""Bands: each rank computes some rows of one image, and layers that look beyond them ask the ranks that hold the rest.
+
+Three kinds of layer do, in a decoder of convolutions; everything else works row by row. The layers are diffusers' own,
+turned into these classes in place (`split_rows`), so that no forward is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+
+from ...errors import RequestError
+from ...wire.heartbeat import here
+from ..collectives import Traffic, all_gather
+from ..groups import Axis
+
+# A group norm looks at its input in up to 8 slices of at least this many elements, so that neither torch's scratch nor,
+# in half precision, a copy in float32 is as large as the input. Small inputs are worth no further launches.
+SLICE_ELEMENTS = 2**22
+
+
+class Bands:
+    """Who holds which rows. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
+
+    Deeper layers have `scale` times the rows, everywhere alike, so that proportions are all that a layer needs.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.share_out(Axis((0,), 0, None), (1,), torch.device("cpu"))
+
+    def share_out(self, axis: Axis, rows: tuple[int, ...], device: torch.device) -> None:
+        """Sets who holds which rows from now on."""
+        self.axis, self.rows = axis, rows
+        # Each band's part of the image, [ranks, 1, 1]: its weight in the mean of a group.
+        parts = torch.tensor(rows, dtype=torch.float64) / sum(rows)
+        self.parts = parts[:, None, None].to(device)
+
+    def sizes(self, mine: int) -> tuple[int, ...]:
+        """How much each rank has of what is proportional to rows, when this rank has `mine`."""
+        own = self.rows[self.axis.index]
+        return tuple(mine * rows // own for rows in self.rows)
+
+    def start_halo(self, x: Tensor) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        """Swaps border rows of x [B, C, rows, W] with the neighbours; call the result to wait for (above, below).
+
+        Each is [B, C, 1, W]; None at the image's own border.
+        """
+        axis, operations = self.axis, []
+        received: list[Tensor | None] = []
+        for neighbour, border in ((axis.index - 1, x[..., :1, :]), (axis.index + 1, x[..., -1:, :])):
+            if not 0 <= neighbour < axis.size:
+                received.append(None)
+                continue
+            sent = border.contiguous()
+            received.append(torch.empty_like(sent))
+            self.traffic.add(sent.numel(), sent)
+            peer = axis.ranks[neighbour]
+            operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
+            operations.append(dist.P2POp(dist.irecv, received[-1], peer, axis.group))
+        works = dist.batch_isend_irecv(operations)
+        neighbours = axis.ranks[max(axis.index - 1, 0) : axis.index + 2]
+
+        def wait() -> tuple[Tensor | None, Tensor | None]:
+            with here.inside("an exchange of edge rows", neighbours):
+                for work in works:
+                    work.wait()
+            operations.clear()  # held until here: what they send must outlive the sending
+            return received[0], received[1]
+
+        return wait
+
+
+class BandConv2d(nn.Conv2d):
+    """A 3x3 convolution, or 1x1, over this rank's rows.
+
+    Rows inside the band are computed while the neighbours' border rows travel; the first and the last row are then
+    computed from three rows each. No copy of the band with its halo is made.
+    """
+
+    bands: Bands
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, rows, W] -> [B, out, rows, W]"""
+        if self.kernel_size == (1, 1) or self.bands.axis.size == 1:
+            return super().forward(x)
+        wait = self.bands.start_halo(x)
+        rows = x.shape[-2]
+        # Its first and last row are only right at the image's own border; the others are replaced below.
+        out = super().forward(x) if rows > 2 else None
+        above, below = wait()
+        if out is None:
+            border = x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+            top, bottom = (border if row is None else row for row in (above, below))
+            return self._between(torch.cat([top, x, bottom], dim=-2))
+        if above is not None:
+            out[..., :1, :] = self._between(torch.cat([above, x[..., :2, :]], dim=-2))
+        if below is not None:
+            out[..., -1:, :] = self._between(torch.cat([x[..., -2:, :], below], dim=-2))
+        return out
+
+    def _between(self, x: Tensor) -> Tensor:
+        """The rows of x but the outermost: [B, C, n + 2, W] -> [B, out, n, W]."""
+        return F.conv2d(x, self.weight, self.bias, padding=(0, self.padding[1]))
+
+
+class BandGroupNorm(nn.GroupNorm):
+    """Group norm with the statistics of the whole image, from one exchange of each band's mean and variance.
+
+    Merged as in Chan, Golub and LeVeque 1979 (eq. 2.1): no difference of large sums, so that it is as exact as one pass
+    over the whole image.
+    """
+
+    bands: Bands
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, rows, W], or tokens [B, C, rows * W]; the same shape."""
+        if self.bands.axis.size == 1:
+            return super().forward(x)
+        axis = self.bands.axis
+        mine = torch.stack(_moments(x, self.num_groups))
+        mean, var = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic).double().unbind(1)
+        parts = self.bands.parts
+        whole = (parts * mean).sum(0)
+        spread = (parts * (var + (mean - whole) ** 2)).sum(0)
+        scale, shift = self._affine(whole, (spread + self.eps).rsqrt(), x.shape[1])
+        ones = (1,) * (x.ndim - 2)
+        # Computed in float32, as torch's own kernel does, and rounded once.
+        out = torch.empty_like(x)
+        return torch.addcmul(shift.view(*shift.shape, *ones), x, scale.view(*scale.shape, *ones), out=out)
+
+    def _affine(self, mean: Tensor, rstd: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        """The norm as x * scale + shift: [B, C] float32 each, from [B, groups]."""
+        each = channels // self.num_groups
+        mean, scale = (moment.repeat_interleave(each, dim=1) for moment in (mean, rstd))
+        if self.weight is not None:
+            scale = scale * self.weight.double()
+        shift = -mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias.double()
+        return scale.float(), shift.float()
+
+
+def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance per image and group, [B, groups] float32, by torch's own group norm kernel."""
+    batch, channels = x.shape[:2]
+    each = channels // groups
+    slices = min(8, groups, max(1, x.numel() // SLICE_ELEMENTS))
+    means, variances = [], []
+    for part in x.split(each * -(-groups // slices), dim=1):
+        part = part.float().contiguous()
+        here = part.shape[1] // each
+        per_image = part[0].numel() // part.shape[1]
+        _, mean, rstd = torch.native_group_norm(
+            part, None, None, batch, part.shape[1], per_image, here, eps=0.0
+        )
+        means.append(mean.view(batch, here))
+        variances.append(rstd.view(batch, here) ** -2)
+    return torch.cat(means, dim=1).float(), torch.cat(variances, dim=1).float()
+
+
+class EveryonesLinear(nn.Linear):
+    """A projection of this rank's tokens, and the same of everybody's: for the keys and values of attention."""
+
+    bands: Bands
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, own tokens, C] -> [B, all tokens, out], the tokens of the whole image in order."""
+        mine = super().forward(x)
+        bands = self.bands
+        if bands.axis.size == 1:
+            return mine
+        sizes = bands.sizes(x.shape[1])
+        return all_gather(mine.transpose(0, 1), sizes, bands.axis, bands.traffic).transpose(0, 1)
+
+
+def split_rows(network: nn.Module, bands: Bands) -> None:
+    """Has every layer of `network` (convolutions, group norms, self-attention) work on this rank's rows.
+
+    Raises RequestError for a layer that looks at other rows in a way not known here.
+    """
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, nn.Conv2d):
+            if not _is_simple(layer):
+                raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
+            _become(layer, BandConv2d, bands)
+        elif isinstance(layer, nn.GroupNorm):
+            _become(layer, BandGroupNorm, bands)
+        elif isinstance(layer, Attention):
+            for projection in (layer.to_k, layer.to_v):
+                _become(projection, EveryonesLinear, bands)
+        elif isinstance(layer, nn.SiLU):
+            layer.inplace = True  # its input is a norm's output, which nothing else reads: one tensor less
+
+
+def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
+    layer.__class__ = kind
+    layer.bands = bands
+
+
+def _is_simple(conv: nn.Conv2d) -> bool:
+    plain = (conv.stride, conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), (1, 1), 1, "zeros")
+    return plain and (conv.kernel_size, conv.padding) in (((3, 3), (1, 1)), ((1, 1), (0, 0)))

@@ -1,0 +1,252 @@
+"""What a Flux.1 file holds, read from its header: layout, prefix, sizes, dtype. Refuses everything else by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...strategy import ModelShape
+from ..checkpoint import Header, read_header
+from .keys import FluxDims, diffusers_shapes, original_shapes
+
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+AXES_DIMS = (16, 56, 56)  # rotary channels for (index, y, x); they add up to Flux's head_dim
+# A key of each way to spell Flux.1 that every such file has: layout, how the original layout ends the keys of the norms
+# over heads ("weight" in files that ComfyUI saved), key.
+_MARKS = (
+    ("original", "scale", "double_blocks.0.img_attn.norm.key_norm.scale"),
+    ("original", "weight", "double_blocks.0.img_attn.norm.key_norm.weight"),
+    ("diffusers", "weight", "single_transformer_blocks.0.proj_mlp.weight"),
+)
+# What a file is when it is not Flux.1, told by a part of a key; the first match counts. Some share Flux.1's own keys.
+_OTHER_MODELS = (
+    ("double_stream_modulation_img.", "a Flux.2 model, which is not supported yet"),
+    ("distilled_guidance_layer.", "a Chroma model, which is not supported yet"),
+    ("controlnet_", "a ControlNet, not a model"),
+    ("lora_", "a LoRA, not a model"),
+    ("txt_in.individual_token_refiner.", "a HunyuanVideo model, which is not supported yet"),
+    ("transformer_blocks.0.img_mod.1.", "a Qwen-Image model, which is not supported yet"),
+    ("joint_blocks.0.", "a Stable Diffusion 3 model, which is not supported yet"),
+    ("pos_embed.proj.weight", "a Stable Diffusion 3 model, which is not supported yet"),
+    ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model, which is not supported yet"),
+    ("down_blocks.0.", "a diffusers UNet or VAE, which is not supported here"),
+)
+# Also found beside a model in a full checkpoint, so these count only where no model is.
+_COMPANIONS = (
+    ("decoder.conv_in.weight", "a VAE, not a diffusion model"),
+    ("encoder.block.0.", "a text encoder, not a diffusion model"),
+    ("text_model.", "a text encoder, not a diffusion model"),
+)
+# What a full checkpoint keeps beside a model without prefix.
+_BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
+_SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
+# Input channels of an image token: the latent, with the latent of an edge or depth image, with image and mask (Fill).
+_IN_CHANNELS = (64, 128, 384)
+
+
+@dataclass(frozen=True)
+class FluxFile:
+    """A checked Flux.1 checkpoint.
+
+    `layout`: original or diffusers; `dtype`: that of most of its bytes; `norm_ending`: how an original layout ends the
+    keys of its head norms, scale or weight.
+    """
+
+    path: str
+    layout: str
+    prefix: str
+    dims: FluxDims
+    dtype: str
+    tensor_bytes: int
+    norm_ending: str = "scale"
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.dims.heads, self.dims.double_blocks + self.dims.single_blocks, self.name)
+
+    @property
+    def original_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters in the original layout whatever the file's own, for LoRA loaders that go by these keys."""
+        return original_shapes(self.dims)
+
+    def stored_key(self, key: str) -> str:
+        """The name in the file of a parameter that its layout calls `key`."""
+        return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
+
+
+def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
+    """Reads the header of `path`; raises CheckpointError with the file's name, the reason and the remedy."""
+    header = read_header(path)
+    layout, norm_ending, prefix = _find_model(header)
+    own = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
+    _check_dtypes(header.name, {key: e.dtype for key, e in own.items() if not key.startswith(_BESIDE)})
+    entries = {key.removeprefix(prefix): entry for key, entry in own.items()}
+    if layout == "original" and norm_ending != "scale":
+        entries = {_canonical(key, norm_ending): entry for key, entry in entries.items()}
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    dims = (_dims_of_original if layout == "original" else _dims_of_diffusers)(header.name, shapes)
+    _check_variant(header.name, dims)
+    wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
+    _check_keys(header.name, wanted, shapes, prefix)
+    sizes: Counter[str] = Counter()
+    for key in wanted:
+        sizes[entries[key].dtype] += entries[key].end - entries[key].begin
+    return FluxFile(
+        path=header.path,
+        layout=layout,
+        prefix=prefix,
+        dims=dims,
+        dtype=DTYPES[sizes.most_common(1)[0][0]],
+        tensor_bytes=sizes.total(),
+        norm_ending=norm_ending,
+    )
+
+
+def _refused(name: str, reason: str, remedy: str = "choose a Flux.1 checkpoint") -> CheckpointError:
+    return CheckpointError(f"{name} is refused: {reason}; {remedy}.")
+
+
+def _canonical(key: str, norm_ending: str) -> str:
+    """`…_norm.weight` -> `…_norm.scale`, the original spelling."""
+    ending = f"_norm.{norm_ending}"
+    return key.removesuffix(ending) + "_norm.scale" if key.endswith(ending) else key
+
+
+def _restored(key: str, norm_ending: str) -> str:
+    return key.removesuffix("_norm.scale") + f"_norm.{norm_ending}" if key.endswith("_norm.scale") else key
+
+
+def _find_model(header: Header) -> tuple[str, str, str]:
+    """(layout, norm ending, prefix)."""
+    _refuse_others(header, _OTHER_MODELS)
+    for layout, norm_ending, mark in _MARKS:
+        for prefix in PREFIXES:
+            if prefix + mark in header.tensors:
+                return layout, norm_ending, prefix
+    for entrance, layout in (("img_in.weight", "original"), ("x_embedder.weight", "diffusers")):
+        if any(key.endswith(entrance) for key in header.tensors):
+            mark = next(mark for of, _, mark in _MARKS if of == layout)
+            raise _refused(header.name, f"it looks like Flux.1 but has no {mark}", "download the file again")
+    _refuse_others(header, _COMPANIONS)
+    raise _refused(header.name, "it is not a Flux.1 model")
+
+
+def _refuse_others(header: Header, others: tuple[tuple[str, str], ...]) -> None:
+    for part, what in others:
+        if any(part in key for key in header.tensors):
+            raise _refused(header.name, f"it is {what}")
+
+
+def _check_dtypes(name: str, dtypes: dict[str, str]) -> None:
+    """Plain floats only. Quantised files are told first, since their shapes are not the parameters' own."""
+    for key in dtypes:
+        if key.endswith(_SCALED_FP8):
+            raise _refused(
+                name,
+                f"it stores scaled weights ({_shown(key)}), which is not supported yet",
+                "use a plain fp8_e4m3fn or a bf16 file",
+            )
+    for key, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise _refused(
+                name, f"{_shown(key)} is stored as {dtype}", f"use a file in {', '.join(DTYPES.values())}"
+            )
+
+
+def _shown(key: str) -> str:
+    """A key from the file, short and printable."""
+    return key if len(key) <= 100 and key.isprintable() else repr(key[:80])
+
+
+def _dim(name: str, shapes: dict[str, tuple[int, ...]], key: str, axis: int) -> int:
+    if key not in shapes:
+        raise _refused(name, f"the tensor {key} is missing", "download the file again")
+    if axis >= len(shapes[key]):
+        raise _refused(name, f"the tensor {key} has the shape {list(shapes[key])}", "download the file again")
+    if not shapes[key][axis]:
+        raise _refused(name, f"the tensor {key} is empty", "download the file again")
+    return shapes[key][axis]
+
+
+def _count_blocks(shapes: dict[str, tuple[int, ...]], prefix: str) -> int:
+    pattern = re.compile(re.escape(prefix) + r"\.(\d{1,4})\.")
+    return len({match[1] for key in shapes if (match := pattern.match(key))})
+
+
+def _dims_of_original(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
+    return _dims(
+        name,
+        hidden=_dim(name, shapes, "img_in.weight", 0),
+        head_dim=_dim(name, shapes, "single_blocks.0.norm.key_norm.scale", 0),
+        mlp=_dim(name, shapes, "double_blocks.0.img_mlp.0.weight", 0),
+        double_blocks=_count_blocks(shapes, "double_blocks"),
+        single_blocks=_count_blocks(shapes, "single_blocks"),
+        context_dim=_dim(name, shapes, "txt_in.weight", 1),
+        pooled_dim=_dim(name, shapes, "vector_in.in_layer.weight", 1),
+        in_channels=_dim(name, shapes, "img_in.weight", 1),
+        out_channels=_dim(name, shapes, "final_layer.linear.weight", 0),
+        guidance="guidance_in.in_layer.weight" in shapes,
+    )
+
+
+def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
+    return _dims(
+        name,
+        hidden=_dim(name, shapes, "x_embedder.weight", 0),
+        head_dim=_dim(name, shapes, "single_transformer_blocks.0.attn.norm_q.weight", 0),
+        mlp=_dim(name, shapes, "transformer_blocks.0.ff.net.0.proj.weight", 0),
+        double_blocks=_count_blocks(shapes, "transformer_blocks"),
+        single_blocks=_count_blocks(shapes, "single_transformer_blocks"),
+        context_dim=_dim(name, shapes, "context_embedder.weight", 1),
+        pooled_dim=_dim(name, shapes, "time_text_embed.text_embedder.linear_1.weight", 1),
+        in_channels=_dim(name, shapes, "x_embedder.weight", 1),
+        out_channels=_dim(name, shapes, "proj_out.weight", 0),
+        guidance="time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+    )
+
+
+def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | bool) -> FluxDims:
+    if head_dim != sum(AXES_DIMS):
+        raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
+    if hidden % head_dim:
+        raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
+    if mlp != 4 * hidden:
+        raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
+    return FluxDims(hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, **sizes)
+
+
+def _check_variant(name: str, dims: FluxDims) -> None:
+    if dims.in_channels in _IN_CHANNELS and dims.out_channels == 64:
+        return
+    raise _refused(
+        name,
+        f"it is a variant with {dims.in_channels} input and {dims.out_channels} output channels, which is not "
+        f"supported",
+        "use ComfyUI's own UNETLoader for it",
+    )
+
+
+def _check_keys(
+    name: str, wanted: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], prefix: str
+) -> None:
+    again = "download the file again"
+    for key, shape in wanted.items():
+        if key not in shapes:
+            raise _refused(name, f"the tensor {prefix + key} is missing", again)
+        if shapes[key] != shape:
+            raise _refused(
+                name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again
+            )
+    extra = sorted(key for key in set(shapes) - set(wanted) if not key.startswith(_BESIDE))
+    if extra:
+        listed = ", ".join(map(_shown, extra[:3])) + (", …" if len(extra) > 3 else "")
+        raise _refused(name, f"it has {len(extra)} tensors that Flux.1 does not ({listed})")

@@ -1,0 +1,101 @@
+"""`python -m parallel_backend bench`: strategies side by side on your own model and devices: a table and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from ...errors import RequestError
+
+DEFAULT_STEPS, DEFAULT_ROUNDS = 4, 3
+DEFAULT_OUT = "parallel-bench"
+JSON_NAME, CHART_NAME = "bench.json", "bench.png"
+_MOST_PIXELS = 8192  # a side
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a Flux.1 checkpoint (.safetensors)")
+    parser.add_argument("--devices", default="all", help="'all', '0,1' or 'cpu:2'")
+    parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT in pixels")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="denoising steps of each run")
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="runs of each strategy that count")
+    parser.add_argument("--batch", type=int, default=1, help="images at once")
+    parser.add_argument("--text", type=int, default=512, help="text tokens")
+    parser.add_argument(
+        "--cfg", choices=("on", "off"), default="off", help="on: a negative prompt is evaluated"
+    )
+    parser.add_argument(
+        "--strategies",
+        default="",
+        help="such as one,ulysses2,cfg2xring2; if not given: one device, and all that occupy every device; "
+        "'all': also those on fewer devices",
+    )
+    parser.add_argument("--engine", choices=("auto", "native", "xfuser"), default="auto")
+    parser.add_argument(
+        "--weight-dtype", default="auto", help="storage of the weights, as in the loader node"
+    )
+    parser.add_argument("--out", default=DEFAULT_OUT, help=f"folder for {JSON_NAME} and {CHART_NAME}")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, writes; 1 where no strategy ran. Raises ParallelError for what cannot be benchmarked."""
+    from .chart import can_draw, draw
+    from .measure import measure
+    from .table import as_text
+
+    width, height = _size(args.size)
+    for name in ("steps", "rounds", "batch", "text"):
+        if getattr(args, name) < 1:
+            raise RequestError(f"{name} {getattr(args, name)}: it must be at least 1.")
+    out = Path(args.out).expanduser()
+    try:  # before minutes of measuring
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
+    outcome = measure(
+        model=args.model,
+        devices=args.devices,
+        width=width,
+        height=height,
+        batch=args.batch,
+        text=args.text,
+        steps=args.steps,
+        rounds=args.rounds,
+        with_cfg=args.cfg == "on",
+        strategies=args.strategies,
+        engine=args.engine,
+        weight_dtype=args.weight_dtype,
+        say=_say,
+    )
+    written = [out / JSON_NAME]
+    written[0].write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
+    missing = ""
+    if outcome.best is None:
+        pass
+    elif can_draw():
+        written.append(out / CHART_NAME)
+        draw(outcome, written[-1])
+    else:
+        missing = "No picture: matplotlib is not installed (pip install matplotlib)."
+    sys.stdout.write((json.dumps(outcome.as_dict()) if args.json else as_text(outcome)) + "\n")
+    notes = "\n".join(filter(None, [f"Written: {', '.join(map(str, written))}.", missing]))
+    (sys.stderr if args.json else sys.stdout).write(notes + "\n")
+    return int(outcome.best is None)
+
+
+def _size(text: str) -> tuple[int, int]:
+    size = re.fullmatch(r"(\d{2,5})[x×](\d{2,5})", text.strip().lower())
+    if not size or max(int(size[1]), int(size[2])) > _MOST_PIXELS:
+        raise RequestError(
+            f"size {text!r} is not understood; write WIDTHxHEIGHT, such as 1024x1024, {_MOST_PIXELS} at most."
+        )
+    return int(size[1]), int(size[2])
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{text} …\n")

@@ -1,0 +1,112 @@
+"""What a benchmark found: one row per strategy, and what it was measured on, as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from ...strategy import ParallelStrategy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy. `step_seconds`: all warm steps of all rounds; `predicted_s`: of a step, None where nobody can say.
+
+    `difference`: largest from the first strategy's latent, relative to its largest value; `sent_bytes`: by all ranks in
+    one step; `problem`: why it did not run, or empty.
+    """
+
+    strategy: ParallelStrategy
+    engine: str = ""
+    step_seconds: tuple[float, ...] = ()
+    predicted_s: float | None = None
+    memory_bytes: float | None = None
+    sent_bytes: float = 0.0
+    difference: float | None = None
+    problem: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it must give one device's latent; PipeFusion's stale keys and values give a close one."""
+        return self.strategy.pipefusion_degree == 1
+
+    @property
+    def name(self) -> str:
+        return self.strategy.describe() + ("" if self.exact else " ≈")
+
+    @property
+    def step_s(self) -> float | None:
+        return median(self.step_seconds) if self.step_seconds else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rows and what they were measured on. `model`, `request`: in words and numbers, without names or paths.
+
+    `interleaved`: all strategies took turns in each round; else each was measured after the other, because their
+    weights do not fit side by side. `links`: seconds and bytes per second that the ranks measured, in words.
+    """
+
+    rows: tuple[Row, ...]
+    model: str
+    request: str
+    hardware: tuple[str, ...]
+    software: tuple[str, ...]
+    rounds: int
+    interleaved: bool
+    band: float | None = None
+    links: tuple[str, ...] = ()
+
+    @property
+    def one(self) -> Row | None:
+        """The row of one device, if it ran."""
+        return next((r for r in self.rows if r.strategy.world_size == 1 and r.step_seconds), None)
+
+    def speedup(self, row: Row) -> float | None:
+        """How many times as fast as one device."""
+        if self.one is None or row.step_s is None:
+            return None
+        return self.one.step_s / row.step_s
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that is exact, or that ran at all."""
+        return min(
+            (r for r in self.rows if r.step_seconds), key=lambda r: (not r.exact, r.step_s), default=None
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "label": "measured",
+            "model": self.model,
+            "request": self.request,
+            "hardware": list(self.hardware),
+            "software": list(self.software),
+            "rounds": self.rounds,
+            "interleaved": self.interleaved,
+            "predicted_band": self.band,
+            "links": list(self.links),
+            "best": self.best.name if self.best else None,
+            "rows": [self._row(row) for row in self.rows],
+        }
+
+    def _row(self, row: Row) -> dict[str, object]:
+        speedup = self.speedup(row)
+        return {
+            "name": row.name,
+            "strategy": asdict(row.strategy),
+            "devices": row.strategy.world_size,
+            "exact": row.exact,
+            "engine": row.engine,
+            "step_s": row.step_s,
+            "step_s_least": min(row.step_seconds, default=None),
+            "step_s_most": max(row.step_seconds, default=None),
+            "steps_measured": len(row.step_seconds),
+            "speedup": speedup,
+            "efficiency": None if speedup is None else speedup / row.strategy.world_size,
+            "predicted_step_s": row.predicted_s,
+            "predicted_memory_bytes": row.memory_bytes,
+            "sent_bytes_per_step": row.sent_bytes,
+            "difference_from_one_device": row.difference,
+            "problem": row.problem,
+        }

@@ -1,0 +1,152 @@
+"""examine(): everything the doctor looks at, in order, as one report without anything private in it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ...errors import Cancelled, DeviceError, ParallelError
+from ...planner.machine.fingerprint import cpu_name
+from ...planner.machine.probe import read_topology
+from ...planner.machine.topology import Topology
+from .gpus import check_devices
+from .kernels import check_kernels
+from .links import GROUP as LINKS
+from .links import check_links
+from .parity import GROUP as SAMPLING
+from .parity import check_parity, failed_start
+from .privacy import find_private, scrubbed
+from .probes import probe_kernels, probe_leftovers, probe_system, probe_torch, probe_versions
+from .system import check_leftovers, check_system
+from .verdict import Report, Verdict
+from .versions import check_platform, check_versions
+
+OnPhase = Callable[[str], None]
+ShouldCancel = Callable[[], bool]
+# Without these there is no rank that could be asked.
+_NEEDED = ("torch", "torch import", "diffusers", "safetensors")
+_CAUSE_LINES = 4  # of a traceback that a rank left; its end says what is missing
+
+
+def examine(
+    devices: tuple[str, ...] = (),
+    *,
+    on_phase: OnPhase | None = None,
+    should_cancel: ShouldCancel | None = None,
+) -> Report:
+    """Looks at the installation and, with ranks of its own that it ends, at `devices` (rank names).
+
+    Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Takes about 20 seconds, and a
+    GPU's memory for a context and two 64 MiB buffers. Raises Cancelled when `should_cancel` says so, and nothing else.
+    """
+    say = on_phase or (lambda text: None)
+    say("looking at the installation")
+    platform_verdict = check_platform(sys.platform, platform.release())
+    if platform_verdict.status == "broken":
+        return scrubbed(Report((platform_verdict,)), find_private())
+    versions = probe_versions()
+    torch_problem = probe_torch()
+    topology, driver_problem = _probe_topology(torch_problem)
+    gpus = len(topology.devices)
+    devices = devices or _usual_devices(gpus)
+    on_gpus = devices[0].startswith("cuda")
+    verdicts = [platform_verdict, *check_versions(versions, gpus, torch_problem)]
+    verdicts += check_system(probe_system(), len(devices), on_gpus)
+    verdicts.append(check_leftovers(probe_leftovers()))
+    verdicts += check_devices(topology, cpu_name(), driver_problem)
+    if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
+        verdicts.append(
+            Verdict(SAMPLING, "ranks", "skipped", "the ranks cannot start without what is missing")
+        )
+        verdicts += check_kernels(probe_kernels(), [], on_gpus)
+    else:
+        verdicts += _with_ranks(devices, topology, on_gpus, say, should_cancel)
+    return scrubbed(Report(tuple(verdicts)), find_private())
+
+
+def _with_ranks(
+    devices: tuple[str, ...],
+    topology: Topology,
+    on_gpus: bool,
+    say: OnPhase,
+    should_cancel: ShouldCancel | None,
+) -> list[Verdict]:
+    """What ranks on `devices` find out; they are gone when it returns."""
+    from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
+    from .rank_probe import probe_links, probe_parity
+
+    verdicts: list[Verdict] = []
+    calibrations = ()
+    with ExitStack() as stack:
+
+        def group(names: tuple[str, ...]) -> Sidecar:
+            sidecar = Sidecar(names)
+            stack.callback(sidecar.stop)
+            return sidecar
+
+        everyone = group(devices)
+        try:
+            calibrations = probe_links(everyone, say, should_cancel)
+        except Cancelled:
+            raise
+        except (ParallelError, OSError) as error:
+            verdicts.append(failed_start(len(devices), _cause(error)))
+        facts = [c.facts for c in calibrations if c.facts is not None]
+        if len(calibrations) > 1:
+            verdicts += check_links(calibrations, _of_ranks(topology, facts) if on_gpus else None)
+        elif calibrations:
+            verdicts.append(Verdict(LINKS, "links", "skipped", "one rank has none"))
+        verdicts += check_kernels(probe_kernels(), facts, on_gpus)
+        if not calibrations:
+            return verdicts
+        if len(devices) == 1:
+            verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
+            return verdicts
+        say("sampling the demo model on two ranks and on one")
+        if len(devices) > 2:
+            everyone.stop()
+        try:
+            two = everyone if len(devices) == 2 else group(devices[:2])
+            dtypes = ("float32", "bfloat16") if on_gpus else ("float32",)
+            verdicts += check_parity(probe_parity(two, group(devices[:1]), dtypes, should_cancel))
+        except Cancelled:
+            raise
+        except (ParallelError, OSError) as error:
+            verdicts.append(failed_start(2, _cause(error)))
+    return verdicts
+
+
+def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
+    """(what this process can see, why the driver does not answer, or empty)."""
+    if not torch_problem:
+        try:
+            return read_topology().visible(), ""
+        except Exception as error:  # whatever the driver's library raises for a GPU that fell off the bus
+            return Topology((), source="none"), f"{type(error).__name__}: {error}"
+    return Topology((), source="none"), ""
+
+
+def _usual_devices(gpus: int) -> tuple[str, ...]:
+    if gpus > 1:
+        from ...devices import resolve_devices
+
+        found = resolve_devices("all")
+        if len(found) > 1:  # else torch sees fewer than NVML does
+            return found
+    return ("cpu:0", "cpu:1")
+
+
+def _of_ranks(topology: Topology, facts) -> Topology | None:
+    """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
+    try:
+        return topology.select([f.device_uuid for f in facts])
+    except DeviceError:
+        return None
+
+
+def _cause(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = lines if len(lines) <= _CAUSE_LINES else [lines[0], "…", *lines[-_CAUSE_LINES + 1 :]]
+    return " ".join(kept)[:600]

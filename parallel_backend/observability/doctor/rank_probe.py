@@ -1,0 +1,81 @@
+"""Starts ranks to see what only they can: the links between them, the kernel in use, and one picture on two of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...models.demo.captions import tokenize
+from ...models.demo.text_encoder import DemoTextEncoder
+from ...requests import Conditioning, ModelSpec, Placement, SampleRequest
+from ...sidecar.sidecar import Sidecar
+from ...strategy import ParallelStrategy
+from ...wire.calibration import Calibration
+from .parity import Parity
+
+DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "transformer.safetensors"
+CAPTION = "a red circle left of a blue square"
+STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, what the demo model was trained on
+LINKS_S, PAIR_S = (
+    10.0,
+    1.0,
+)  # most seconds for all at once, and for each pair: NCCL makes a connection for each
+# One strategy per way to split: tokens over all-to-all, tokens over a ring, the two prompts.
+STRATEGIES = (
+    ParallelStrategy(ulysses_degree=2),
+    ParallelStrategy(ring_degree=2),
+    ParallelStrategy(cfg_degree=2),
+)
+
+OnPhase = Callable[[str], None]
+ShouldCancel = Callable[[], bool]
+
+
+def probe_links(
+    sidecar: Sidecar, on_phase: OnPhase | None, should_cancel: ShouldCancel | None
+) -> tuple[Calibration, ...]:
+    """A thorough calibration of all ranks of `sidecar`, one entry per rank."""
+    count = len(sidecar.devices)
+    everyone = Placement(ParallelStrategy(ring_degree=count))
+    budget = LINKS_S + PAIR_S * count * (count - 1) / 2
+    return sidecar.calibrate(
+        everyone, budget_s=budget, thorough=True, on_phase=on_phase, should_cancel=should_cancel
+    )
+
+
+def probe_parity(
+    two: Sidecar, one: Sidecar, dtypes: tuple[str, ...], should_cancel: ShouldCancel | None
+) -> list[Parity]:
+    """The demo model's latent on two ranks against one, for each dtype and way to split."""
+    found = []
+    for dtype in dtypes:
+        spec = ModelSpec(str(DEMO_MODEL), weight_dtype=dtype)
+        expected = one.sample(spec, _request(), Placement(), should_cancel=should_cancel).latent
+        scale = expected.abs().max().item()
+        for strategy in STRATEGIES:
+            latent = two.sample(spec, _request(), Placement(strategy), should_cancel=should_cancel).latent
+            difference = (latent - expected).abs().max().item() / scale if scale else math.nan
+            found.append(Parity(dtype, strategy.describe(), difference))
+    return found
+
+
+def _request() -> SampleRequest:
+    noise = torch.randn(LATENT, generator=torch.Generator().manual_seed(1))
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, STEPS + 1),
+        positive=_encoded(CAPTION),
+        negative=_encoded(""),
+        cfg=CFG,
+        sampler="euler",
+        seed=1,
+    )
+
+
+def _encoded(text: str) -> Conditioning:
+    context, pooled = DemoTextEncoder()(torch.tensor([tokenize(text)]))
+    return Conditioning(context=context, pooled=pooled)

@@ -1,0 +1,128 @@
+"""What each device reads at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..devices import is_cpu
+from ..planner.machine.device_shares import visible_topology
+from ..planner.machine.fingerprint import cpu_name
+from ..planner.machine.probe import ask
+from ..planner.machine.topology import Topology
+from ..planner.memory.fit import host_memory
+
+log = logging.getLogger(__name__)
+
+_TEMPERATURE_OF_GPU = 0  # nvml.h: NVML_TEMPERATURE_GPU
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """One device. Bytes, 0 where unknown; `utilisation` 0 to 1, `temperature` in °C, power in W: None where nobody
+    measures it. `shared`: other devices of that name are this very one (ranks on the CPU)."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    utilisation: float | None = None
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    shared: bool = False
+
+
+class DeviceGauges:
+    """Reads gauges; keeps NVML open from the first reading of a GPU to `close`.
+
+    `nvml`: a module with nvidia-ml-py's functions, `topology`: the devices that torch numbers, both for tests.
+    """
+
+    def __init__(self, nvml=None, topology: Topology | None = None) -> None:
+        self._given = nvml
+        self._topology = topology
+        self._nvml = None
+        self._silent = False  # NVML does not answer, and has said so
+
+    def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
+        """By device name; those that nobody knows are left out. Never raises for a driver."""
+        found: dict[str, Gauge] = {}
+        if any(is_cpu((device,)) for device in devices):
+            host = _host()
+            found |= {device: host for device in devices if is_cpu((device,))}
+        if len(found) < len(devices):
+            seen = self._topology or visible_topology()
+            for index, known in enumerate(seen.devices):
+                if (name := f"cuda:{index}") in devices:
+                    found[name] = self._gpu(known.name, known.memory, known.uuid)
+        return found
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def _gpu(self, name: str, memory: int, uuid: str) -> Gauge:
+        nvml = self._open()
+        handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", uuid, default=None)
+        if handle is None:
+            return Gauge(name, memory, 0)
+        held = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
+        rates = ask(nvml, "nvmlDeviceGetUtilizationRates", handle, default=None)
+        power = ask(nvml, "nvmlDeviceGetPowerUsage", handle, default=None)
+        limit = ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle, default=None)
+        return Gauge(
+            name=name,
+            total_bytes=memory if held is None else int(held.total),
+            free_bytes=0 if held is None else int(held.free),
+            utilisation=None if rates is None else rates.gpu / 100,
+            temperature=ask(nvml, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_OF_GPU, default=None),
+            power=None if power is None else power / 1000,  # NVML answers in mW
+            power_limit=None if limit is None else limit / 1000,
+        )
+
+    def _open(self):
+        if self._nvml is None and not self._silent:
+            try:
+                if self._given is None:
+                    import pynvml as nvml
+                else:
+                    nvml = self._given
+                nvml.nvmlInit()
+                self._nvml = nvml
+            except Exception as error:  # no library, no driver, no permission
+                log.info("parallel sampling: no gauges of the GPUs (%s)", error)
+                self._silent = True
+        return self._nvml
+
+
+def _host() -> Gauge:
+    total = host_memory()
+    return Gauge(cpu_name(), total, min(total, available_memory(total)), shared=True)
+
+
+def available_memory(
+    total: int, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that could be had without swapping; within a container no more than what its limit `total` leaves."""
+    found = _numbers(meminfo, ":").get("MemAvailable", 0) * 1024
+    try:
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # not in a container, or an older kind of limit
+        return found
+    cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # given back when it is needed
+    return min(found, max(0, total - used + cached))
+
+
+def _numbers(table: Path, separator: str) -> dict[str, int]:
+    """The first number of each line, by the line's name."""
+    found = {}
+    try:
+        for line in table.read_text().splitlines():
+            name, _, rest = line.partition(separator)
+            if (words := rest.split()) and words[0].isdigit():
+                found[name] = int(words[0])
+    except OSError:
+        pass
+    return found

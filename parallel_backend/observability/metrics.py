@@ -1,0 +1,259 @@
+"""Counts what happens to groups of ranks, for Prometheus; docs/metrics.md explains each metric.
+
+Names, units and suffixes as in https://prometheus.io/docs/practices/naming/. No label has a path or a model's name, and
+each has few values: devices, strategies without their shares, words of closed sets.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..errors import FAILURES
+from ..sidecar.events import Ended, Event, Failed, Loaded, Started, Stepped
+from ..sidecar.sidecar import State
+from ..sidecar.status import GroupStatus
+from ..strategy import ParallelStrategy
+from ..wire.protocol import VERSION
+from .gauges import Gauge
+from .pack_version import pack_version
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "parallel_sampling_"
+JOBS = (
+    "sample",
+    "decode",
+)  # requests that a person sees as one job; "predict" is one model call of the stepwise way
+RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
+# s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+Statuses = Callable[[], Iterable[GroupStatus]]
+Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
+
+
+class Metrics:
+    """`hear` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
+    `gauges(devices)` for what their devices read."""
+
+    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
+        # A registry of its own: other packs may count in the library's global one.
+        self._registry = registry = CollectorRegistry()
+        self._known: set[tuple[str, ...]] = set()
+        self._scraping = threading.Lock()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, labels, registry=registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(PREFIX + name, text, labels, buckets=_SECONDS, registry=registry)
+
+        self._jobs = counter("jobs_total", "Sampling and decoding jobs that ended", "request", "result")
+        self._job_seconds = seconds(
+            "job_seconds", "Jobs that were done, from their turn to their end", "request", "strategy"
+        )
+        self._step_seconds = seconds("step_seconds", "Steps of sampling jobs", "strategy")
+        self._calls = counter("model_calls_total", "Model calls for ComfyUI's own samplers", "result")
+        self._call_seconds = seconds(
+            "model_call_seconds", "Model calls for ComfyUI's own samplers, on the ranks", "strategy"
+        )
+        self._device_seconds = counter(
+            "device_seconds_total", "Devices times the seconds that requests held them", "request", "strategy"
+        )
+        self._images = counter("images_total", "Images of the jobs that were done", "request", "strategy")
+        self._cancel_seconds = seconds("cancel_seconds", "From a cancel to the end of its request")
+        self._start_seconds = seconds("start_seconds", "Starts of groups until every rank was ready")
+        self._restarts = counter("restarts_total", "Starts of groups after a rank failed", "devices")
+        self._failures = counter("rank_failures_total", "Ranks that failed", "device", "reason")
+        self._load_seconds = seconds("load_seconds", "Loads of models, by the slowest rank")
+        self._loaded_bytes = counter("loaded_bytes_total", "Sizes of the models that were loaded")
+        build = Info(PREFIX + "build", "Versions of what runs", registry=registry)
+        build.info(
+            {
+                "version": pack_version(),
+                "protocol": str(VERSION),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            }
+        )
+        registry.register(_Groups(statuses))
+        registry.register(_Devices(statuses, gauges))
+        # What never happened stands at 0, or the first time would look like no change.
+        for result in RESULTS:
+            self._calls.labels(result)
+            for request in JOBS:
+                self._jobs.labels(request, result)
+
+    def hear(self, event: Event) -> None:
+        """Counts what has happened."""
+        self._know(event.devices)
+        if isinstance(event, Ended):
+            self._ended(event)
+        elif isinstance(event, Stepped):
+            self._step_seconds.labels(_named(event.strategy)).observe(event.seconds)
+        elif isinstance(event, Failed):
+            self._failures.labels(event.device, event.reason).inc()
+        elif isinstance(event, Loaded):
+            self._load_seconds.observe(event.info.seconds)
+            self._loaded_bytes.inc(event.info.bytes)
+        elif isinstance(event, Started):
+            self._start_seconds.observe(event.seconds)
+            if event.after:
+                self._restarts.labels(_listed(event.devices)).inc()
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format; its type is CONTENT_TYPE."""
+        with self._scraping:  # gauges are read by one at a time
+            return generate_latest(_WithoutTimes(self._registry))
+
+    def _know(self, devices: tuple[str, ...]) -> None:
+        if devices in self._known:
+            return
+        self._known.add(devices)
+        self._restarts.labels(_listed(devices))
+        for device in devices:
+            for reason in FAILURES:
+                self._failures.labels(device, reason)
+
+    def _ended(self, event: Ended) -> None:
+        if event.cancel_s is not None:
+            self._cancel_seconds.observe(event.cancel_s)
+        if event.request == "predict":
+            self._calls.labels(event.result).inc()
+        elif event.request in JOBS:
+            self._jobs.labels(event.request, event.result).inc()
+        else:
+            return
+        if event.result == "refused":
+            return
+        # A decode has no strategy: its rows are shared out.
+        count = len(event.devices)
+        strategy = f"rows {count}" if event.request == "decode" else _named(event.strategy)
+        self._device_seconds.labels(event.request, strategy).inc(count * event.seconds)
+        if event.result != "done":
+            return
+        if event.request == "predict":
+            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
+        else:
+            self._job_seconds.labels(event.request, strategy).observe(event.seconds)
+            self._images.labels(event.request, strategy).inc(event.images)
+
+
+class _Groups:
+    """What is so at the moment of a scrape: states, and what the ranks noted down of themselves."""
+
+    def __init__(self, statuses: Statuses) -> None:
+        self._statuses = statuses
+
+    def describe(self) -> Iterator[Metric]:
+        """The same families without samples, for the registry; nothing is asked for that."""
+        return iter(self._families())
+
+    def collect(self) -> Iterator[Metric]:
+        state, memory, sent = families = self._families()
+        ranks = {}  # by device: a scrape with one series twice would be refused whole
+        for group in self._statuses():
+            for one in State:
+                state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
+            ranks |= {rank.device: rank for rank in group.ranks}
+        for device, rank in ranks.items():
+            memory.add_metric([device, "weights"], rank.weight_bytes)
+            memory.add_metric([device, "working"], rank.working_bytes)
+            sent.add_metric([device], rank.bytes_sent)
+        return iter(families)
+
+    @staticmethod
+    def _families() -> tuple[Metric, ...]:
+        return (
+            GaugeMetricFamily(
+                PREFIX + "group_state", "1 for the state that a group is in", labels=("devices", "state")
+            ),
+            GaugeMetricFamily(
+                PREFIX + "device_memory_bytes",
+                "Memory of ranks for weights and beside them",
+                labels=("device", "kind"),
+            ),
+            CounterMetricFamily(
+                PREFIX + "sent_bytes", "Bytes that a rank sent to others since it began", labels=("device",)
+            ),
+        )
+
+
+class _Devices:
+    """What the devices of all groups read at the moment of a scrape; nothing of a CPU, whose ranks share it."""
+
+    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
+        self._statuses = statuses
+        self._gauges = gauges
+
+    def describe(self) -> Iterator[Metric]:
+        """As _Groups.describe."""
+        return iter(self._families())
+
+    def collect(self) -> Iterator[Metric]:
+        total, free, used, temperature, power = families = self._families()
+        devices = {device for group in self._statuses() for device in group.devices}
+        for device, gauge in self._gauges(tuple(sorted(devices))).items():
+            if gauge.shared:
+                continue
+            for family, value in (  # 0 bytes are unknown ones
+                (total, gauge.total_bytes or None),
+                (free, gauge.free_bytes or None),
+                (used, gauge.utilisation),
+                (temperature, gauge.temperature),
+                (power, gauge.power),
+            ):
+                if value is not None:
+                    family.add_metric([device], value)
+        return iter(families)
+
+    @staticmethod
+    def _families() -> tuple[Metric, ...]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(PREFIX + name, text, labels=("device",))
+
+        return (
+            gauge("device_memory_total_bytes", "Memory of a device"),
+            gauge("device_memory_free_bytes", "Memory of a device that no process holds"),
+            gauge("device_utilization_ratio", "Part of the last moment in which a device computed"),
+            gauge("device_temperature_celsius", "Temperature of a device"),
+            gauge("device_power_watts", "Power that a device draws"),
+        )
+
+
+class _WithoutTimes:
+    """A registry without the times at which series began, which double the text; the library's switch for them is
+    everybody's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
+
+
+def _named(strategy: ParallelStrategy) -> str:
+    """In words; shares are numbers of any kind, which would make endless labels."""
+    if not strategy.device_shares:
+        return strategy.describe()
+    return f"{replace(strategy, device_shares=()).describe()}, unequal shares"
+
+
+def _listed(devices: tuple[str, ...]) -> str:
+    return ",".join(devices)

@@ -1,0 +1,119 @@
+"""Metrics on or off, at any time: off, nothing listens and the metrics library is not even imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import PlatformError
+from ..sidecar import pool
+from ..sidecar.events import listen
+from .gauges import DeviceGauges
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+VARIABLE = "PARALLEL_SAMPLING_METRICS"  # on or off; outranks the setting
+_WORDS = {
+    "on": True,
+    "1": True,
+    "true": True,
+    "yes": True,
+    "off": False,
+    "0": False,
+    "false": False,
+    "no": False,
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one scrape. `status`: of HTTP."""
+
+    status: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class MetricsSwitch:
+    """Follows `setting()`, the user's wish, unless VARIABLE is set. What was counted stays while it is off."""
+
+    def __init__(self, setting: Callable[[], bool], environ: Mapping[str, str] = os.environ) -> None:
+        self._setting = setting
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._metrics: Metrics | None = None
+        self._gauges = DeviceGauges()
+        self._stop_listening: Callable[[], None] | None = None
+        self._warned = ""
+
+    def follow(self) -> Metrics | None:
+        """Turns metrics on or off as is wished now; None for off. Raises PlatformError without the library."""
+        with self._lock:
+            wanted = self._wanted()
+            if wanted and self._stop_listening is None:
+                self._metrics = self._metrics or _new_metrics(self._gauges)
+                self._stop_listening = listen(self._metrics.hear)
+            elif not wanted and self._stop_listening is not None:
+                self._stop_listening()
+                self._stop_listening = None
+                self._gauges.close()
+            return self._metrics if wanted else None
+
+    def begin(self) -> None:
+        """As `follow`, when ComfyUI starts: says what is wrong and raises nothing."""
+        try:
+            self.follow()
+        except PlatformError as error:
+            log.warning("parallel sampling: %s", error)
+
+    def scrape(self) -> Answer:
+        """What Prometheus gets: the metrics; 404 when they are off, 503 without the library, with what to do."""
+        try:
+            metrics = self.follow()
+        except PlatformError as error:
+            return Answer(503, f"{error}\n".encode())
+        if metrics is None:
+            return Answer(404, f"{self._how_to_turn_on()}\n".encode())
+        from .metrics import CONTENT_TYPE
+
+        return Answer(200, metrics.text(), CONTENT_TYPE)
+
+    def _wanted(self) -> bool:
+        word = self._environ.get(VARIABLE, "").strip().lower()
+        if word in _WORDS:
+            return _WORDS[word]
+        if word and word != self._warned:
+            self._warned = word
+            log.warning(
+                "parallel sampling: %s is %r; on and off are known, the setting counts", VARIABLE, word[:40]
+            )
+        return bool(self._setting())
+
+    def _how_to_turn_on(self) -> str:
+        if self._environ.get(VARIABLE, "").strip().lower() in _WORDS:
+            return (
+                f"The metrics of Parallel Sampling are off: {VARIABLE} is {self._environ[VARIABLE]!r}. Start ComfyUI "
+                f"with {VARIABLE}=on, or without it to use the setting."
+            )
+        return (
+            "The metrics of Parallel Sampling are off. Turn on Metrics for Prometheus in ComfyUI's Settings, Parallel "
+            f"Sampling, or start ComfyUI with {VARIABLE}=on."
+        )
+
+
+def _new_metrics(gauges: DeviceGauges) -> Metrics:
+    try:
+        from .metrics import Metrics
+    except ImportError as error:
+        raise PlatformError(
+            f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
+            "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
+        ) from None
+    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read)

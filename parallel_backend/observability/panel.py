@@ -1,0 +1,119 @@
+"""What the page shows of groups of ranks: words, numbers, and which buttons make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+from ..sidecar.sidecar import State
+from ..sidecar.status import GroupStatus, RankStatus
+from .gauges import Gauge
+
+LOADING = "loading "  # how the phase of a load begins (client.py)
+SAMPLING = "sampling"
+BUSY = "a prompt is using the ranks; cancel it first"
+NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
+_BUSY = (State.STARTING.value, State.RUNNING.value)
+_WARM = (State.READY.value, State.ASLEEP.value)
+
+Shown = dict[str, object]  # what json.dumps takes
+
+
+def show_groups(
+    groups: Iterable[GroupStatus], gauges: Mapping[str, Gauge], left_out: tuple[str, ...] = ()
+) -> Shown:
+    """{"groups": [...], "left_out": [...]}: `left_out` are the devices that `auto` goes without."""
+    return {
+        "groups": [_show_group(group, gauges, left_out) for group in groups],
+        "left_out": list(left_out),
+    }
+
+
+def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
+    """A bar for each rank of the groups that are busy."""
+    return [
+        {**shown, "words": shown["words"] or group_words(group)}
+        for group in groups
+        if group.state in _BUSY
+        for shown in (_progress(group, rank) for rank in _ranks(group))
+    ]
+
+
+def group_words(status: GroupStatus) -> str:
+    """The state in words, such as "sampling 12/28"."""
+    if status.state == State.RUNNING.value:
+        if status.phase.startswith(LOADING) and status.ranks:
+            loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
+            return f"loading {100 * loaded:.0f} %"
+        if status.steps and status.phase == SAMPLING:
+            return f"sampling {status.step}/{status.steps}"
+        return status.phase or "working"
+    if status.state == State.STARTING.value:
+        return "starting"
+    if status.state == State.DOWN.value:
+        return "not started"
+    return status.state
+
+
+def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, str]:
+    """For each button why it would do nothing now, "" where it makes sense."""
+    state = status.state
+    if state in _BUSY:
+        return dict.fromkeys(("sleep", "wake", "restart", "stop", "reset"), BUSY)
+    warm = state in _WARM
+    is_broken = state == State.BROKEN.value
+    failing = is_broken or bool(set(left_out) & set(status.devices))
+    asleep = state == State.ASLEEP.value
+    return {
+        "sleep": NO_RANKS if not warm else "the ranks sleep already" if asleep else "",
+        "wake": NO_RANKS if not warm else "" if asleep else "the ranks are awake",
+        "restart": "they failed too often; press Try again first" if is_broken else "",
+        "stop": "" if warm else NO_RANKS,
+        "reset": "" if failing else "nothing failed too often",
+    }
+
+
+def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tuple[str, ...]) -> Shown:
+    ranks = [
+        _progress(status, rank)
+        | {
+            "rank": rank.rank,
+            "pid": rank.pid,
+            "weight_bytes": rank.weight_bytes,
+            "working_bytes": rank.working_bytes,
+            "bytes_sent": rank.bytes_sent,
+            "gauge": asdict(gauges[rank.device]) if rank.device in gauges else None,
+        }
+        for rank in _ranks(status)
+    ]
+    return {
+        "devices": list(status.devices),
+        "state": status.state,
+        "words": group_words(status),
+        "reason": status.reason if status.state in (State.FAILED.value, State.BROKEN.value) else "",
+        "model": status.model,
+        "step_seconds": [round(seconds, 4) for seconds in status.step_seconds],
+        "why_not": why_not(status, left_out),
+        "ranks": ranks,
+    }
+
+
+def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
+    """Those of the group; for each device one that holds nothing, while there are none or what is left has ended."""
+    if status.ranks and status.state in (*_BUSY, *_WARM):
+        return status.ranks
+    return tuple(
+        RankStatus(rank, device, None, 0, 0.0, 0, 0, 0) for rank, device in enumerate(status.devices)
+    )
+
+
+def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
+    """{"device", "words", "progress"}; `progress` 0 to 1, None where there is nothing to count."""
+    words, progress = "", None
+    if status.state == State.RUNNING.value and rank.pid is not None:
+        if status.phase.startswith(LOADING):
+            words, progress = f"loading {100 * rank.loaded:.0f} %", round(rank.loaded, 3)
+        elif status.phase == SAMPLING and status.steps:
+            step = min(rank.step, status.steps)
+            words, progress = f"step {step} of {status.steps}", round(step / status.steps, 3)
+    return {"device": rank.device, "words": words, "progress": progress}

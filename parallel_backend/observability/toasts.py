@@ -1,0 +1,58 @@
+"""What a person should hear of without looking for it: ranks that started, failed too often, devices left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..sidecar.device_health import FAILING, FailingDevices, left_out
+from ..sidecar.events import Ended, Event, Failed, Started
+
+_BRIEF, _LONGER = 4000, 15_000  # ms
+
+
+@dataclass(frozen=True)
+class Toast:
+    """As ComfyUI's page shows it. `severity`: success, warn or error; `life`: ms, None until it is dismissed."""
+
+    severity: str
+    summary: str
+    detail: str
+    life: int | None = None
+
+
+class News:
+    """Hears what happens (`hear` is a listener of events.py) and tells `show` what is news."""
+
+    def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
+        self._show = show
+        self._failing = failing
+        self._left_out: frozenset[str] = frozenset()  # devices that were told of
+        self._lock = threading.Lock()
+
+    def hear(self, event: Event) -> None:
+        names = ", ".join(event.devices)
+        if isinstance(event, Started) and event.after:
+            self._show(Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER))
+        elif isinstance(event, Started):
+            self._show(Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF))
+        elif isinstance(event, Failed) and event.broken:
+            self._show(
+                Toast(
+                    "error",
+                    "The ranks failed too often",
+                    f"On {names}; last rank {event.rank} on {event.device}: {event.cause}. They are not started again "
+                    f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
+                )
+            )
+        if isinstance(event, (Failed, Ended)):
+            self._look_for_failing(event.devices)
+
+    def _look_for_failing(self, devices: tuple[str, ...]) -> None:
+        with self._lock:
+            failing = frozenset(self._failing.among(devices))
+            fresh = sorted(failing - self._left_out)
+            self._left_out = (self._left_out - frozenset(devices)) | failing
+        if fresh:
+            self._show(Toast("warn", "A device is left out", f"{left_out(fresh)}.", _LONGER))

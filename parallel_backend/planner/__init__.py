@@ -1,0 +1,1 @@
+"""Decides which strategy runs: rules, memory, measurements, trials."""

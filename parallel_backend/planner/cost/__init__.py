@@ -1,0 +1,1 @@
+"""Predicted time of a strategy, from work, cards and links."""

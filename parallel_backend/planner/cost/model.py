@@ -1,0 +1,245 @@
+"""Predicts time and memory of a strategy: pure functions of work, strategy, hardware and a few constants.
+
+One step on a rank takes the longer of what its GPU does and what its CPU launches:
+
+    GPU = weights read once + compute * share + exposed communication + calls * latency
+    CPU = one GPU's launches + calls * launch of a collective        (in compiled mode: next to nothing)
+
+and a request takes steps * step + the fixed part (text encoder, decoder). The constants are fitted to published
+measurements by benchmarks/selector.py; docs/selector.md has the table. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..machine.cards import Card, Link
+from .communication import Candidate, Work, exchanges, unit_load
+
+MODES = ("eager", "compiled")
+# A CUDA context, NCCL's channels and the allocator's slack, on each rank.
+RANK_OVERHEAD_BYTES = 1.5e9
+# Live activations of a block per token, in widths: residual, norm, q, k, v, their copies, feed-forward of ratio 4.
+LIVE_WIDTHS = 20
+# Share of a card's memory that may be planned with; the rest is fragmentation and the desktop.
+USABLE_MEMORY = 0.94
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no data sheet says, the same for every card, link and model; the defaults are the priors of the fit.
+
+    call_s: GPU time that a collective takes before its first byte; hop_s: the same for a ring hop, with the smaller
+    attention call and the merge that it needs; host_block_s, host_call_s: CPU time to launch a block, a collective in
+    eager mode; reached_*: share of a link's nominal rate (nvlink, pcie, through the host, to another socket or node);
+    ring_overlap: share of a ring's transfer that hides behind attention; pipeline: share of the time that a stage of
+    PipeFusion is busy; decoder: share of the peak rate that text encoder and decoder reach; eager, compiled: the
+    denoiser in these modes.
+    """
+
+    call_s: float = 45e-6
+    hop_s: float = 120e-6
+    host_block_s: float = 1.0e-3
+    host_call_s: float = 120e-6
+    reached_nvlink: float = 0.7
+    reached_pcie: float = 0.75
+    reached_host: float = 0.4
+    reached_outside: float = 0.5
+    ring_overlap: float = 0.3
+    pipeline: float = 0.8
+    decoder: float = 0.15
+    eager: float = 0.45
+    compiled: float = 0.6
+
+    def replace(self, **changes: float) -> Constants:
+        return Constants(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)})
+
+
+# Fitted to all of benchmarks/data by `python benchmarks/selector.py --constants`.
+DEFAULT = Constants(
+    call_s=41e-6,
+    hop_s=120e-6,
+    host_block_s=1.1e-3,
+    host_call_s=133e-6,
+    reached_nvlink=0.70,
+    reached_pcie=0.83,
+    reached_host=0.40,
+    reached_outside=0.50,
+    ring_overlap=0.30,
+    pipeline=0.88,
+    decoder=0.183,
+    eager=0.563,
+    compiled=0.619,
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`count` equal cards on one link. `memory`: bytes per card that may be used, the card's own unless given."""
+
+    card: Card
+    link: Link
+    count: int
+    memory: float = 0.0
+
+    @property
+    def usable(self) -> float:
+        return self.memory or self.card.memory * 1e9 * USABLE_MEMORY
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate is predicted to take. Seconds per step and per request, bytes per rank; `limits`: in words.
+
+    `communication_s`: latency and `transfer_s`, the bytes' own exposed time; `gpu_s`: the step if launching on the CPU
+    cost nothing.
+    """
+
+    candidate: Candidate
+    step_s: float
+    total_s: float
+    compute_s: float
+    communication_s: float
+    transfer_s: float
+    gpu_s: float
+    host_s: float
+    fixed_s: float
+    memory_bytes: float
+    sent_bytes: float
+    calls: int
+    limits: str
+
+
+def memory_per_rank(work: Work, candidate: Candidate) -> float:
+    """Bytes on one rank: weights, live activations, communication buffers, the runtime; no text encoder or VAE."""
+    s, f = candidate.strategy, work.family
+    rows = -(-work.all_rows // s.row_degree)
+    tokens = (work.image_tokens + work.text_tokens) / s.sequence_degree
+    weights = work.weight_bytes / (s.tensor_degree * s.pipefusion_degree)
+    if candidate.shard_weights:
+        # Its own share, and two gathered blocks: the one in use and the one on its way.
+        weights = weights / s.world_size + 2 * weights / max(1, f.block_count)
+    layer = rows * tokens * f.hidden * 2
+    activations = layer * LIVE_WIDTHS / s.tensor_degree
+    if s.sequence_degree > 1:
+        activations += 4 * layer
+    if s.pipefusion_degree > 1:
+        # PipeFusion keeps the keys and values of every token for its own blocks.
+        activations = activations / candidate.patch_count + 2 * layer * f.block_count / s.pipefusion_degree
+    return weights + activations + RANK_OVERHEAD_BYTES
+
+
+def fixed_seconds(work: Work, card: Card, constants: Constants = DEFAULT) -> float:
+    """Text encoder and autoencoder, once per request, on one card."""
+    f = work.family
+    decoder = f.decoder_flop * work.width * work.height * work.frames * work.batch
+    text = 2 * f.text_encoder * work.text_tokens * work.rows
+    return (decoder + text) / (card.tflops * 1e12 * constants.decoder)
+
+
+def one_gpu_step(work: Work, card: Card, constants: Constants = DEFAULT, mode: str = "eager") -> float:
+    """Seconds of one step on one card, from its peak rate: the least certain prediction; measure when you can."""
+    rate = card.tflops * 1e12 * (constants.compiled if mode == "compiled" else constants.eager)
+    return work.flop / rate
+
+
+def predict(
+    work: Work,
+    candidate: Candidate,
+    machine: Machine,
+    constants: Constants = DEFAULT,
+    *,
+    mode: str = "eager",
+    one_gpu_s: float | None = None,
+    with_fixed: bool = True,
+) -> Prediction:
+    """Predicts `candidate`. `one_gpu_s`: measured seconds of one step on one card, in place of the peak-rate guess."""
+    s, f = candidate.strategy, work.family
+    alone = one_gpu_s or one_gpu_step(work, machine.card, constants, mode)
+    # Reading the weights takes as long for few tokens as for many; the rest of the time scales with the share.
+    reading = min(work.weight_bytes / (machine.card.bandwidth * 1e9), alone / 2)
+    share = compute_share(work, candidate)
+    compute = (alone - reading) * share
+    compute += reading * candidate.patch_count / (s.pipefusion_degree**2 * s.tensor_degree)
+    if s.pipefusion_degree > 1:
+        compute /= constants.pipeline
+    host = min(f.block_count * constants.host_block_s, alone) if mode == "eager" else 0.0
+    host *= candidate.patch_count / s.pipefusion_degree
+
+    attention = alone * share * work.flop_parts[1] / work.flop
+    transfer, latencies, launches, calls, sent = 0.0, 0.0, 0, 0, 0.0
+    for e in exchanges(work, candidate):
+        load = unit_load(machine.link, s, e.kind)
+        seconds = e.sent * machine.link.seconds(
+            load, _reached(machine.link, constants), constants.reached_outside
+        )
+        latency = constants.call_s
+        if e.kind == "ring":
+            latency = constants.hop_s
+            if not candidate.gathered_ring:
+                # The last piece of attention has nothing left to hide.
+                covered = attention * (s.ring_degree - 1) / s.ring_degree
+                seconds -= constants.ring_overlap * min(seconds, covered)
+            launches += 2 * e.calls  # send and receive, another attention call, the merge
+        elif e.kind in ("pipefusion", "weights"):
+            seconds = max(0.0, seconds - compute)  # sent ahead of its use, while something else computes
+        transfer += seconds
+        latencies += e.calls * latency
+        launches += e.calls
+        calls += e.calls
+        sent += e.sent
+    communication = transfer + latencies
+    if mode == "eager":
+        host += launches * constants.host_call_s
+    step = max(compute + communication, host)
+    fixed = fixed_seconds(work, machine.card, constants) if with_fixed else 0.0
+    # Warm-up steps of PipeFusion go through the stages one after the other.
+    warm_up = min(candidate.warmup_steps, work.steps) * (s.pipefusion_degree - 1) * compute
+    denoising = work.steps * step + warm_up
+    denoising_gpu = work.steps * (compute + communication) + warm_up
+    return Prediction(
+        candidate=candidate,
+        step_s=denoising / work.steps,
+        total_s=denoising + fixed,
+        compute_s=compute,
+        communication_s=communication,
+        transfer_s=transfer,
+        gpu_s=denoising_gpu / work.steps,
+        host_s=host,
+        fixed_s=fixed,
+        memory_bytes=memory_per_rank(work, candidate),
+        sent_bytes=sent,
+        calls=calls,
+        limits=_limits(compute, communication, host, s.world_size),
+    )
+
+
+def compute_share(work: Work, candidate: Candidate) -> float:
+    """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
+    s, f = candidate.strategy, work.family
+    rows = -(-work.all_rows // s.row_degree) / work.all_rows
+    tokens = work.image_tokens + work.text_tokens
+    sequence = -(-tokens // s.sequence_degree) / tokens
+    parts = s.ulysses_degree * s.tensor_degree
+    heads = -(-f.heads // parts) * parts / f.heads  # heads that do not divide are padded
+    stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
+    return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
+
+
+def _reached(link: Link, constants: Constants) -> float:
+    return {
+        "nvlink": constants.reached_nvlink,
+        "pcie": constants.reached_pcie,
+        "host": constants.reached_host,
+        "network": constants.reached_outside,
+    }[link.kind]
+
+
+def _limits(compute: float, communication: float, host: float, world: int) -> str:
+    if host > compute + communication:
+        return "launching kernels on the CPU"
+    if world > 1 and communication > compute:
+        return "the links between the GPUs"
+    if world > 1 and communication > 0.2 * compute:
+        return "arithmetic, and the links between the GPUs"
+    return "arithmetic"

@@ -1,0 +1,159 @@
+"""Keeps measurements on disk between runs: one JSON file per fingerprint in the user's cache folder.
+
+What is there is a convenience: a file that is damaged, of another version or unreadable counts as empty, and a disk
+that cannot be written to is no error. Nothing in it names a person, a machine, a file or a prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+from ...errors import TransportError
+from ...wire.strict_json import from_json, parse, to_json
+from ..machine.fingerprint import Fingerprint
+from .records import Calibrated, Measurements, Observed
+
+FORMAT = 1
+FOLDER = "comfyui-parallel-sampling"
+VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
+MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
+LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
+_POLL = 0.003  # s
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where measurements are kept: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
+
+    Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
+    """
+    if chosen := environ.get(VARIABLE, ""):
+        return None if chosen.lower() == "off" else Path(chosen)
+    base = environ.get("XDG_CACHE_HOME", "")
+    if base and Path(base).is_absolute():  # the specification has a relative one ignored
+        return Path(base, FOLDER)
+    home = environ.get("HOME", "")
+    return Path(home, ".cache", FOLDER) if home else None
+
+
+class CalibrationStore:
+    """The measurements of one fingerprint on disk. Any number of processes may use it at once."""
+
+    def __init__(self, fingerprint: Fingerprint, folder: Path | None = None) -> None:
+        self._fingerprint = fingerprint
+        self._folder = folder or cache_folder()
+
+    @property
+    def path(self) -> Path | None:
+        return (
+            None if self._folder is None else self._folder / f"measurements-{self._fingerprint.digest}.json"
+        )
+
+    def read(self) -> Measurements:
+        """What is kept; empty where there is nothing, or nothing that can be read."""
+        if self.path is None:
+            return Measurements()
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError:
+            return Measurements()
+        return _decode(data)
+
+    def update(self, change: Callable[[Measurements], Measurements]) -> bool:
+        """Replaces what is kept by `change` of it; whether that reached the disk. Never raises for the disk's sake."""
+        if self.path is None:
+            return False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(self.path.with_suffix(".lock")):
+                _replace(self.path, self._encode(change(self.read())))
+        except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
+            log.debug("measurements are not kept: %s", error)
+            return False
+        return True
+
+    def _encode(self, known: Measurements) -> bytes:
+        frame = {
+            "format": FORMAT,
+            "written": int(time.time()),
+            "hardware": list(self._fingerprint.hardware),
+            "software": list(self._fingerprint.software),
+            **to_json(known),
+        }
+        return json.dumps(frame, allow_nan=False, indent=1).encode()
+
+
+def _decode(data: bytes) -> Measurements:
+    """Entry by entry, so that one which this version does not know costs only itself."""
+    try:
+        frame = parse(data.decode()) if len(data) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        frame = None
+    if not isinstance(frame, dict) or frame.get("format") != FORMAT:
+        return Measurements()
+    kinds = {"observed": Observed, "calibrated": Calibrated}
+    found: dict[str, tuple] = {}
+    for field in fields(Measurements):
+        entries = frame.get(field.name)
+        found[field.name] = tuple(_entries(entries if isinstance(entries, list) else [], kinds[field.name]))
+    return replace(Measurements(), **found)
+
+
+def _entries(entries: list, kind: type) -> Iterator:
+    for entry in entries:
+        try:
+            value = from_json(entry, kind, kind.__name__)
+        except TransportError as error:
+            log.debug("a measurement is left out: %s", error)
+            continue
+        if _is_sound(value):
+            yield value
+
+
+def _is_sound(value: Observed | Calibrated) -> bool:
+    if isinstance(value, Calibrated):
+        return bool(value.ranks)
+    return 0 < len(value.seconds) == len(value.at) and all(s > 0 for s in value.seconds)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an advisory lock while the block runs, so that no other process's update is lost. Raises OSError."""
+    import fcntl  # not on Windows, where ranks do not run but this module must load
+
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a whole file or none: readers see the old one until the new one is complete."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""What this machine has: cards, links, the paths between them, shares of devices."""

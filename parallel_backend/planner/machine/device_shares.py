@@ -1,0 +1,86 @@
+"""How much of the work each selected device takes, from what a person wrote: nothing, `memory`, or numbers."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from ...devices import is_cpu
+from ...errors import StrategyError
+from .probe import read_topology
+from .topology import Topology
+
+BY_MEMORY = "memory"
+INPUT = ("device_shares",)  # of Strategy Selector, where it was written
+
+
+def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None = None) -> tuple[float, ...]:
+    """One share per device of `devices` (names as resolve_devices gives them); empty for equal shares.
+
+    ``: equal; `memory`: by the size of each device's memory; `24,16` or `3:2`: these. `topology`: the visible devices,
+    for tests. Raises StrategyError naming what does not fit.
+    """
+    wanted = text.strip().lower()
+    if not wanted:
+        return ()
+    if wanted == BY_MEMORY:
+        return _by_memory(devices, topology or visible_topology())
+    parts = re.split(r"[\s,:;]+", wanted.strip(",:; "))
+    try:
+        shares = tuple(float(part) for part in parts)
+    except ValueError:
+        raise StrategyError(
+            f"device_shares {text!r} is not understood; write one number for each device such as 24,16, or memory, "
+            f"or nothing for equal shares.",
+            inputs=INPUT,
+        ) from None
+    if len(shares) != len(devices):
+        raise StrategyError(
+            f"device_shares {text!r} names {len(shares)} share(s) and {len(devices)} device(s) are selected "
+            f"({', '.join(devices)}); write one number for each.",
+            inputs=INPUT,
+        )
+    return shares
+
+
+def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -> str | None:
+    """What to tell a person whose devices differ in memory by more than a tenth and share evenly; None otherwise."""
+    if len(devices) < 2 or is_cpu(devices):
+        return None
+    by_name = _memory(topology or visible_topology())
+    sizes = [by_name[name] for name in devices if by_name.get(name)]
+    if len(sizes) < len(devices) or max(sizes) <= 1.1 * min(sizes):
+        return None
+    return (
+        f"the devices differ ({', '.join(f'{size / 2**30:.0f}' for size in sizes)} GiB) and share evenly, so the "
+        f"smallest sets the pace and the limit; device_shares memory, or numbers such as 3,2, gives each its part."
+    )
+
+
+@functools.cache
+def visible_topology() -> Topology:
+    """The devices that torch numbers, asked for once: every model call of the stepwise way comes by here."""
+    return read_topology().visible()
+
+
+def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
+    """Bytes of memory of each device; 0 where nobody could tell."""
+    by_name = _memory(topology or visible_topology())
+    return tuple(by_name.get(name, 0) for name in devices)
+
+
+def _memory(topology: Topology) -> dict[str, int]:
+    return {f"cuda:{i}": device.memory for i, device in enumerate(topology.devices)}
+
+
+def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:
+    if is_cpu(devices):
+        return ()  # ranks on the CPU share one memory
+    by_name = _memory(topology)
+    unknown = [name for name in devices if not by_name.get(name)]
+    if unknown:
+        raise StrategyError(
+            f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16.",
+            inputs=INPUT,
+        )
+    return tuple(by_name[name] / 2**30 for name in devices)

@@ -1,0 +1,167 @@
+"""The GPUs of a machine and the path between each pair, as frozen facts; topology_probe.py asks the drivers for them.
+
+Devices are matched by UUID, so that neither the
+order nor the spelling of CUDA_VISIBLE_DEVICES matters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import DeviceError
+
+# Paths as `nvidia-smi topo -m` writes them, best first.
+PATHS = ("NVSWITCH", "NVLINK", "same board", "PIX", "PXB", "PHB", "NODE", "SYS", "MIG", "unknown")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU or MIG slice. `memory`: bytes; `capability`: CUDA's, (0, 0) if unknown; `pcie`: GB/s one way, nominal.
+
+    `index`: place in NVML's order (by PCI bus); `nvlinks`: active links; `parent`: the GPU's UUID of a MIG slice.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory: int
+    capability: tuple[int, int] = (0, 0)
+    bus: str = ""
+    numa: int | None = None
+    pcie: float = 0.0
+    nvlinks: int = 0
+    parent: str = ""
+
+    @property
+    def is_mig(self) -> bool:
+        return bool(self.parent)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The path between two devices. `path`: NVLINK, NVSWITCH, or how PCIe joins them (PIX, PXB, PHB, NODE, SYS), MIG.
+
+    `peer`: one can read the other's memory; None if nobody could say. `rate`: GB/s one way, nominal.
+    """
+
+    path: str
+    peer: bool | None
+    rate: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All devices and the path of each pair (by UUIDs, in the devices' order). `source`: nvml, torch or none."""
+
+    devices: tuple[Device, ...]
+    pairs: tuple[tuple[str, str, Pair], ...] = ()
+    source: str = "nvml"
+    driver: str = ""
+    notes: tuple[str, ...] = ()
+
+    def pair(self, a: str, b: str) -> Pair:
+        """The path between two UUIDs, in either order."""
+        for one, other, pair in self.pairs:
+            if {one, other} == {a, b}:
+                return pair
+        raise DeviceError(f"No path is known between {a} and {b}.")
+
+    def select(self, uuids: Sequence[str]) -> Topology:
+        """Only these devices, in this order; UUIDs with or without GPU-/MIG- in front, or an unambiguous beginning."""
+        chosen = tuple(self._find(uuid) for uuid in uuids)
+        kept = tuple(
+            (a.uuid, b.uuid, self.pair(a.uuid, b.uuid)) for i, a in enumerate(chosen) for b in chosen[i + 1 :]
+        )
+        return replace(self, devices=chosen, pairs=kept)
+
+    def visible(self, environ: Mapping[str, str] = os.environ) -> Topology:
+        """What CUDA shows to a process with this environment, in CUDA's order.
+
+        CUDA's default order puts the fastest device first and leaves the rest as it likes: for cards that differ,
+        the order is noted as uncertain unless CUDA_DEVICE_ORDER is PCI_BUS_ID; `select` the UUIDs that torch reports.
+        """
+        ordered, note = self._cuda_order(environ)
+        wanted = environ.get("CUDA_VISIBLE_DEVICES")
+        if wanted is None:
+            names = [d.uuid for d in ordered]
+        else:
+            names, note = _named(wanted, ordered, note)
+        chosen = self.select(names)
+        return replace(chosen, notes=(*self.notes, *([note] if note else [])))
+
+    def _cuda_order(self, environ: Mapping[str, str]) -> tuple[list[Device], str]:
+        devices = list(self.devices)
+        if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not self.mixed:
+            return devices, ""
+        devices.sort(key=lambda d: (d.capability, d.memory), reverse=True)
+        return devices, (
+            "The cards differ and CUDA orders them by speed, so numbers are a guess; set CUDA_DEVICE_ORDER=PCI_BUS_ID."
+        )
+
+    def _find(self, uuid: str) -> Device:
+        bare = uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+        found = [
+            d
+            for d in self.devices
+            if bare and d.uuid.lower().removeprefix("gpu-").removeprefix("mig-").startswith(bare)
+        ]
+        if len(found) != 1:
+            known = ", ".join(d.uuid for d in self.devices) or "none"
+            what = "is not among the devices" if not found else "fits several devices"
+            raise DeviceError(f"UUID {uuid!r} {what} of this machine: {known}.")
+        return found[0]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the devices differ in kind or memory (by more than 1 %: boards of one kind vary a little)."""
+        if len({d.name for d in self.devices}) > 1:
+            return True
+        sizes = [d.memory for d in self.devices]
+        return bool(sizes) and max(sizes) > 1.01 * min(sizes)
+
+    @property
+    def kind(self) -> str:
+        """The group's slowest path, which decides what sequence parallelism gains: one of the words of Pair.path."""
+        if not self.devices:
+            return "gloo on CPU"
+        if len(self.devices) == 1:
+            return "one device"
+        slowest = min(
+            (p for _, _, p in self.pairs), key=lambda p: (p.peer is not False, p.rate, -PATHS.index(p.path))
+        )
+        return slowest.path if slowest.peer is not False else f"{slowest.path} without peer access"
+
+    def describe(self) -> str:
+        """One sentence for a person."""
+        if not self.devices:
+            return "No GPU: ranks run on the CPU over gloo."
+        counts: dict[str, int] = {}
+        for d in self.devices:
+            label = f"{d.name} ({d.memory / 1e9:.0f} GB)"
+            counts[label] = counts.get(label, 0) + 1
+        cards = " + ".join(f"{n} × {name}" for name, n in counts.items())
+        if len(self.devices) == 1:
+            return f"{cards}."
+        sockets = len({d.numa for d in self.devices if d.numa is not None})
+        where = f", over {sockets} NUMA nodes" if sockets > 1 else ""
+        warning = "; the cards differ, so an even split waits for the slowest" if self.mixed else ""
+        return f"{cards}, slowest path {self.kind}{where}{warning}."
+
+
+def _named(wanted: str, ordered: list[Device], note: str) -> tuple[list[str], str]:
+    """UUIDs named by CUDA_VISIBLE_DEVICES; like CUDA, what follows an unknown entry does not count."""
+    names: list[str] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        if entry.isdigit():
+            if int(entry) >= len(ordered):
+                break
+            found = [ordered[int(entry)]]
+        else:
+            found = [d for d in ordered if entry and d.uuid.lower().startswith(entry.lower())]
+        if len(found) != 1 or found[0].uuid in names:
+            break
+        names.append(found[0].uuid)
+    uncertain = any(part.strip().isdigit() for part in wanted.split(","))
+    return names, note if uncertain else ""

@@ -1,0 +1,1 @@
+"""Predicted memory of each rank, and what fits."""

@@ -1,0 +1,1 @@
+"""What a setting will do, told before a run."""

@@ -1,0 +1,150 @@
+"""Strategy Selector's inputs as ComfyUI's page sends them while a person edits, and what there is to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ...errors import CheckpointError, ParallelError, RequestError, SettingsError
+from ...models.flux.checkpoint import FluxFile
+from ...requests import WEIGHT_DTYPES
+from ...strategy import DEGREES, ParallelStrategy
+from ...wire.strict_json import parse, shown
+from ..rules import StrategyChoice
+from .preview import FLUX, Preview, preview
+
+MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
+_MOST_LETTERS = 1000
+# Smallest and largest value of each whole number that can be set.
+LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
+# Inputs of which `manual` makes its strategy.
+_OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
+
+
+@dataclass(frozen=True)
+class SelectorInputs:
+    """Every input of Strategy Selector, with its default."""
+
+    mode: str = "auto"
+    devices: str = "all"
+    cfg_degree: int = 1
+    pipefusion_degree: int = 1
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    data_degree: int = 1
+    engine: str = "auto"
+    tensor_degree: int = 1
+    shard_weights: bool = False
+    offload_weights: bool = False
+    num_pipeline_patch: int = 0
+    warmup_steps: int = 1
+    device_shares: str = ""
+    approximation: str = "if_needed"
+
+    @classmethod
+    def of(cls, choice: StrategyChoice) -> SelectorInputs:
+        """Those that give `choice`; degrees as they were set, whatever became of them."""
+        given = {name: getattr(choice.strategy, name) for name in _OF_STRATEGY}
+        others = ("mode", "devices", "engine", "device_shares", "approximation")
+        return cls(**given, **{name: getattr(choice, name) for name in others})
+
+    def choice(self) -> StrategyChoice:
+        """Raises StrategyError for words that no list has."""
+        strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
+        return StrategyChoice(
+            self.mode, self.devices, strategy, self.engine, self.device_shares, self.approximation
+        )
+
+
+@dataclass(frozen=True)
+class Loader:
+    """The node that names the model, with its own inputs; `node`: its class, empty where there is none."""
+
+    node: str = ""
+    unet_name: str = ""
+    weight_dtype: str = "auto"
+
+
+def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
+    """{"inputs": {input: value, ...}, "loader": {"node": ..., ...}}, each part optional.
+
+    Raises RequestError for anything else: another field, another type, a number out of its range.
+    """
+    if len(body) > MOST_BYTES:
+        raise RequestError(f"the body has more than {MOST_BYTES} bytes.")
+    try:
+        said = parse(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {shown(str(error))}") from None
+    parts = _known(said, ("inputs", "loader"), "the body")
+    return _read(parts.get("inputs", {}), SelectorInputs, "inputs"), _read(
+        parts.get("loader", {}), Loader, "loader"
+    )
+
+
+def check_inputs(
+    inputs: SelectorInputs, loader: Loader, find_file: Callable[[Loader], FluxFile | None]
+) -> dict[str, object]:
+    """What the page shows, as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
+
+    `decided`: inputs that count for nothing now, because `auto` decides them.
+
+    `find_file`: the model that a loader names, None for a loader that it does not know; may raise CheckpointError.
+    """
+    notes = []
+    file = None
+    try:
+        file = find_file(loader)
+    except (CheckpointError, OSError) as error:
+        notes.append(f"Checked by the rules for {FLUX.name}, since its model cannot be read: {error}")
+    dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
+    try:
+        told = preview(inputs.choice(), file or FLUX, dtype)
+    except SettingsError as error:
+        problems = [{"inputs": list(p.inputs), "message": p.message} for p in error.problems]
+        return _answer(inputs, problems=problems, notes=notes)
+    except ParallelError as error:
+        return _answer(inputs, problems=[{"inputs": [], "message": str(error)}], notes=notes)
+    return _answer(inputs, told, notes=notes)
+
+
+def _answer(
+    inputs: SelectorInputs, told: Preview | None = None, *, problems: list | None = None, notes: list[str]
+) -> dict[str, object]:
+    cases = told.cases if told else ()
+    return {
+        "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
+        "problems": problems or [],
+        "why": told.why if told else "",
+        "basis": told.basis if told else "",
+        "layout": [{"title": case.title, "seats": [seat.as_dict() for seat in case.seats]} for case in cases],
+        "notes": [*notes, *(told.notes if told else ())],
+        "memory": told.memory if told else "",
+    }
+
+
+def _known(value: object, names: tuple[str, ...], where: str) -> dict:
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} is {shown(value)}; it must be an object.")
+    if unknown := sorted(set(value) - set(names)):
+        raise RequestError(f"{where}: {shown(unknown[0])} is unknown; known are {', '.join(names)}.")
+    return value
+
+
+def _read(value: object, kind: type, where: str):
+    known = {f.name: f.default for f in fields(kind)}
+    given = _known(value, tuple(known), where)
+    for name, own in given.items():
+        _check(f"{where}.{name}", name, own, type(known[name]))
+    return kind(**given)
+
+
+def _check(where: str, name: str, value: object, kind: type) -> None:
+    if type(value) is not kind:  # exact: true is no number
+        raise RequestError(f"{where} is {shown(value)}; it must be of type {kind.__name__}.")
+    if kind is str and len(value) > _MOST_LETTERS:
+        raise RequestError(f"{where} has {len(value)} letters; at most {_MOST_LETTERS} are read.")
+    if kind is int:
+        least, most = LIMITS[name]
+        if not least <= value <= most:
+            raise RequestError(f"{where} is {shown(value)}; it must be from {least} to {most}.")

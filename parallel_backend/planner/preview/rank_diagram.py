@@ -1,0 +1,94 @@
+"""What each device does under a strategy, in words: the boxes of Strategy Selector's diagram. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...layout import Place
+from ...models.flux.keys import FluxDims
+from ...models.flux.weight_bytes import chunks_of, token_shares
+from ...shares import share, span
+from ...strategy import ParallelStrategy
+
+PROMPTS = ("cond", "uncond")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What sets a device apart on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor or share."""
+
+    axis: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One device. `rank`: None where it stays idle; `roles`: for each axis that is split, slowest axis first."""
+
+    device: str
+    rank: int | None
+    roles: tuple[Role, ...]
+
+    def describe(self) -> str:
+        """In a line, e.g. `cuda:0 · cond · ring 1/2 · heads 1/3`."""
+        return " · ".join([self.device, *(role.text for role in self.roles)])
+
+    def as_dict(self) -> dict[str, object]:
+        roles = [{"axis": role.axis, "text": role.text} for role in self.roles]
+        return {"device": self.device, "rank": self.rank, "roles": roles, "text": self.describe()}
+
+
+def seats_of(
+    strategy: ParallelStrategy, devices: tuple[str, ...], dims: FluxDims, *, images: int = 0, prompts: int = 0
+) -> tuple[Seat, ...]:
+    """One seat for each of `devices`, those in use first: device i is rank i.
+
+    `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy can share out.
+    """
+    images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
+    used = devices[: strategy.world_size]
+    seats = [
+        Seat(device, rank, tuple(_roles(strategy, rank, dims, images, prompts)))
+        for rank, device in enumerate(used)
+    ]
+    return (*seats, *(Seat(device, None, (Role("idle", "idle"),)) for device in devices[len(used) :]))
+
+
+def _roles(strategy: ParallelStrategy, rank: int, dims: FluxDims, images: int, prompts: int):
+    place = Place.of(strategy, rank)
+    if strategy.row_degree > 1:
+        yield Role("rows", _rows(strategy, place, images, prompts))
+    if strategy.pipefusion_degree > 1:
+        blocks = sum(len(chunk) for chunk in chunks_of(dims, strategy, place))
+        of = f"{blocks} of {dims.double_blocks + dims.single_blocks} blocks"
+        yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
+    for axis, own, degree, what in (
+        ("ring", place.ring, strategy.ring_degree, "ring"),
+        ("ulysses", place.ulysses, strategy.ulysses_degree, "heads"),
+        ("tensor", place.tensor, strategy.tensor_degree, "tensor"),
+    ):
+        if degree > 1:
+            yield Role(axis, f"{what} {own + 1}/{degree}")
+    if strategy.device_shares and strategy.sequence_degree > 1:
+        tenths = token_shares(strategy, place, 1000)[place.ring * strategy.ulysses_degree + place.ulysses]
+        yield Role("share", f"{tenths / 10:.0f} % of the tokens")
+
+
+def _rows(strategy: ParallelStrategy, place: Place, images: int, prompts: int) -> str:
+    """Rows are the images of the positive prompt, then those of the negative one, shared out in runs."""
+    part = span(share(images * prompts, strategy.row_degree), place.row(strategy))
+    found = []
+    for prompt in range(prompts):
+        first, last = max(part.start, prompt * images), min(part.stop, (prompt + 1) * images)
+        if first < last:
+            found.append(_images(first - prompt * images, last - prompt * images, images, prompt, prompts))
+    return " + ".join(found) or "no image"
+
+
+def _images(first: int, stop: int, images: int, prompt: int, prompts: int) -> str:
+    """Images [first, stop) of a prompt."""
+    words = [PROMPTS[prompt]] if prompts == len(PROMPTS) else []
+    if stop - first < images or not words:
+        numbers = f"image {first + 1}" if stop - first == 1 else f"images {first + 1} to {stop}"
+        words.append(f"{numbers} of {images}")
+    return ", ".join(words)

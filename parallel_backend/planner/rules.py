@@ -1,0 +1,179 @@
+"""Picks a strategy for a request and says why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import StrategyError
+from ..strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
+from .cost.machine import Automatic
+from .machine.device_shares import read_shares, unequal_remark
+from .ranking import APPROXIMATION
+
+MODES = ("auto", "manual")
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """What a person set on StrategySelector.
+
+    `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
+    device_shares.read_shares, in both modes; `approximation` as in choice.choose, in `auto`.
+    """
+
+    mode: str = "auto"
+    devices: str = "all"
+    strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
+    engine: str = "auto"
+    device_shares: str = ""
+    approximation: str = "if_needed"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise StrategyError(
+                f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.", inputs=("mode",)
+            )
+        if self.engine not in ENGINES:
+            raise StrategyError(
+                f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.", inputs=("engine",)
+            )
+        if self.approximation not in APPROXIMATION:
+            raise StrategyError(
+                f"approximation {self.approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}.",
+                inputs=("approximation",),
+            )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What will run: the strategy, the engine wished for, the reason in words, and what was resolved on the way."""
+
+    strategy: ParallelStrategy
+    engine: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    choice: StrategyChoice,
+    model: ModelShape,
+    request: RequestShape,
+    devices: tuple[str, ...],
+    advice: Automatic | None = None,
+) -> Decision:
+    """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks.
+
+    `advice`: what measurements and predictions say of this request; without it `auto` follows the rule.
+    """
+    shares = read_shares(choice.device_shares, devices)
+    if choice.mode == "auto":
+        strategy, reason = _by_rule(model, request, len(devices))
+        advised = []
+        if advice is not None:
+            advised = list(advice.notes)
+            if advice.choice is not None:
+                strategy, reason = advice.strategy, advice.choice.reason
+        strategy, notes = _with_shares(strategy, shares)
+        return Decision(strategy, choice.engine, reason, tuple(advised + notes + _remarks(strategy, devices)))
+    strategy, notes = _resolve_weights(choice.strategy)
+    strategy.check(model, len(devices), choice.engine)
+    strategy, moved = _resolve_conflicts(strategy, model, request)
+    strategy, shared = _with_shares(strategy, shares)
+    notes += moved + shared + _remarks(strategy, devices)
+    if strategy.world_size < len(devices):
+        notes.append(
+            f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
+            f"{strategy.describe()} uses {strategy.world_size}."
+        )
+    return Decision(strategy, choice.engine, f"{strategy.describe()}: set by hand", tuple(notes))
+
+
+def _by_rule(model: ModelShape, request: RequestShape, count: int) -> tuple[ParallelStrategy, str]:
+    if count == 1:
+        return ParallelStrategy(), "one device is selected"
+    cfg = 2 if request.has_cfg and count % 2 == 0 else 1
+    ulysses, ring = split_sequence(count // cfg, model.heads)
+    strategy = ParallelStrategy(cfg_degree=cfg, ulysses_degree=ulysses, ring_degree=ring)
+    because = [f"{count} devices are selected"]
+    if cfg == 2:
+        because.append("the request has a negative prompt (CFG 2 halves the work and moves almost nothing)")
+    if ulysses > 1:
+        because.append(f"Ulysses {ulysses} divides the {model.heads} attention heads")
+    if ring > 1:
+        because.append(
+            f"Ring {ring} takes the rest, which does not divide the {model.heads} attention heads"
+            if ulysses > 1
+            else f"the {model.heads} attention heads do not divide by {ring}, which Ring does not need"
+        )
+    return strategy, f"{strategy.describe()}: " + "; ".join(because)
+
+
+def _resolve_weights(strategy: ParallelStrategy) -> tuple[ParallelStrategy, list[str]]:
+    """Ways to hold the weights that do not go together: the one that saves more stays."""
+    notes = []
+    if strategy.pipefusion_degree > 1 and strategy.shards:
+        notes.append(
+            f"shard_weights and offload_weights are off: with pipefusion_degree {strategy.pipefusion_degree} each "
+            f"device holds its own blocks only, whole."
+        )
+        strategy = strategy.replace(shard_weights=False, offload_weights=False)
+    if strategy.pipefusion_degree > 1 and strategy.tensor_degree > 1:
+        freed = strategy.tensor_degree
+        notes.append(
+            f"tensor_degree {freed} became part of pipefusion_degree {strategy.pipefusion_degree * freed}: layers are "
+            f"not split within the stages of a pipeline."
+        )
+        strategy = strategy.replace(tensor_degree=1, pipefusion_degree=strategy.pipefusion_degree * freed)
+    return strategy, notes
+
+
+def _with_shares(strategy: ParallelStrategy, shares: tuple[float, ...]) -> tuple[ParallelStrategy, list[str]]:
+    """`shares` name a share for each selected device; the strategy may use fewer."""
+    strategy = strategy.replace(device_shares=shares[: strategy.world_size])
+    if not strategy.device_shares or strategy.sequence_degree * strategy.pipefusion_degree > 1:
+        return strategy, []
+    note = (
+        f"device_shares changes nothing for {strategy.replace(device_shares=()).describe()}: whole images and layers "
+        f"are split evenly; Ulysses, Ring and PipeFusion follow the shares."
+    )
+    return strategy.replace(device_shares=()), [note] if strategy.world_size > 1 else []
+
+
+def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
+    """What a strategy that can run will do worse than its owner may think."""
+    remarks = []
+    if strategy.pipefusion_degree > strategy.pipeline_patches:
+        remarks.append(
+            f"num_pipeline_patch {strategy.pipeline_patches} is less than pipefusion_degree "
+            f"{strategy.pipefusion_degree}: some devices wait at every step; "
+            f"{strategy.pipefusion_degree} or more keep all busy."
+        )
+    if not strategy.device_shares and (remark := unequal_remark(devices[: strategy.world_size])):
+        remarks.append(remark)
+    return remarks
+
+
+def _resolve_conflicts(
+    strategy: ParallelStrategy, model: ModelShape, request: RequestShape
+) -> tuple[ParallelStrategy, list[str]]:
+    """Degrees that this request gives nothing to do are moved to the sequence, so that no device idles."""
+    notes = []
+    images = "1 image" if request.batch == 1 else f"{request.batch} images"
+    for name, useless, why in (
+        (
+            "cfg_degree",
+            strategy.cfg_degree > 1 and not request.has_cfg,
+            "has no CFG (cfg 1.0 ignores the negative prompt)",
+        ),
+        ("data_degree", strategy.data_degree > request.batch, f"has {images}"),
+    ):
+        if not useless:
+            continue
+        freed = getattr(strategy, name)
+        ulysses, ring = split_sequence(strategy.sequence_degree * freed, model.heads)
+        before = strategy.describe()
+        strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
+        notes.append(
+            f"{before} became {strategy.describe()}: this request {why}, so {name} {freed} would idle."
+        )
+    return strategy, notes

@@ -1,0 +1,154 @@
+"""What a person set for the pack among ComfyUI's own settings: checked, and the default where it makes no sense."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..devices import resolve_devices
+from ..errors import DeviceError, StrategyError
+from ..options import APPROXIMATE_KERNELS
+from .rules import StrategyChoice
+
+log = logging.getLogger(__name__)
+
+PREFIX = "parallel_sampling."  # of the pack's entries in ComfyUI's file
+MOST_BYTES = 4 * 1024 * 1024  # of that file; more is none
+MOST_MINUTES = 7 * 24 * 60
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One entry. `problem`: what is wrong with a value, in words, None for nothing."""
+
+    default: str | bool | float
+    problem: Callable[[object], str | None]
+
+
+def _devices(value: object) -> str | None:
+    if not isinstance(value, str):
+        return "it is no text"
+    try:
+        resolve_devices(value)
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def _minutes(value: object) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and 0 <= value <= MOST_MINUTES:
+        return None
+    return f"it must be a number of minutes from 0 (never) to {MOST_MINUTES}"
+
+
+def _switch(value: object) -> str | None:
+    return None if isinstance(value, bool) else "it must be true or false"
+
+
+# web/settings.js offers the same ones; tests/planner/test_user_settings.py holds them together.
+SETTINGS = {
+    "default_devices": Setting("all", _devices),
+    "sleep_after_minutes": Setting(0.0, _minutes),
+    "stop_after_minutes": Setting(0.0, _minutes),
+    "start_at_launch": Setting(False, _switch),
+    "allow_approximate": Setting(True, _switch),
+    "metrics": Setting(False, _switch),
+}
+
+
+def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | float], list[str]]:
+    """(every setting by its name, what was wrong in words) from the entries of ComfyUI's file."""
+    values, problems = {}, []
+    for name, setting in SETTINGS.items():
+        value = found.get(PREFIX + name, setting.default)
+        problem = setting.problem(value)
+        if problem is not None:
+            problems.append(
+                f"the setting {name} is {_shown(value)}: {problem}; {_said(setting.default)} counts"
+            )
+            value = setting.default
+        values[name] = float(value) if isinstance(setting.default, float) else value
+    return values, problems
+
+
+def without_approximation(
+    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategyChoice:
+    """`choice` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
+    hand is refused with StrategyError, since another picture than was asked for would be no answer either.
+
+    `steps`: of the request; `step_cache`: one was asked for; `attention`: the kernel that was.
+    """
+    strategy = choice.strategy
+    asked = []
+    if choice.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
+        asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
+    if step_cache:
+        asked.append("set step_cache to off")
+    if attention in APPROXIMATE_KERNELS:
+        asked.append("set attention to auto")
+    if asked:
+        raise StrategyError(
+            f"This is approximate, and the setting Allow approximate strategies (Settings, Parallel Sampling) is off: "
+            f"{'; '.join(asked)}; or turn the setting on.",
+            inputs=("pipefusion_degree", "warmup_steps"),
+        )
+    return replace(choice, approximation="never")
+
+
+def _said(default: str | bool | float) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else default
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class SettingsFile:
+    """The settings in a file that ComfyUI writes, read again only when it has changed. Any thread.
+
+    `problems`: what was wrong with it the last time, in words.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: tuple[object, ...] | None = None
+        self._values, _ = check_settings({})
+        self.problems: tuple[str, ...] = ()
+
+    def read(self, path: Path) -> Mapping[str, str | bool | float]:
+        """Every setting by its name. A file that is missing or damaged leaves the defaults, and says so once."""
+        try:
+            status = path.stat()
+            seen = (path, status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            seen = (path,)
+        with self._lock:
+            if seen != self._seen:
+                found, problems = _entries(path) if len(seen) > 1 else ({}, [])
+                self._values, wrong = check_settings(found)
+                self._seen, self.problems = seen, (*problems, *wrong)
+                for problem in self.problems:
+                    log.warning("parallel sampling: %s", problem)
+            return self._values
+
+
+def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        found = json.loads(text) if len(text) <= MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
+    if not isinstance(found, dict):
+        return {}, ["ComfyUI's settings are not what they should be; the defaults count"]
+    return found, []

@@ -1,0 +1,213 @@
+"""The loop of one rank: `python -m parallel_backend.rank --fd N --parent PID`, started by the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def main(make_jobs=None) -> None:
+    """Greets the parent, joins the group, serves requests until the link ends.
+
+    `make_jobs(setup)` gives the object that does the work; it is RankJobs unless a test brings its own.
+    """
+    begun = time.perf_counter()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True, help="the inherited control link")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument(
+        "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
+    )
+    parser.add_argument("--whereabouts", type=int, required=True, help="the inherited page for notes")
+    arguments = parser.parse_args()
+    faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
+    die_with_parent(arguments.parent)
+
+    # Only now what takes a second: the parent may die during the import of torch as well.
+    from ..wire.transport import Link, LinkClosed
+
+    link = Link.from_descriptor(arguments.fd)
+    os.set_inheritable(arguments.fd, False)
+    try:
+        jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.whereabouts)
+        serve(link, arguments.epoch, jobs)
+    except LinkClosed:
+        _exit(0)
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Ends at once: interpreter shutdown would wait for collectives that have lost their peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that spawned it ends; ends it now if that has happened."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _join(link, epoch: int, make_jobs, begun: float, page: int):
+    """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
+    import torch
+
+    from ..wire.fault_injection import arm
+    from ..wire.heartbeat import here
+    from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
+    from .errors import failure
+
+    def say(message) -> None:
+        link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
+
+    say(Hello(os.getpid(), VERSION, platform.python_version(), str(torch.__version__)))
+    setup = _receive(link, epoch)[0].message
+    if not isinstance(setup, Setup):
+        raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
+    here.share(page, setup.rank)
+    arm(setup.rank, here)
+    try:
+        here.point("start")
+        if make_jobs is None:
+            from .worker import RankJobs as make_jobs
+        jobs = make_jobs(setup)
+    except Exception as error:
+        say(failure(error, setup.rank, setup.devices[setup.rank]))
+        raise
+    say(Ready(time.perf_counter() - begun))
+    return jobs
+
+
+def _receive(link, epoch: int):
+    """The next (envelope, descriptors) of this epoch. A frame of another one ends the rank: it cannot be answered."""
+    from ..errors import TransportError
+    from ..wire.transport import close_all
+
+    envelope, descriptors = link.receive()
+    if envelope.epoch != epoch:
+        close_all(descriptors)
+        raise TransportError(f"a message of epoch {envelope.epoch} came in epoch {epoch}")
+    return envelope, descriptors
+
+
+def serve(link, epoch: int, jobs) -> None:
+    """Answers each request with exactly one terminal message; returns never, ends with LinkClosed."""
+    from ..wire.deadlines import SEND
+    from ..wire.heartbeat import here
+    from ..wire.protocol import Cancel, Envelope
+    from ..wire.transport import close_all, pack_tensors
+
+    while True:
+        here.point("idle")
+        envelope, descriptors = _receive(link, epoch)
+        if isinstance(envelope.message, Cancel):
+            continue  # its request ended before it came
+        answer, result = _answer(link, envelope, descriptors, jobs)
+        payload = [pack_tensors(result)] if result is not None and jobs.world.rank == 0 else []
+        try:
+            link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
+        finally:
+            close_all(payload)
+
+
+def _answer(link, envelope, descriptors, jobs):
+    """(terminal message, result tensors or None) of one request."""
+    from ..errors import TransportError
+    from ..wire.deadlines import SEND
+    from ..wire.heartbeat import here
+    from ..wire.protocol import (
+        ApplyPatches,
+        Calibrate,
+        Compiling,
+        Decode,
+        Done,
+        Envelope,
+        KeepFactors,
+        Load,
+        LoadVae,
+        Predict,
+        Sample,
+        Sleep,
+        Wake,
+    )
+    from ..wire.transport import LinkClosed, close_all, unpack_tensors
+    from .errors import failure
+    from .step_boundary import StepBoundary
+
+    message, world = envelope.message, jobs.world
+    here.steps_done(0)
+
+    def say_compiling() -> None:
+        link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)
+
+    def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
+        return StepBoundary(
+            link,
+            envelope.epoch,
+            envelope.request,
+            rank=world.rank,
+            control=world.control,
+            device=world.device,
+            steps=steps,
+            previews=previews,
+            states=states,
+            meter=jobs.meter,
+        )
+
+    try:
+        try:
+            tensors = unpack_tensors(descriptors[0]) if descriptors else {}
+        finally:
+            close_all(descriptors)
+        match message:
+            case Load():
+                return Done(load=jobs.load(message.spec, message.strategy)), None
+            case Sample():
+                steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
+                on_step = boundary(steps, message.previews, message.states)
+                result, run = jobs.sample(message, tensors, on_step, say_compiling)
+                return Done(run=run), result
+            case Predict():
+                result, run = jobs.predict(message, tensors, say_compiling)
+                return Done(run=run), result
+            case KeepFactors():
+                jobs.patches.keep(tensors)
+                return Done(), None
+            case ApplyPatches():
+                return Done(patch=jobs.apply_patches(message, tensors)), None
+            case LoadVae():
+                return Done(load=jobs.vae.load(message, tensors)), None
+            case Decode():
+                on_step = boundary(jobs.vae.steps(tensors), previews=False)
+                result, decode = jobs.vae.decode(message, tensors, on_step)
+                return Done(decode=decode), result
+            case Sleep():
+                return Done(sleep=jobs.sleep(message.level)), None
+            case Wake():
+                return Done(sleep=jobs.wake()), None
+            case Calibrate():
+                return Done(calibration=jobs.calibrate(message)), None
+            case _:
+                raise TransportError(f"{type(message).__name__} is not a request")
+    except LinkClosed:
+        raise
+    except Exception as error:
+        return failure(error, world.rank, str(world.device)), None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What a rank holds on its device, noted down where the parent reads it unasked (whereabouts.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..wire.heartbeat import here
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Meter:
+    """`chunks`: of the model that is held; `bytes_sent`: to other ranks so far, as a function."""
+
+    def __init__(self, device: torch.device, bytes_sent: Callable[[], int]) -> None:
+        self._device = device
+        self._bytes_sent = bytes_sent
+        self._weights = 0
+
+    def weigh(self, chunks: Iterable[nn.Module]) -> None:
+        """The model is another one, or lies elsewhere."""
+        # Chunks of one rank share some.
+        parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
+        self._weights = sum(_local_bytes(p, self._device) for p in parameters.values())
+        self.note()
+
+    def note(self) -> None:
+        """Memory beside the weights is what torch allocated on an accelerator, and on the CPU what is no file's."""
+        if self._device.type == "cuda":
+            working = max(0, torch.cuda.memory_allocated(self._device) - self._weights)
+        else:
+            resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+            working = (int(resident) - int(shared)) * _PAGE
+        here.holds(self._weights, working, self._bytes_sent())
+
+
+def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a shard's own rows
+    return local.nbytes if local.device.type == device.type else 0

@@ -1,0 +1,139 @@
+"""The VAE that a rank holds beside its model, and the latents it decodes with it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..requests import LoadInfo
+from ..wire.decode_messages import RankDecode, check_decode
+from ..wire.payloads import Tensors
+from ..wire.protocol import Decode, LoadVae
+from .errors import PeerFailed
+from .step_boundary import StepBoundary
+
+if TYPE_CHECKING:
+    from ..engine.groups import World
+    from ..engine.vae.decoder import BandedDecoder
+
+
+class VaeJobs:
+    """One VAE at most, under the identity it was sent with. `all_good(error)`: whether no rank has one; collective."""
+
+    def __init__(self, world: World, all_good: Callable[[Exception | None], bool]) -> None:
+        self._world = world
+        self._all_good = all_good
+        self._identity = ""
+        self._decoder: BandedDecoder | None = None
+
+    def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
+        """Holds this VAE in place of another, on every rank or on none."""
+        begun = time.perf_counter()
+        self.drop()
+        model = error = None
+        try:
+            from ..engine.vae.decoder import BandedDecoder
+            from ..models.vae.module import load_vae
+
+            model = load_vae(tensors, self._world.device)
+            self._decoder = BandedDecoder(model, self._world)
+        except Exception as failure:
+            error = failure
+        if not self._all_good(error):
+            model = None
+            self.drop()
+            raise error or PeerFailed("another rank could not hold the VAE")
+        self._identity = message.identity
+        return LoadInfo(
+            seconds=time.perf_counter() - begun,
+            bytes=model.bytes,
+            cached=False,
+            dtype=_name(tensors["decoder.conv_in.weight"].dtype),
+            compute_dtype=_name(model.compute_dtype),
+        )
+
+    def steps(self, tensors: Tensors) -> int:
+        """Step boundaries that decoding these tensors passes."""
+        parts = 0 if self._decoder is None else self._decoder.parts
+        return parts * len(tensors.get("latent", ()))
+
+    def decode(
+        self, message: Decode, tensors: Tensors, on_step: StepBoundary
+    ) -> tuple[Tensors | None, RankDecode]:
+        """{"image": [B, H, W, 3]} on rank 0; one image after the other, so that a batch needs no more memory."""
+        begun = time.perf_counter()
+        latent = self._latent(message, tensors)
+        decoder, device = self._decoder, self._world.device
+        sent, before = decoder.bytes_sent, _start_peak(device)
+        step = 0
+
+        def on_part() -> None:
+            nonlocal step
+            on_step(step, latent)
+            step += 1
+
+        images = None
+        for i, one in enumerate(latent):
+            image = decoder(one, message.shares, on_part)
+            if image is None:
+                continue
+            if images is None:
+                images = torch.empty(len(latent), *image.shape, dtype=image.dtype)
+            images[i] = image
+        run = RankDecode(
+            seconds=time.perf_counter() - begun,
+            rows=decoder.rows(latent.shape[2], message.shares)[self._world.rank],
+            bytes_sent=decoder.bytes_sent - sent,
+            peak_bytes=_peak(device) - before,
+            compute_dtype=_name(decoder.compute_dtype),
+        )
+        _give_back(device)  # the sampler's next step may need what the largest layers took
+        return None if images is None else {"image": images}, run
+
+    def drop(self) -> None:
+        self._decoder = None
+        gc.collect()  # a decoder and the hooks on its layers refer to each other
+        _give_back(self._world.device)
+
+    def _latent(self, message: Decode, tensors: Tensors) -> Tensor:
+        """[B, C, h, w], checked alike on every rank before any of them begins."""
+        if self._decoder is None or self._identity != message.identity:
+            raise RequestError("the ranks do not hold the VAE of this request.")
+        if set(tensors) != {"latent"}:
+            raise RequestError(f"a latent was expected, not the tensors {', '.join(sorted(tensors))}.")
+        latent = tensors["latent"]
+        check_decode(latent, message.shares, self._world.world_size)
+        channels = self._decoder.dims.latent_channels
+        if latent.shape[1] != channels:
+            raise RequestError(
+                f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
+                "model family."
+            )
+        return latent
+
+
+def _start_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _give_back(device: torch.device) -> None:
+    """Returns what torch's allocator keeps of a device's memory."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

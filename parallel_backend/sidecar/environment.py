@@ -1,0 +1,76 @@
+"""The environment a rank starts with: what it needs to find its libraries and devices, and nothing secret."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..devices import is_cpu
+from ..options import COMPILE_BACKEND
+from ..wire.fault_injection import VARIABLE as FAULT
+
+_NAMES = {
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+    "HF_HOME",
+    "CC",
+    "CXX",
+    COMPILE_BACKEND,
+    FAULT,  # set by tests and benchmarks only
+}
+_PREFIXES = (
+    "LC_",
+    "XDG_",
+    "CUDA",
+    "NVIDIA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "ROCM_",
+    "MALLOC_",
+)
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+
+
+def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
+    """The part of `source` a rank may see, plus what the ranks of `devices` need; `root` comes first on its path."""
+    kept = {
+        name: value
+        for name, value in source.items()
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
+    }
+    search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
+    cores = len(os.sched_getaffinity(0))
+    # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
+    # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
+    threads = max(1, cores // len(devices))
+    # torch's own choice is 32 processes that compile, for each rank.
+    compiling = 1 if is_cpu(devices) else min(4, threads)
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
+    fixed = {
+        "PYTHONPATH": os.pathsep.join(search),
+        "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach its pipe
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
+    }
+    return defaults | kept | fixed

@@ -1,0 +1,119 @@
+"""Puts ranks to sleep that nobody has used for a while, and ends them after a longer one; one timer, no busy thread.
+
+The timer looks again every minute while there are idle ranks, so that changed settings count without being told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import ParallelError
+from .events import Ended, Event, Started
+from .sidecar import Sidecar, State
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN = 60.0  # s
+_IDLE = (State.READY, State.ASLEEP)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds without a request until idle ranks sleep, and until they end; 0: never."""
+
+    sleep_s: float
+    stop_s: float
+
+
+class _Timer(Protocol):
+    daemon: bool
+
+    def start(self) -> None: ...
+    def cancel(self) -> None: ...
+
+
+class IdleWatch:
+    """Hears what happens (`hear` is a listener of events.py) and acts on `sidecars()` that are idle.
+
+    Never on ranks that serve a request: those are left to it. `clock` and `timer(seconds, function)` are for tests.
+    """
+
+    def __init__(
+        self,
+        sidecars: Callable[[], Iterable[Sidecar]],
+        timeouts: Callable[[], Timeouts],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[float, Callable[[], None]], _Timer] = threading.Timer,
+    ) -> None:
+        self._sidecars, self._timeouts, self._clock, self._make_timer = sidecars, timeouts, clock, timer
+        self._lock = threading.Lock()
+        self._used: dict[tuple[str, ...], float] = {}  # when a request of these devices ended
+        self._timer: _Timer | None = None
+        self._runs_out = 0.0
+
+    def hear(self, event: Event) -> None:
+        """Notes the end of a request, and that ranks have started."""
+        if isinstance(event, Started) or (isinstance(event, Ended) and event.request != "sleep"):
+            with self._lock:
+                self._used[event.devices] = self._clock()
+                self._arm()
+
+    def close(self) -> None:
+        """Forgets everything; the timer with it."""
+        with self._lock:
+            self._used.clear()
+            self._arm()
+
+    def _arm(self) -> None:
+        """Has the timer run out when the first thing is due; one that runs out earlier is left alone."""
+        if not self._used:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        timeouts, now = self._timeouts(), self._clock()
+        due = [
+            at + seconds
+            for at in self._used.values()
+            for seconds in (timeouts.sleep_s, timeouts.stop_s)
+            if seconds > 0 and at + seconds > now
+        ]
+        at = min([now + LOOK_AGAIN, *due])
+        if self._timer is not None:
+            if self._runs_out <= at:
+                return
+            self._timer.cancel()
+        self._runs_out = at
+        self._timer = self._make_timer(at - now, self._look)
+        self._timer.daemon = True  # ComfyUI may end before that
+        self._timer.start()
+
+    def _look(self) -> None:
+        for sidecar in self._sidecars():
+            at, timeouts = self._used.get(sidecar.devices), self._timeouts()
+            if at is not None and sidecar.state in _IDLE:
+                _act(sidecar, self._clock() - at, timeouts)
+        living = {sidecar.devices for sidecar in self._sidecars() if sidecar.pids}
+        with self._lock:
+            self._used = {devices: at for devices, at in self._used.items() if devices in living}
+            self._timer = None
+            self._arm()
+
+
+def _act(sidecar: Sidecar, idle_s: float, timeouts: Timeouts) -> None:
+    names = ", ".join(sidecar.devices)
+    try:
+        if 0 < timeouts.stop_s <= idle_s:
+            if sidecar.stop_if_idle():
+                log.info("parallel sampling: ended the ranks on %s, idle for %.0f s", names, idle_s)
+        elif 0 < timeouts.sleep_s <= idle_s and sidecar.state is State.READY:
+            sidecar.sleep(level=2, should_cancel=lambda: sidecar.state not in _IDLE)
+            log.info("parallel sampling: put the ranks on %s to sleep, idle for %.0f s", names, idle_s)
+    except ParallelError:
+        log.warning("parallel sampling: idle ranks on %s did not obey", names, exc_info=True)

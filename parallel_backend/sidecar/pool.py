@@ -1,0 +1,88 @@
+"""The live sidecars of this process, one per device set; node objects hold no processes, so this registry does."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+
+from ..errors import ParallelError
+from ..requests import ModelSpec
+from .device_health import FAILING
+from .sidecar import Sidecar, State
+
+_RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
+
+log = logging.getLogger(__name__)
+
+_sidecars: dict[tuple[str, ...], Sidecar] = {}
+_lock = threading.RLock()  # what stops under it tells listeners, who may ask for all sidecars
+_owner = os.getpid()
+
+
+def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
+    """The sidecar of this device set. Others that use one of its devices are stopped first. Starts nothing."""
+    devices = tuple(devices)
+    with _lock:
+        for other in [key for key in _sidecars if key != devices and set(key) & set(devices)]:
+            _sidecars.pop(other).stop()
+        if devices not in _sidecars:
+            _sidecars[devices] = Sidecar(devices)
+        return _sidecars[devices]
+
+
+def running_within(devices: tuple[str, ...]) -> Sidecar | None:
+    """The running sidecar with the most ranks among those whose devices all belong to `devices`."""
+    with _lock:
+        within = [s for key, s in _sidecars.items() if set(key) <= set(devices) and s.state in _RUNNING]
+    return max(within, key=lambda sidecar: len(sidecar.devices), default=None)
+
+
+def all_sidecars() -> tuple[Sidecar, ...]:
+    """Every sidecar of the registry, started or not."""
+    with _lock:
+        return tuple(_sidecars.values())
+
+
+def put_to_sleep(spec: ModelSpec) -> None:
+    """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
+
+    Level 2 and not 1: the file is mapped once for all ranks, and a copy in host memory for each would be many.
+    """
+    for sidecar in all_sidecars():
+        if sidecar.model == spec and sidecar.state is State.READY:
+            try:
+                sidecar.sleep(level=2)
+            except ParallelError:
+                log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
+
+
+def is_held(spec: ModelSpec) -> bool:
+    """Whether ranks hold `spec` in their devices' memory."""
+    return any(sidecar.model == spec for sidecar in all_sidecars())
+
+
+def reset() -> tuple[tuple[str, ...], ...]:
+    """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
+    the groups that were BROKEN."""
+    FAILING.clear()
+    broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
+    for sidecar in broken:
+        sidecar.stop()  # which forgets its failures
+    return tuple(sidecar.devices for sidecar in broken)
+
+
+def stop_all() -> None:
+    """Ends every rank of this process and empties the registry."""
+    with _lock:
+        while _sidecars:
+            _sidecars.popitem()[1].stop()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:  # a forked child must leave its parent's ranks alone
+        stop_all()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,358 @@
+"""The one thread of ComfyUI's process that spawns ranks, watches them, reads what they print, and reaps them.
+
+It is one thread that never ends, because a rank's parent-death signal fires when the *thread* that spawned it ends.
+When one rank of a group dies, idle or busy, the others are killed: a peer that is stuck in a collective is only
+freed by its own death.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PlatformError, RankFailed
+from ..wire import deadlines
+from ..wire.heartbeat import Page
+from ..wire.transport import Link, link_pair
+from .environment import rank_environment
+from .exit_status import Ending, count_oom_kills, describe_ending
+
+PACK_ROOT = Path(__file__).resolve().parents[2]
+RANK_MODULE = "parallel_backend.rank"
+_FRAMES = 8  # of a rank that hangs
+OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
+_READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
+
+log = logging.getLogger("parallel_backend.ranks")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The first rank of a group that ended, and how."""
+
+    rank: int
+    ending: Ending
+
+    @property
+    def cause(self) -> str:
+        return self.ending.words
+
+    def error(self) -> RankFailed:
+        # Where memory ran out once it would again.
+        return RankFailed(
+            self.rank, self.cause, crashed=not self.ending.out_of_memory, reason=self.ending.reason
+        )
+
+
+class RankProcess:
+    """One rank as the supervisor sees it. Owned by the supervisor's thread."""
+
+    def __init__(self, rank: int, process: subprocess.Popen) -> None:
+        self.rank = rank
+        self.process = process
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self.output = bytearray()
+        self._oom_kills = count_oom_kills()
+        self._line = b""
+        os.set_blocking(process.stdout.fileno(), False)
+
+    def drain(self, limit: int = _READ) -> bool:
+        """Reads up to `limit` bytes of output; False at end of file."""
+        try:
+            data = os.read(self.process.stdout.fileno(), limit)
+        except BlockingIOError:
+            return True
+        self.output += data
+        del self.output[:-OUTPUT_KEPT]
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            log.info("rank %d: %s", self.rank, line.decode(errors="replace"))
+        self._line = self._line[-OUTPUT_KEPT:]
+        return bool(data)
+
+    def signal(self, number: int) -> None:
+        """Signals the rank and what it started (it leads its own session). Safe until it is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> Ending:
+        """Collects the ended process and closes what belonged to it; says how it ended."""
+        self.signal(signal.SIGKILL)  # compile workers and the like
+        _, status, usage = os.wait4(self.pid, 0)
+        self.process.returncode = code = os.waitstatus_to_exitcode(status)
+        # Not until end of file: a grandchild may have kept the pipe.
+        for _ in range(OUTPUT_KEPT // _READ + 1):
+            if not self.drain():
+                break
+        self.process.stdout.close()
+        os.close(self.pidfd)
+        oom_kills = count_oom_kills()
+        if oom_kills is not None and self._oom_kills is not None:
+            oom_kills -= self._oom_kills
+        return describe_ending(
+            code, bytes(self.output), oom_kills=oom_kills, peak_bytes=usage.ru_maxrss * 1024
+        )
+
+
+class RankGroup:
+    """The ranks of one start. The supervisor owns the processes; the caller that spawned it owns the links."""
+
+    def __init__(self, epoch: int, devices: tuple[str, ...]) -> None:
+        self.epoch = epoch
+        self.devices = devices
+        self.directory = _make_directory()
+        self.whereabouts = Page()
+        self.links: list[Link] = []
+        self.ranks: list[RankProcess] = []
+        self.death: Death | None = None
+        self.ended = threading.Event()  # one rank died, or the group is being stopped
+        self.gone = threading.Event()  # every rank is reaped
+        self.alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once `ended` is set
+        self.kill_at: float | None = None
+        self.abandoned = False  # the start failed half-way: nobody else will close it
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def rendezvous(self) -> str:
+        return str(Path(self.directory, "store"))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(member.pid for member in self.ranks)
+
+    def pid_of(self, rank: int) -> int | None:
+        return next((member.pid for member in self.ranks if member.rank == rank), None)
+
+    def end(self, death: Death | None) -> None:
+        """Notes why the group ends; the first reason stays."""
+        if self.ended.is_set():
+            return
+        self.death = death
+        self.ended.set()
+        os.eventfd_write(self.alarm, 1)
+        for link in self.links:
+            link.shut_down()
+
+    def close(self) -> None:
+        """Closes the caller's ends, once the group is gone and nobody waits on it."""
+        for link in self.links:
+            link.close()
+        self.whereabouts.close()
+        os.close(self.alarm)
+
+
+class Supervisor:
+    """Spawns and ends rank groups; its thread starts with the first group and lasts as long as the process."""
+
+    def __init__(self) -> None:
+        require_linux()
+        self._epochs = itertools.count(1)
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._selector = selectors.PollSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._awake)
+        self._groups: set[RankGroup] = set()
+        threading.Thread(target=self._run, name="parallel-supervisor", daemon=True).start()
+
+    def spawn(self, devices: tuple[str, ...], module: str = RANK_MODULE) -> RankGroup:
+        """Starts one process per device; returns before they have said anything."""
+        future: Future[RankGroup] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(self._spawn(devices, module))
+            except BaseException as error:  # it belongs to the caller, not to this thread
+                future.set_exception(error)
+
+        self._submit(command)
+        return future.result()
+
+    def stack_of(self, group: RankGroup, rank: int) -> str:
+        """Where a rank hangs, even one that holds the GIL: its innermost Python frames, empty when it is silent."""
+        member = next((one for one in group.ranks if one.rank == rank), None)
+        if member is None:
+            return ""
+        with contextlib.suppress(OSError):  # it has just ended; and its children are not asked
+            signal.pidfd_send_signal(member.pidfd, signal.SIGUSR1)
+        until = time.monotonic() + deadlines.STACK
+        while time.monotonic() < until:
+            time.sleep(deadlines.STACK / 10)
+            _, asked, frames = bytes(member.output).rpartition(b"Stack (most recent call first):\n")
+            if asked and frames.endswith(b"\n"):
+                return "\n".join(frames.decode(errors="replace").splitlines()[:_FRAMES])
+        return ""
+
+    def stop(self, group: RankGroup, grace: float = deadlines.TERMINATE) -> None:
+        """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped."""
+        self._submit(lambda: self._stop(group, grace))
+        group.gone.wait()
+
+    def kill(self, group: RankGroup) -> None:
+        """Ends every rank at once and blocks until all are reaped."""
+        self.stop(group, grace=0.0)
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        os.eventfd_write(self._wake, 1)
+
+    # Everything below runs in the supervisor's thread.
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._timeout()):
+                try:
+                    key.data()
+                except Exception:
+                    log.exception("the supervisor met an error and goes on")
+            now = time.monotonic()
+            for group in [g for g in self._groups if g.kill_at is not None and g.kill_at <= now]:
+                group.kill_at = None
+                _signal_all(group, signal.SIGKILL)
+
+    def _timeout(self) -> float | None:
+        times = [group.kill_at for group in self._groups if group.kill_at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _awake(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._commands:
+            self._commands.popleft()()
+
+    def _spawn(self, devices: tuple[str, ...], module: str) -> RankGroup:
+        group = RankGroup(next(self._epochs), devices)
+        self._groups.add(group)
+        try:
+            for rank in range(len(devices)):
+                ours, theirs = link_pair()
+                group.links.append(ours)
+                try:
+                    process = _popen(theirs, module, group)
+                finally:
+                    theirs.close()
+                member = RankProcess(rank, process)
+                group.ranks.append(member)
+                self._watch(group, member)
+        except BaseException:
+            group.abandoned = True
+            self._stop(group, grace=0.0)
+            if not group.ranks:
+                self._bury(group)
+            raise
+        return group
+
+    def _watch(self, group: RankGroup, member: RankProcess) -> None:
+        def output() -> None:
+            # Closed: the rank was reaped earlier in the same round of events.
+            if not member.process.stdout.closed and not member.drain():
+                self._selector.unregister(member.process.stdout)
+
+        self._selector.register(member.process.stdout, selectors.EVENT_READ, output)
+        self._selector.register(member.pidfd, selectors.EVENT_READ, lambda: self._died(group, member))
+
+    def _died(self, group: RankGroup, member: RankProcess) -> None:
+        self._selector.unregister(member.pidfd)
+        if member.process.stdout.fileno() in self._selector.get_map():
+            self._selector.unregister(member.process.stdout)
+        first = not group.ended.is_set()
+        ending = member.reap()
+        group.ranks = [other for other in group.ranks if other is not member]
+        if first:
+            _signal_all(group, signal.SIGKILL)
+            group.end(Death(member.rank, ending))
+            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], ending.words)
+        if not group.ranks:
+            self._bury(group)
+
+    def _stop(self, group: RankGroup, grace: float) -> None:
+        if group.gone.is_set():
+            return
+        group.end(None)
+        _signal_all(group, signal.SIGTERM if grace else signal.SIGKILL)
+        group.kill_at = time.monotonic() + grace
+
+    def _bury(self, group: RankGroup) -> None:
+        self._groups.discard(group)
+        shutil.rmtree(group.directory, ignore_errors=True)
+        group.gone.set()
+        if group.abandoned:
+            group.close()
+
+
+_supervisor: Supervisor | None = None
+_supervisor_pid = 0
+_supervisor_lock = threading.Lock()
+
+
+def get_supervisor() -> Supervisor:
+    """This process's supervisor. A forked child gets its own: it may not touch the ranks of its parent."""
+    global _supervisor, _supervisor_pid
+    with _supervisor_lock:
+        if _supervisor is None or _supervisor_pid != os.getpid():
+            _supervisor, _supervisor_pid = Supervisor(), os.getpid()
+        return _supervisor
+
+
+def require_linux() -> None:
+    """Raises PlatformError where ranks cannot run."""
+    if sys.platform != "linux":
+        raise PlatformError(
+            f"Parallel sampling needs Linux; this is {sys.platform}. On Windows, run ComfyUI inside WSL2."
+        )
+
+
+def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen:
+    command = [sys.executable, "-m", module, "--fd", str(link.fileno()), "--parent", str(os.getpid())]
+    page = group.whereabouts.descriptor
+    command += ["--epoch", str(group.epoch), "--whereabouts", str(page)]
+    return subprocess.Popen(
+        command,
+        cwd=PACK_ROOT,  # `-m` looks there first, whatever the folder is called
+        env=rank_environment(os.environ, PACK_ROOT, group.devices),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(link.fileno(), page),
+        start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
+    )
+
+
+def _make_directory() -> str:
+    """A private folder in which files can be written. Raises PlatformError where there is none."""
+    directory = None
+    try:
+        directory = tempfile.mkdtemp(prefix=f"parallel-backend-{os.getpid()}-")  # mode 0700
+        probe = Path(directory, "probe")
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+    except OSError as error:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise PlatformError(
+            f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet over a "
+            f"small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be written."
+        ) from None
+    return directory
+
+
+def _signal_all(group: RankGroup, number: int) -> None:
+    for member in group.ranks:
+        member.signal(number)

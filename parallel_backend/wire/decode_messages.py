@@ -1,0 +1,66 @@
+"""What is said of decoding a latent on the ranks: per rank over the link, and as a whole to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import RequestError
+from ..requests import LoadInfo
+
+
+@dataclass(frozen=True)
+class VaeWeights:
+    """A VAE whose tensors the ranks may need. `identity`: equal only for equal weights.
+
+    `tensors()`: what decoding needs, in ldm names and in the dtype to compute in; called when the ranks lack them.
+    """
+
+    identity: str
+    tensors: Callable[[], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class RankDecode:
+    """How one rank decoded. `seconds`: from the latent to its end; `rows`: of each latent that this rank computed.
+
+    `bytes_sent`: collective payload; `peak_bytes`: device memory beyond what was in use before, 0 on the CPU.
+    """
+
+    seconds: float
+    rows: int
+    bytes_sent: int
+    peak_bytes: int
+    compute_dtype: str
+
+
+@dataclass(frozen=True)
+class DecodeInfo:
+    """How a decode ran; tuples have one entry per rank, as in RankDecode. `load`: of the weights."""
+
+    load: LoadInfo
+    seconds: float
+    rows: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    compute_dtype: str
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """image: [B, H, W, 3] on the CPU in the compute dtype, about -1..1."""
+
+    image: torch.Tensor
+    info: DecodeInfo
+
+
+def check_decode(latent: torch.Tensor, shares: tuple[float, ...], ranks: int) -> None:
+    """Raises RequestError for a latent that is no [B, C, h, w], or shares that are not one positive number per rank."""
+    if latent.ndim != 4 or latent.numel() == 0:
+        raise RequestError(
+            f"the latent has shape {list(latent.shape)}; expected [batch, channels, height/8, width/8]."
+        )
+    if shares and (len(shares) != ranks or min(shares) <= 0):
+        raise RequestError(f"shares is {list(shares)}; expected {ranks} numbers above 0, one per rank.")

@@ -1,0 +1,94 @@
+"""Faults on purpose, for the tests and benchmarks of what happens then; without the variable there are none.
+
+`PARALLEL_SAMPLING_FAULT` holds a JSON object {"rank", "step", "kind", "point", "once"}: rank `rank` does `kind` when it
+comes to `point` with `step` steps of its request behind it. Points are "start", "idle", "load", "step" and every
+collective in whereabouts.py, which is met before it is entered. `once` names a file: a fault that finds it there does
+nothing, and one that fires makes it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .heartbeat import Whereabouts
+from .strict_json import from_json, parse
+
+VARIABLE = "PARALLEL_SAMPLING_FAULT"
+HANG = 3600  # s, longer than any deadline
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; see the module's words."""
+
+    rank: int
+    step: int
+    kind: str
+    point: str
+    once: str | None
+
+    def __call__(self, point: str, step: int) -> None:
+        if point != self.point or step != self.step:
+            return
+        if self.once is not None:
+            try:
+                Path(self.once).touch(exist_ok=False)
+            except FileExistsError:
+                return
+        KINDS[self.kind]()
+
+
+def arm(rank: int, whereabouts: Whereabouts) -> None:
+    """Has `whereabouts` meet the fault of the environment, if that is this rank's."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    fault = from_json(parse(text), Fault, VARIABLE)
+    if fault.rank == rank:
+        whereabouts.observer = fault
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _no_memory() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("a fault on purpose: tried to allocate 20.00 GiB")
+
+
+def _exhaust() -> None:
+    """Takes memory until the system ends the process."""
+    kept = []
+    with contextlib.suppress(MemoryError):
+        while True:
+            kept.append(b"x" * 2**24)
+    time.sleep(HANG)
+
+
+def _hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(HANG)
+
+
+def _raise() -> None:
+    raise RuntimeError("a fault on purpose")
+
+
+KINDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": _segfault,
+    "abort": os.abort,
+    "oom": _no_memory,
+    "exhaust": _exhaust,
+    "sleep": lambda: time.sleep(HANG),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "gil": _hold_the_gil,
+    "raise": _raise,
+}

@@ -1,0 +1,272 @@
+"""Requests as named tensors and back, and the shape rules they must keep on both sides."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..errors import RequestError, TransportError
+from ..requests import Conditioning, Extras, PredictRequest, SampleRequest, SamplerState
+from ..step_cache import check_threshold
+from .protocol import Sample
+
+Tensors = dict[str, torch.Tensor]
+
+
+def sample_tensors(request: SampleRequest) -> Tensors:
+    """The tensors of a sampling job; the numbers travel in protocol.Sample."""
+    check_sample(request)
+    tensors = {"noise": request.noise, "latent": request.latent, "sigmas": request.sigmas}
+    if request.denoise_mask is not None:
+        tensors["denoise_mask"] = request.denoise_mask
+    tensors |= conditioning_tensors(request.positive, "positive")
+    if request.negative is not None:
+        tensors |= conditioning_tensors(request.negative, "negative")
+    return tensors
+
+
+def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
+    """The sampling job that `sample_tensors` took apart. Raises TransportError for missing or unknown tensors."""
+    left = dict(tensors)
+    request = SampleRequest(
+        noise=_take(left, "noise"),
+        latent=_take(left, "latent"),
+        sigmas=_take(left, "sigmas"),
+        positive=_take_conditioning(left, "positive"),
+        negative=_take_conditioning(left, "negative") if "negative.context" in left else None,
+        cfg=message.cfg,
+        sampler=message.sampler,
+        seed=message.seed,
+        denoise_mask=left.pop("denoise_mask", None),
+        cache_threshold=message.cache_threshold,
+    )
+    _refuse_rest(left)
+    check_sample(request)
+    return request
+
+
+def state_tensors(state: SamplerState) -> Tensors:
+    """A sampler's state, numbers and all."""
+    tensors = {
+        "state.step": torch.tensor(state.step),
+        "state.x": state.x,
+        "state.generator": state.generator,
+        "state.exact": torch.tensor(state.exact),
+        "state.calls": torch.tensor([state.calls, state.reused]),
+    }
+    return tensors if state.denoised is None else tensors | {"state.denoised": state.denoised}
+
+
+def take_state(tensors: Tensors) -> SamplerState | None:
+    """Takes what `state_tensors` made out of `tensors`; None where there is none. Raises TransportError for part of
+    one, or one of the wrong dtypes."""
+    if "state.x" not in tensors:
+        return None
+    state = {
+        name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")
+    } | {"denoised": tensors.pop("state.denoised", None)}
+    x, denoised = state["x"], state["denoised"]
+    fits = (
+        (state["step"].dtype, state["step"].shape) == (torch.int64, ())
+        and (state["exact"].dtype, state["exact"].shape) == (torch.bool, ())
+        and (state["calls"].dtype, state["calls"].shape) == (torch.int64, (2,))
+        and (state["generator"].dtype, state["generator"].ndim) == (torch.uint8, 1)
+        and x.dtype == torch.float32
+        and (denoised is None or (denoised.dtype, denoised.shape) == (x.dtype, x.shape))
+    )
+    if not fits:
+        raise TransportError("a sampler's state in a payload has the wrong shapes or dtypes")
+    calls, reused = state["calls"].tolist()
+    numbers = {"step": int(state["step"]), "exact": bool(state["exact"]), "calls": calls, "reused": reused}
+    return SamplerState(**state | numbers)
+
+
+def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
+    """The tensors of one model call; the prompt only when the ranks do not know it yet."""
+    check_predict(request)
+    tensors = {"x": request.x, "sigma": request.sigma} | _extra_tensors(request.extras)
+    return tensors | (conditioning_tensors(request.conditioning, "prompt") if with_conditioning else {})
+
+
+def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditioning | None, Extras]:
+    """(x, sigma, conditioning or None, extras) of a model call's payload. Raises TransportError for other tensors."""
+    left = dict(tensors)
+    x, sigma, extras = _take(left, "x"), _take(left, "sigma"), _take_extras(left)
+    conditioning = _take_conditioning(left, "prompt") if left else None
+    _refuse_rest(left)
+    return x, sigma, conditioning, extras
+
+
+def _extra_tensors(extras: Extras) -> Tensors:
+    tensors = {f"reference.{i}": latent for i, latent in enumerate(extras.references)}
+    if extras.residuals:
+        unique = {id(residual): residual for residual in extras.residuals.values()}
+        tensors |= {f"residual.{i}": residual for i, residual in enumerate(unique.values())}
+        number = {identity: i for i, identity in enumerate(unique)}
+        tensors["residual_of"] = torch.tensor(
+            [[block, number[id(r)]] for block, r in extras.residuals.items()]
+        )
+    if extras.places is not None:
+        tensors["places"] = extras.places
+    return tensors if extras.mask is None else tensors | {"mask": extras.mask}
+
+
+def _take_extras(tensors: Tensors) -> Extras:
+    numbered: dict[str, dict[int, torch.Tensor]] = {"reference": {}, "residual": {}}
+    for name in [name for name in tensors if name.startswith(("reference.", "residual."))]:
+        kind, _, number = name.partition(".")
+        if not number.isdecimal() or len(number) > 4:
+            raise TransportError(f"a payload has an unknown tensor: {name[:80]!r}")
+        numbered[kind][int(number)] = tensors.pop(name)
+    references, residuals = numbered["reference"], numbered["residual"]
+    residual_of = tensors.pop("residual_of", torch.zeros(0, 2, dtype=torch.int64))
+    if residual_of.dtype != torch.int64 or residual_of.ndim != 2 or residual_of.shape[1] != 2:
+        raise TransportError("a payload does not say which block has which residual")
+    blocks = residual_of.tolist()
+    if {number for _, number in blocks} != set(residuals) or len({block for block, _ in blocks}) < len(
+        blocks
+    ):
+        raise TransportError("a payload's residuals do not belong to one block each, or more")
+    if sorted(references) != list(range(len(references))):
+        raise TransportError("a payload lacks a reference latent")
+    return Extras(
+        references=tuple(references[i] for i in range(len(references))),
+        places=tensors.pop("places", None),
+        mask=tensors.pop("mask", None),
+        residuals={block: residuals[number] for block, number in blocks},
+    )
+
+
+def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
+    tensors = {f"{name}.context": conditioning.context, f"{name}.pooled": conditioning.pooled}
+    if conditioning.guidance is not None:
+        tensors[f"{name}.guidance"] = conditioning.guidance
+    return tensors
+
+
+def check_sample(request: SampleRequest) -> None:
+    """Raises RequestError, naming the tensor and the shape it must have."""
+    shape = tuple(request.latent.shape)
+    if len(shape) != 4 or 0 in shape:
+        raise RequestError(
+            f"the latent has shape {list(shape)}; expected [batch, channels, height/8, width/8]."
+        )
+    _expect(tuple(request.noise.shape) == shape, "noise", request.noise, f"{list(shape)} like the latent")
+    _expect(request.sigmas.ndim == 1 and len(request.sigmas) >= 2, "sigmas", request.sigmas, "[steps + 1]")
+    if request.denoise_mask is not None:
+        mask, batch, channels = request.denoise_mask, shape[0], shape[1]
+        fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, channels)
+        _expect(
+            fits and tuple(mask.shape[2:]) == shape[2:], "denoise_mask", mask, f"[{batch}, 1, *{shape[2:]}]"
+        )
+    for conditioning in filter(None, (request.positive, request.negative)):
+        _check_conditioning(conditioning, shape[0])
+    for name in ("noise", "latent", "sigmas", "denoise_mask"):
+        _check_finite(name, getattr(request, name))
+    if not math.isfinite(request.cfg):
+        raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
+    check_threshold(request.cache_threshold)
+
+
+def check_predict(request: PredictRequest) -> None:
+    """Raises RequestError, naming the tensor and the shape it must have."""
+    _expect(
+        request.x.ndim == 4 and request.x.numel() > 0, "x", request.x, "[rows, channels, height/8, width/8]"
+    )
+    rows = request.x.shape[0]
+    _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
+    _check_conditioning(request.conditioning, rows)
+    _check_extras(request)
+
+
+def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
+    context, pooled, guidance = conditioning.context, conditioning.pooled, conditioning.guidance
+    some = f"1 or {rows}" if rows > 1 else "1"
+    _expect(
+        context.ndim == 3 and context.shape[0] in (1, rows), "context", context, f"[{some}, tokens, width]"
+    )
+    _expect(pooled.ndim == 2 and pooled.shape[0] in (1, rows), "pooled", pooled, f"[{some}, width]")
+    if guidance is not None:
+        _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
+    for name in ("context", "pooled", "guidance"):
+        _check_finite(name, getattr(conditioning, name))
+
+
+def _check_extras(request: PredictRequest) -> None:
+    extras, rows = request.extras, len(request.x)
+    some = f"1 or {rows}" if rows > 1 else "1"
+    image = _tokens(request.x)
+    for latent in extras.references:
+        fits = latent.ndim == 4 and latent.shape[0] in (1, rows) and latent.shape[1] == request.x.shape[1]
+        _expect(
+            fits and latent.numel() > 0,
+            "a reference latent",
+            latent,
+            f"[{some}, {request.x.shape[1]}, height/8, width/8]",
+        )
+        image += _tokens(latent)
+        _check_finite("a reference latent", latent)
+    if extras.references or extras.places is not None:
+        count = len(extras.references)
+        if extras.places is None or tuple(extras.places.shape) != (1 + count, 5):
+            raise RequestError(
+                f"An image and {count} reference latents need {1 + count} places of 5 numbers."
+            )
+        _check_finite("the places of the image's tokens", extras.places)
+    tokens = request.conditioning.context.shape[1] + image
+    if extras.mask is not None:
+        fits = extras.mask.ndim == 3 and extras.mask.shape[0] in (1, rows)
+        _expect(
+            fits and tuple(extras.mask.shape[1:]) == (tokens, tokens),
+            "the attention mask",
+            extras.mask,
+            f"[{some}, {tokens}, {tokens}], the tokens of text and image (and references)",
+        )
+    for block, residual in {id(r): (block, r) for block, r in extras.residuals.items()}.values():
+        fits = residual.ndim == 3 and residual.shape[0] in (1, rows) and 0 < residual.shape[1] <= image
+        name = f"what the ControlNet adds after block {block}"
+        _expect(fits, name, residual, f"[{some}, at most {image} tokens, width]")
+        _check_finite(name, residual)
+
+
+def _tokens(latent: torch.Tensor) -> int:
+    """Of 2 x 2 latent pixels; odd sides are padded."""
+    return -(-latent.shape[-2] // 2) * -(-latent.shape[-1] // 2)
+
+
+def _check_finite(name: str, tensor: torch.Tensor | None) -> None:
+    """Numbers that are none would come out as a black image, after all the time of a good one."""
+    if tensor is None or not tensor.is_floating_point():
+        return
+    if tensor.itemsize == 1:  # torch cannot add up fp8
+        tensor = tensor.float()
+    # A sum tells at a hundredth of the cost, unless it overflows.
+    if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        raise RequestError(
+            f"{name} has values that are NaN or infinite, which no step can mend; look at the node that made it."
+        )
+
+
+def _expect(fits: bool, name: str, tensor: torch.Tensor, shape: str) -> None:
+    if not fits:
+        raise RequestError(f"{name} has shape {list(tensor.shape)}; expected {shape}.")
+
+
+def _take(tensors: Tensors, name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise TransportError(f"a payload lacks the tensor {name!r}")
+    return tensors.pop(name)
+
+
+def _take_conditioning(tensors: Tensors, name: str) -> Conditioning:
+    return Conditioning(
+        context=_take(tensors, f"{name}.context"),
+        pooled=_take(tensors, f"{name}.pooled"),
+        guidance=tensors.pop(f"{name}.guidance", None),
+    )
+
+
+def _refuse_rest(tensors: Tensors) -> None:
+    if tensors:
+        raise TransportError(f"a payload has unknown tensors: {', '.join(sorted(tensors))}"[:200])

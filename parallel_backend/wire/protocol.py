@@ -1,0 +1,297 @@
+"""The closed set of messages between ComfyUI's process and a rank, and their strict JSON form.
+
+One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
+`request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors never
+travel here: they are a sealed memfd beside the datagram (transport.py).
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import dataclass
+
+from ..errors import TransportError
+from ..options import Compiled
+from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
+from ..strategy import ParallelStrategy
+from .calibration import Calibration
+from .decode_messages import RankDecode
+from .strict_json import from_json, parse, shown, to_json
+
+VERSION = 4
+MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
+NO_REQUEST = 0  # `request` of the handshake; requests count from 1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Rank to parent, first message: what runs at the other end. `protocol`: VERSION of the rank's code."""
+
+    pid: int
+    protocol: int
+    python: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Parent to rank: who you are. `rendezvous`: path of the FileStore; `devices`: all of them, in rank order."""
+
+    rank: int
+    world_size: int
+    devices: tuple[str, ...]
+    rendezvous: str
+    backend: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rank to parent: the process group stands. `seconds` since the rank's process began to run its code."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Parent to all ranks: hold this model, each rank the part of it that `strategy.weights` gives it."""
+
+    spec: ModelSpec
+    strategy: ParallelStrategy
+
+
+@dataclass(frozen=True)
+class KeepFactors:
+    """Parent to all ranks: keep the tensors in the payload, factors of LoRAs by digest, until no recent set of changes
+    uses them (weight_patches.RecentSets)."""
+
+
+@dataclass(frozen=True)
+class ApplyPatches:
+    """Parent to all ranks: make the weights the file's own with the changes described in the payload and no others.
+
+    `identity` names the set. All ranks do it or none.
+    """
+
+    identity: str
+
+
+@dataclass(frozen=True)
+class RankPatch:
+    """What one rank did for ApplyPatches: tensors computed or restored, in `seconds`."""
+
+    seconds: float
+    touched: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
+    resumed. `previews`: send denoised latents; `states`: send the sampler's states; `cache_threshold`: as in
+    SampleRequest."""
+
+    placement: Placement
+    cfg: float
+    sampler: str
+    seed: int
+    previews: bool
+    states: bool = False
+    cache_threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Parent to all ranks: one model call.
+
+    `conditioning`: key of the prompt, whose tensors are in the payload the first time the key is used;
+    `forget`: keys that will not be used again.
+    """
+
+    placement: Placement
+    conditioning: int
+    forget: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """Parent to all ranks: measure the links over the groups of `strategy`, in about `budget_s` seconds.
+
+    `thorough`: also each pair of ranks alone, whether what arrives is what was sent, and the attention kernel.
+    """
+
+    strategy: ParallelStrategy
+    budget_s: float
+    thorough: bool
+
+
+@dataclass(frozen=True)
+class LoadVae:
+    """Parent to all ranks: hold the VAE whose decoder is in the payload (ldm names) until another one comes."""
+
+    identity: str
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Parent to all ranks: decode the latents in the payload with the VAE sent as `identity`.
+
+    `shares`: how much of each image every rank takes, empty for equal shares.
+    """
+
+    identity: str
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Parent to all ranks: give device memory back. `level` 1: weights go to host memory; 2: they are discarded."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Parent to all ranks: take the weights back from host memory."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Parent to rank 0: end the request named in the envelope at its next step boundary."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, has the denoised preview
+    or the sampler's state."""
+
+    step: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """Rank to parent: it begins to compile a part of the model for the request that runs."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload;
+    `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`: as in RunInfo."""
+
+    engine: str
+    strategy: ParallelStrategy
+    seconds: float
+    bytes_sent: int
+    notes: tuple[str, ...]
+    exact: bool = True
+    model_calls: int = 0
+    reused_calls: int = 0
+    kernel: str = "torch"
+    compiled: Compiled | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors as payload."""
+
+    load: LoadInfo | None = None
+    run: RankRun | None = None
+    calibration: Calibration | None = None
+    decode: RankDecode | None = None
+    sleep: SleepInfo | None = None
+    patch: RankPatch | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Rank to parent, terminal: the request ended with an error.
+
+    `kind`: name of an error in errors.py, "RankFailed", or PEER_FAILED; `detail`: the last traceback lines.
+    """
+
+    kind: str
+    message: str
+    detail: str
+
+
+# `kind` of a rank that did its part but gave it up because another rank could not do its own.
+PEER_FAILED = "PeerFailed"
+
+Message = (
+    Hello
+    | Setup
+    | Ready
+    | Load
+    | KeepFactors
+    | ApplyPatches
+    | Sample
+    | Predict
+    | Calibrate
+    | LoadVae
+    | Decode
+    | Sleep
+    | Wake
+    | Cancel
+    | Progress
+    | Compiling
+    | Done
+    | Failed
+)
+_MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
+# How many payloads (file descriptors) may come with each message; none where it is not listed.
+_PAYLOADS = {kind: (1,) for kind in (KeepFactors, ApplyPatches, Sample, Predict, LoadVae, Decode)}
+_PAYLOADS |= {Progress: (0, 1), Done: (0, 1)}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message and what it belongs to."""
+
+    epoch: int
+    request: int
+    message: Message
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The datagram of `envelope`; raises TransportError when it is over MAX_MESSAGE_BYTES."""
+    frame = {
+        "version": VERSION,
+        "epoch": envelope.epoch,
+        "request": envelope.request,
+        "op": type(envelope.message).__name__,
+        "body": to_json(envelope.message),
+    }
+    data = json.dumps(frame, allow_nan=False, separators=(",", ":")).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TransportError(
+            f"a {frame['op']} message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}. "
+            "Shorten the path or text it carries."
+        )
+    return data
+
+
+def decode(data: bytes, payloads: int = 0) -> Envelope:
+    """The envelope in a datagram that came with `payloads` descriptors; raises TransportError on any deviation."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TransportError(f"a message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        frame = parse(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise TransportError(f"a message is not valid JSON: {error}") from None
+    if not isinstance(frame, dict) or frame.get("version") != VERSION:
+        found = frame.get("version") if isinstance(frame, dict) else None
+        raise TransportError(f"a message has protocol version {found!r}; this side speaks {VERSION}")
+    if set(frame) != {"version", "epoch", "request", "op", "body"}:
+        raise TransportError(f"a message has the wrong fields: {shown(sorted(frame))}")
+    kind = _MESSAGES.get(frame["op"]) if isinstance(frame["op"], str) else None
+    if kind is None:
+        raise TransportError(f"unknown message {shown(frame['op'])}")
+    allowed = _PAYLOADS.get(kind, (0,))
+    if payloads not in allowed:
+        raise TransportError(f"a {kind.__name__} message came with {payloads} payloads; allowed: {allowed}")
+    return Envelope(
+        epoch=from_json(frame["epoch"], int, "epoch"),
+        request=from_json(frame["request"], int, "request"),
+        message=from_json(frame["body"], kind, kind.__name__),
+    )

@@ -1,0 +1,88 @@
+"""Frozen dataclasses as JSON and back, strictly: whatever deviates from the declared types is refused by its place."""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+import typing
+from dataclasses import fields, is_dataclass
+
+from ..errors import ParallelError, TransportError
+
+
+def parse(text: str):
+    """json.loads that refuses what would read differently elsewhere: repeated fields, NaN. Raises ValueError."""
+    return json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+
+
+def to_json(value):
+    """`value` (a dataclass, a tuple of them, or plain) as what json.dumps takes."""
+    if is_dataclass(value):
+        types_of = _field_types(type(value))
+        return {f.name: _coerced(getattr(value, f.name), types_of[f.name]) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def _coerced(value, kind):
+    # A caller may write cfg=4: a float field goes out as a float, since the other side takes nothing else.
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return to_json(value)
+
+
+def from_json(value, kind, where: str):
+    """`value` as `kind`: int, float, str, bool, None, a union of those, tuple[kind, ...] or a dataclass of them."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if value is None and type(None) in options:
+            return None
+        (kind,) = (option for option in options if option is not type(None))
+        return from_json(value, kind, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TransportError(f"{where}: expected a list, found {shown(value)}")
+        return tuple(from_json(item, typing.get_args(kind)[0], where) for item in value)
+    if is_dataclass(kind):
+        return _dataclass_from_json(value, kind, where)
+    if type(value) is not kind:  # exact: True is no int, 1 no float
+        raise TransportError(f"{where}: expected {kind.__name__}, found {shown(value)}")
+    return value
+
+
+def _dataclass_from_json(value, kind, where: str):
+    types_of = _field_types(kind)
+    if not isinstance(value, dict) or set(value) != set(types_of):
+        raise TransportError(f"{where}: expected the fields {sorted(types_of)}, found {shown(value)}")
+    arguments = {name: from_json(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
+    try:
+        return kind(**arguments)
+    except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
+        raise TransportError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _field_types(kind) -> dict[str, object]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads: a field that appears twice would read differently on each side."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field appears twice")
+    return found
+
+
+def _refuse_constant(text: str):
+    raise ValueError(f"{text} is not a number here")
+
+
+def shown(value) -> str:
+    """`value` for an error message, cut to a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

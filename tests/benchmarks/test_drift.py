@@ -1,0 +1,55 @@
+"""Drift on the trained demo model: PipeFusion's falls with every warm-up step, a cache's rises with its threshold."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+WARM_UPS = (0, 2, 6, 12, 20)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """(PipeFusion's rows, the step cache's rows)"""
+    from drift import measure_drift
+    from step_cache import measure
+
+    from parallel_backend.requests import Placement
+    from parallel_backend.sidecar.sidecar import Sidecar
+    from parallel_backend.strategy import ParallelStrategy
+
+    sidecar, placement = Sidecar(("cpu:0", "cpu:1")), Placement(ParallelStrategy(cfg_degree=2))
+    try:
+        flowing = measure_drift(sidecar, patches=2, warm_ups=WARM_UPS, captions=2)
+        return flowing, measure(sidecar, placement, "euler", (0.08, 0.3), captions=1)
+    finally:
+        sidecar.stop()
+
+
+@pytest.fixture(scope="module")
+def rows(measured):
+    return measured[0]
+
+
+def test_drift_falls_with_warm_up_and_ends_at_zero(rows):
+    drift = [rows[str(warm_up)]["rms"] for warm_up in WARM_UPS]
+    assert drift == sorted(drift, reverse=True) and len(set(drift)) == len(WARM_UPS)
+    assert drift[-1] == 0.0
+
+
+def test_pictures_come_nearer_too(rows):
+    psnr = [rows[str(warm_up)]["psnr"] for warm_up in WARM_UPS]
+    assert psnr == sorted(psnr)
+
+
+def test_a_higher_threshold_reuses_more_model_calls_and_drifts_further(measured):
+    rows = measured[1]
+    assert rows["0"]["max_abs"] == 0.0 and rows["0"]["reused"] == 0
+    reused, psnr = (
+        [rows[threshold][name] for threshold in ("0", "0.08", "0.3")] for name in ("reused", "psnr")
+    )
+    assert reused == sorted(set(reused)) and psnr == sorted(set(psnr), reverse=True)

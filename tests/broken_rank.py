@@ -1,3 +1,0 @@
-"""A rank that cannot start: `python -m tests.broken_rank` fails in its imports, as a broken installation does."""
-
-import a_library_that_is_not_installed  # noqa: F401

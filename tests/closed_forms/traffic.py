@@ -1,0 +1,60 @@
+"""Closed forms of what each rank sends per model call, to check the counted bytes against."""
+
+from __future__ import annotations
+
+from parallel_backend.engine.token_split import TokenPlan
+from parallel_backend.shares import share
+from parallel_backend.strategy import ParallelStrategy
+
+
+def attention_elements(
+    lengths: tuple[int, ...], held: tuple[int, ...], index: int, ulysses: int, ring: int, hidden: int
+) -> int:
+    """What rank `index` of a sequence axis sends for one attention of one row, in elements.
+
+    `lengths`: tokens of each rank that ask; `held`: of each rank those whose keys and values go round the ring. With s
+    tokens on this rank and S in its Ulysses group of U ranks, Ulysses sends q, k, v and the output for the others'
+    heads and tokens: (3 s (U-1) + (S - s)) / U * hidden; Ring passes every share but the one that ends here.
+    """
+
+    def groups(tokens: tuple[int, ...]) -> list[int]:
+        return [sum(tokens[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
+
+    member, own = index // ulysses, lengths[index]
+    exchanged = (3 * own * (ulysses - 1) + (groups(lengths)[member] - own)) * hidden // ulysses
+    # This rank sends on its own share first and then all it receives, except the share that would come home.
+    sent_on = [groups(held)[(member - hop) % ring] for hop in range(ring - 1)]
+    return exchanged + 2 * sum(sent_on) * hidden // ulysses
+
+
+def expected_bytes(
+    strategy: ParallelStrategy,
+    rank: int,
+    *,
+    rows: int,
+    text: int,
+    image: int,
+    layers: int,
+    hidden: int,
+    latent_elements: int,
+    patch_channels: int = 64,
+    element_size: int = 4,
+) -> int:
+    """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each, weights aside.
+
+    Per layer and row of its share what `attention_elements` says.
+    After the last layer the outputs are gathered in float32: image tokens over the sequence, latents over the rows.
+    Under tensor parallelism a rank has a T-th of the heads; what its slices of the weights send, and shares of them, is
+    in weights_traffic.py.
+    """
+    rank, hidden = rank // strategy.tensor_degree, hidden // strategy.tensor_degree
+    u, r = strategy.ulysses_degree, strategy.ring_degree
+    sequence = u * r
+    plan = TokenPlan.split(text, image, sequence)
+    row_index, sequence_index = divmod(rank, sequence)
+    row_sizes = share(rows, strategy.row_degree)
+    n = row_sizes[row_index]
+    per_layer = attention_elements(plan.lengths, plan.lengths, sequence_index, u, r, hidden)
+    gather = (sequence - 1) * max(plan.image) * patch_channels if n else 0
+    rows_gather = (strategy.row_degree - 1) * max(row_sizes) * latent_elements
+    return n * (layers * per_layer * element_size + gather * 4) + rows_gather * 4

@@ -1,0 +1,67 @@
+"""Closed forms of what spreading the weights sends: tensor parallelism per layer, sharding per model call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from parallel_backend.engine.token_split import TokenPlan
+from parallel_backend.models.flux.keys import FluxDims, diffusers_shapes
+from parallel_backend.shares import share
+from parallel_backend.strategy import ParallelStrategy
+
+# Ends of the names of layers that tensor parallelism splits by rows of the weight, and by columns.
+_BY_ROWS = (
+    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
+    *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
+    *("norm1.linear", "norm1_context.linear", ".norm.linear"),
+)
+_BY_COLUMNS = ("to_out.0", "to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
+
+
+def tensor_bytes(
+    strategy: ParallelStrategy,
+    rank: int,
+    dims: FluxDims,
+    *,
+    rows: int,
+    text: int,
+    image: int,
+    element_size: int = 4,
+) -> int:
+    """Payload bytes that `rank` sends in one forward to put slices of layers together (`expected_bytes` has the rest).
+
+    With s tokens, text and image, and n rows on this rank, T ranks of the tensor axis: a double block adds up s tokens
+    twice, after attention and after the feed-forward layers, a single block once; a sum is 2 (T - 1) / T of them. The
+    modulation is put together from slices: 12 and 3 times the hidden size per row, T - 1 times a T-th.
+    """
+    ranks = strategy.tensor_degree
+    row_index, sequence_index = divmod(rank // ranks, strategy.sequence_degree)
+    tokens = TokenPlan.split(text, image, strategy.sequence_degree).lengths[sequence_index]
+    n = share(rows, strategy.row_degree)[row_index]
+    sums = 2 * dims.double_blocks + dims.single_blocks
+    joined = 12 * dims.double_blocks + 3 * dims.single_blocks
+    return (2 * sums * tokens + joined) * dims.hidden * (ranks - 1) // ranks * n * element_size
+
+
+def gathered_bytes(shapes: Iterable[tuple[int, ...]], ranks: int, element_size: int = 4) -> int:
+    """Payload bytes that each of `ranks` sends in one model call of a model with parameters of these shapes.
+
+    Its rows of each go to all others, and every rank's are as many as the largest share: ceil(rows / ranks).
+    """
+    shares = sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
+    return (ranks - 1) * shares * element_size
+
+
+def sliced_shapes(dims: FluxDims, degree: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter of diffusers' layout with the shape of one rank's slice of it."""
+    return {name: _sliced(name, shape, degree) for name, shape in diffusers_shapes(dims).items()}
+
+
+def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    layer, _, kind = name.rpartition(".")
+    if layer.endswith(_BY_ROWS):
+        return (shape[0] // degree, *shape[1:])
+    if layer.endswith(_BY_COLUMNS) and kind == "weight":
+        return (shape[0], shape[1] // degree)
+    return shape

@@ -1,0 +1,297 @@
+"""PipeFusion: exact while whole images flow, and what its paper says once patches do; alone and with other axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oracle import oracle_model, oracle_sample
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.pipefusion.schedule import turns
+from parallel_backend.engine.pipefusion.stage import Item
+from parallel_backend.errors import Cancelled
+from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sampling.denoise import denoise
+from parallel_backend.shares import share
+from parallel_backend.strategy import ParallelStrategy
+from patchwise_oracle import patchwise_sample
+from ranks import run_ranks
+from tests.closed_forms.pipeline_traffic import PipelineTraffic
+from tests.engine.test_parity import CASES as ALL_CASES
+from tests.engine.test_parity import CONTEXT, POOLED, TOLERANCE
+from tiny_flux import write_tiny_flux
+
+HEADS, DOUBLE, SINGLE = 2, 2, 4
+CASES = {
+    name: ALL_CASES[name]
+    for name in (
+        "dividing, cfg 1, batch 1",
+        "not dividing, cfg 4, batch 1",
+        "odd sides, cfg 4, batch 3",
+        "text lengths differ",
+        "fewer text tokens than ranks",
+        "fewer image tokens than ranks",
+    )
+}
+
+
+class Boundary:
+    """A boundary that notes steps and stops at the question it is told."""
+
+    def __init__(self, stop_at=None):
+        self.steps, self.asked, self.stop_at = [], 0, stop_at
+
+    def __call__(self, i, denoised):
+        self.steps.append(i)
+
+    passed = __call__
+
+    def is_stopped(self, lag):
+        self.asked += 1
+        return self.stop_at is not None and self.asked > self.stop_at
+
+
+def sample(world, path, strategies, cases):
+    layouts, results, loaded = Layouts(world), {}, {}
+    for strategy in strategies:
+        if strategy.weights not in loaded:
+            loaded[strategy.weights] = load_under(ModelSpec(path), layouts, strategy)
+        forward = make_forward(loaded[strategy.weights], layouts, Placement(strategy))
+        for name in cases:
+            before = forward.bytes_sent
+            key = f"{name_of(strategy)}: {name}"
+            results[key] = denoise(forward, CASES[name], Boundary())
+            results[f"{key}: bytes"] = forward.bytes_sent - before
+    return results
+
+
+def pipe(stages, **more):
+    return ParallelStrategy(pipefusion_degree=stages, **{"warmup_steps": 99, **more})
+
+
+def name_of(strategy):
+    return f"{strategy.describe()}, {strategy.pipeline_patches} patches, warm-up {strategy.warmup_steps}"
+
+
+STRATEGIES = {
+    2: [pipe(2), pipe(2, num_pipeline_patch=5), pipe(2, device_shares=(2, 1))],
+    3: [pipe(3), pipe(3, num_pipeline_patch=2)],
+    4: [
+        pipe(4),
+        pipe(2, cfg_degree=2),
+        pipe(2, ulysses_degree=2),
+        pipe(2, ring_degree=2),
+        pipe(2, data_degree=2),
+        pipe(2, ulysses_degree=2, num_pipeline_patch=3, device_shares=(3, 1, 2, 1)),
+    ],
+}
+ALL = [s for group in STRATEGIES.values() for s in group]
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    sizes = dict(
+        heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE, context_dim=CONTEXT, pooled_dim=POOLED
+    )
+    model = oracle_model(folder, **sizes)
+    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
+    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}, model
+
+
+@pytest.fixture(scope="module")
+def exact_results(subject):
+    cache = {}
+
+    def get(world_size):
+        if world_size not in cache:
+            cache[world_size] = run_ranks(sample, world_size, subject[0], STRATEGIES[world_size], list(CASES))
+        return cache[world_size]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", ALL, ids=name_of)
+@pytest.mark.xdist_group("pipeline_parity")
+def test_with_warm_up_for_all_steps_it_equals_one_process(exact_results, subject, strategy, case):
+    expected = subject[1][case]
+    for rank, results in enumerate(exact_results(strategy.world_size)):
+        difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
+        assert difference <= TOLERANCE, f"rank {rank}: {difference:.2e}"
+
+
+# Patches flow after 0, 1 or 2 of 3 steps.
+FLOWING = {
+    2: [
+        pipe(2, warmup_steps=0),
+        pipe(2, warmup_steps=0, num_pipeline_patch=5),
+        pipe(2, warmup_steps=1, num_pipeline_patch=3),
+        pipe(2, warmup_steps=2, num_pipeline_patch=7),
+        pipe(2, warmup_steps=1, device_shares=(1, 3)),
+    ],
+    3: [pipe(3, warmup_steps=1, num_pipeline_patch=2), pipe(3, warmup_steps=0, num_pipeline_patch=4)],
+    4: [
+        pipe(4, warmup_steps=1),
+        pipe(2, cfg_degree=2, warmup_steps=1),
+        pipe(2, ulysses_degree=2, warmup_steps=1, num_pipeline_patch=4),
+        pipe(2, ring_degree=2, warmup_steps=0, num_pipeline_patch=3),
+        pipe(2, ring_degree=2, warmup_steps=1, num_pipeline_patch=3, device_shares=(3, 1, 2, 1)),
+        pipe(2, data_degree=2, warmup_steps=1),
+    ],
+}
+WITHOUT_CFG = ("dividing, cfg 1, batch 1", "fewer text tokens than ranks", "fewer image tokens than ranks")
+
+
+@pytest.fixture(scope="module")
+def flowing_results(subject):
+    cache = {}
+
+    def get(world_size):
+        if world_size not in cache:
+            cache[world_size] = run_ranks(sample, world_size, subject[0], FLOWING[world_size], list(CASES))
+        return cache[world_size]
+
+    return get
+
+
+@pytest.mark.parametrize("case", WITHOUT_CFG)
+@pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
+@pytest.mark.xdist_group("pipeline_parity")
+def test_flowing_patches_equal_the_papers_algorithm_in_one_process(flowing_results, subject, strategy, case):
+    request, model = CASES[case], subject[2]
+    height, width = request.noise.shape[-2:]
+    tokens = height * width // 4
+    patches = share(tokens, min(tokens, strategy.pipeline_patches))
+    expected = patchwise_sample(model, request, strategy.warmup_steps, patches)
+    for results in flowing_results(strategy.world_size):
+        difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
+        assert difference <= TOLERANCE
+    exact = (expected - subject[1][case]).abs().max() / expected.abs().max()
+    assert exact > 1e-3 or len(patches) == 1  # else this shows nothing of patches
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
+@pytest.mark.xdist_group("pipeline_parity")
+def test_flowing_patches_depend_on_their_number_and_on_no_other_axis(flowing_results, strategy, case):
+    """CFG, batches, odd sides and all axes: the same patches on 2 ranks without another axis give the same latent."""
+    key = f"{name_of(strategy)}: {case}"
+    results = flowing_results(strategy.world_size)
+    assert all(torch.equal(results[0][key], other[key]) for other in results[1:])
+    wanted = (strategy.warmup_steps, strategy.pipeline_patches)
+    same = [s for s in FLOWING[2] if (s.warmup_steps, s.pipeline_patches) == wanted]
+    if same:
+        other = flowing_results(2)[0][f"{name_of(same[0])}: {case}"]
+        assert (results[0][key] - other).abs().max() <= TOLERANCE * other.abs().max()
+
+
+EVEN = [s for group in (STRATEGIES, FLOWING) for same in group.values() for s in same if not s.device_shares]
+
+
+@pytest.mark.parametrize("strategy", EVEN, ids=name_of)
+@pytest.mark.xdist_group("pipeline_parity")
+def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strategy):
+    results = (exact_results if strategy.warmup_steps == 99 else flowing_results)(strategy.world_size)
+    for rank in range(strategy.world_size):
+        for name, case in CASES.items():
+            if name == "text lengths differ":
+                continue  # the closed form is for rows of one length
+            batch, _, height, width = case.noise.shape
+            traffic = PipelineTraffic(
+                strategy,
+                rank,
+                rows=batch * len(case.prompts),
+                text=case.positive.context.shape[1],
+                image=-(-height // 2) * -(-width // 2),
+                double=DOUBLE,
+                single=SINGLE,
+                hidden=HEADS * 128,
+                latent_elements=16 * height * width,
+            )
+            steps = len(case.sigmas) - 1
+            exact = min(strategy.warmup_steps, steps)
+            expected = exact * traffic.whole()
+            if exact < steps:
+                expected += traffic.flowing(first=exact == 0) + (steps - exact - 1) * traffic.flowing()
+                expected += traffic.end(batch)
+            assert results[rank][f"{name_of(strategy)}: {name}: bytes"] == expected, f"rank {rank}, {name}"
+
+
+SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+
+
+def sample_with_each_sampler(world, path, strategy):
+    layouts = Layouts(world)
+    forward = make_forward(load_under(ModelSpec(path), layouts, strategy), layouts, Placement(strategy))
+    case = CASES["odd sides, cfg 4, batch 3"]
+    mask = torch.linspace(0, 1, 3 * 9 * 13).reshape(3, 1, 9, 13)
+    case = replace(case, denoise_mask=mask)
+    return {name: denoise(forward, replace(case, sampler=name), Boundary()) for name in SAMPLERS}
+
+
+def test_one_patch_is_exact_with_every_sampler_masks_and_odd_sides(subject):
+    """A single patch attends to nothing old: samplers that run patch by patch then give the whole latent's result."""
+    flowing = pipe(2, warmup_steps=1, num_pipeline_patch=1)
+    exact = run_ranks(sample_with_each_sampler, 2, subject[0], pipe(2))[0]
+    patched = run_ranks(sample_with_each_sampler, 2, subject[0], flowing)[0]
+    for name in SAMPLERS:
+        assert (patched[name] - exact[name]).abs().max() <= TOLERANCE * exact[name].abs().max(), name
+
+
+def stop_and_go_on(world, path, strategy, questions):
+    layouts = Layouts(world)
+    forward = make_forward(load_under(ModelSpec(path), layouts, strategy), layouts, Placement(strategy))
+    case = CASES["not dividing, cfg 4, batch 1"]
+    before = denoise(forward, case, Boundary())
+    for stop_at in range(questions):
+        with pytest.raises(Cancelled):
+            denoise(forward, case, Boundary(stop_at))
+    return [before, denoise(forward, case, Boundary())]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pipe(2, warmup_steps=1, num_pipeline_patch=3),
+        pipe(2, cfg_degree=2, warmup_steps=0),
+        pipe(3, warmup_steps=1),
+    ],
+    ids=name_of,
+)
+def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
+    """Twice a patch the ranks may learn of a cancel; messages under way must not reach the next job."""
+    questions = 2 * strategy.pipeline_patches * (3 - strategy.warmup_steps) - 1
+    for before, after in run_ranks(stop_and_go_on, strategy.world_size, subject[0], strategy, questions):
+        assert torch.equal(before, after)
+
+
+def test_no_turn_holds_an_item_beside_one_that_it_needs():
+    items = [Item((), patch, evaluation) for evaluation in range(3) for patch in range(3)]
+    sizes = [len(turn) for turn in turns(iter(items), 2)]
+    assert sizes == [2, 2, 2, 2, 1]
+    assert [len(turn) for turn in turns(iter(items), 4)] == [3, 3, 3]
+    for turn in turns(iter(items), 4):
+        assert not any(item.needs(other) for item in turn for other in turn)
+
+
+def blocks_held(world, path, strategy):
+    layouts = Layouts(world)
+    model = load_under(ModelSpec(path), layouts, strategy)
+    names = [name for chunk in model.chunks for name in chunk.state_dict()]
+    parameters = {id(p): p.numel() for chunk in model.chunks for p in chunk.parameters()}
+    return [sum(parameters.values()), "\n".join(names)]
+
+
+def test_each_stage_loads_its_own_blocks_and_no_others(subject):
+    whole = sum(p.numel() for p in subject[2].parameters())
+    first, last = run_ranks(blocks_held, 2, subject[0], pipe(2))
+    assert "x_embedder" in first[1] and "x_embedder" not in last[1]
+    assert "proj_out" in last[1] and "norm_out" not in first[1]
+    embedders = sum(p.numel() for p in subject[2].time_text_embed.parameters())  # on every stage
+    assert first[0] + last[0] == whole + embedders
+    assert max(first[0], last[0]) <= 0.55 * whole

@@ -1,0 +1,115 @@
+"""Whole, sharded and sliced weights on one warm group of ranks, from the caller's side: real ranks, a tiny Flux."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.errors import Cancelled, CheckpointError, OutOfMemory, StrategyError
+from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from spread_weights import difference
+from tests.rank.test_main import flux_request
+from tiny_flux import write_tiny_flux
+
+TOLERANCE = 1e-5
+WHOLE = ParallelStrategy(ulysses_degree=2)
+SHARDED = ParallelStrategy(ulysses_degree=2, shard_weights=True)
+SHARDED_BY_ROWS = ParallelStrategy(cfg_degree=2, shard_weights=True)
+SLICED = ParallelStrategy(tensor_degree=2)
+
+
+@pytest.fixture
+def flux(tmp_path):
+    return ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny.safetensors")))
+
+
+def request(cfg=1.0):
+    plain = flux_request()
+    return replace(plain, cfg=cfg, negative=plain.positive if cfg != 1.0 else None)
+
+
+def test_one_warm_group_changes_between_whole_sharded_and_sliced_weights(two_real_ranks, flux):
+    expected = two_real_ranks.sample(flux, request(), Placement(WHOLE)).latent
+    pids = two_real_ranks.pids
+    for strategy in (SHARDED, SHARDED_BY_ROWS, SLICED, WHOLE, SLICED, SHARDED):
+        result = two_real_ranks.sample(flux, request(), Placement(strategy))
+        assert difference(result.latent, expected) <= TOLERANCE, strategy.describe()
+        assert result.info.strategy == strategy
+        assert two_real_ranks.pids == pids
+
+
+def test_strategies_that_hold_the_same_shares_need_no_second_load(two_real_ranks, flux):
+    assert not two_real_ranks.load(flux, SHARDED).cached
+    assert two_real_ranks.load(flux, SHARDED_BY_ROWS).cached
+    assert not two_real_ranks.load(flux, SLICED).cached
+    assert not two_real_ranks.load(flux, SHARDED).cached
+
+
+def test_single_model_calls_gather_weights_too(two_real_ranks, flux):
+    wanted = request()
+    call = PredictRequest(wanted.noise, torch.tensor([0.5]), wanted.positive)
+    whole, _ = two_real_ranks.predict(flux, call, Placement(WHOLE))
+    for strategy in (SHARDED, SHARDED_BY_ROWS, SLICED):  # under CFG 2 one of the ranks has no row
+        for _ in range(2):
+            velocity, info = two_real_ranks.predict(flux, call, Placement(strategy))
+            assert difference(velocity, whole) <= TOLERANCE
+            assert min(info.bytes_sent) > 0
+
+
+def test_a_cancelled_run_leaves_sharded_weights_usable(two_real_ranks, flux):
+    expected = two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS)).latent
+    pids = two_real_ranks.pids
+
+    def stop(step, steps, denoised):
+        two_real_ranks.cancel()
+
+    with pytest.raises(Cancelled):
+        two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS), on_step=stop)
+    again = two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS)).latent
+    assert torch.equal(again, expected) and two_real_ranks.pids == pids
+
+
+@pytest.mark.parametrize("strategy", [SHARDED, SLICED], ids=lambda s: s.describe())
+def test_a_refused_file_leaves_the_group_and_its_model_alone(two_real_ranks, flux, tmp_path, strategy):
+    expected = two_real_ranks.sample(flux, request(), Placement(strategy)).latent
+    pids = two_real_ranks.pids
+    bad = tmp_path / "bad.safetensors"
+    shutil.copy(flux.path, bad)
+    with bad.open("r+b") as file:
+        file.truncate(10_000)
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors is refused"):
+        two_real_ranks.sample(ModelSpec(str(bad)), request(), Placement(strategy))
+    assert two_real_ranks.load(flux, strategy).cached
+    assert torch.equal(two_real_ranks.sample(flux, request(), Placement(strategy)).latent, expected)
+    assert two_real_ranks.pids == pids
+
+
+@pytest.mark.parametrize("strategy", [SHARDED, SLICED], ids=lambda s: s.describe())
+def test_memory_that_ends_on_one_rank_leaves_the_group_usable(no_leaks, flux, tmp_path, strategy):
+    large = ModelSpec(shutil.copy(flux.path, tmp_path / "too large.safetensors"))
+    sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="tests.support.rank_programs.short_of_memory_rank")
+    try:
+        expected = sidecar.sample(flux, request(), Placement(strategy)).latent
+        pids = sidecar.pids
+        for _ in range(2):
+            with pytest.raises(OutOfMemory, match="Rank 1 ran out of memory"):
+                sidecar.sample(large, request(), Placement(strategy))
+        assert torch.equal(sidecar.sample(flux, request(), Placement(strategy)).latent, expected)
+        assert sidecar.pids == pids
+    finally:
+        sidecar.stop()
+
+
+def test_what_a_pipeline_cannot_do_is_refused_and_the_group_lives_on(two_real_ranks, flux):
+    two_real_ranks.load(flux, SLICED)
+    pids = two_real_ranks.pids
+    strategy = ParallelStrategy(pipefusion_degree=2, shard_weights=True)
+    with pytest.raises(StrategyError, match="pipefusion_degree 2 with shard_weights"):
+        two_real_ranks.sample(flux, request(), Placement(strategy))
+    two_real_ranks.sample(flux, request(), Placement(SLICED))
+    assert two_real_ranks.pids == pids

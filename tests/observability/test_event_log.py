@@ -1,0 +1,129 @@
+"""Lines of JSON: what they say and keep to themselves, where they go, and that no disk can harm a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import datetime, timedelta
+
+import pytest
+
+from parallel_backend.observability import event_log
+from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
+from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
+from parallel_backend.sidecar import events
+from parallel_backend.sidecar.events import Changed, Ended, Failed, Loaded, Started, Stepped, tell
+from parallel_backend.strategy import ParallelStrategy
+
+TWO = ("cuda:0", "cuda:1")
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+STORY = (
+    Started(TWO, 4.0, "rank 1 failed: OSError: /home/me/secret"),
+    Changed(TWO),
+    Loaded(TWO, ModelSpec("/home/me/secret/flux.safetensors"), LoadInfo(2.0, 24, False, "bf16", "bf16")),
+    Stepped(TWO, 1, 28, 0.25, ULYSSES),
+    Failed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
+    Failed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
+    Ended(TWO, "sample", "done", 9.0, None, RunInfo("native", ULYSSES, (0.25,), (7, 8)), ULYSSES, 2),
+    Ended(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
+)
+
+
+@pytest.fixture
+def began():
+    """Begins logs that end with the test."""
+    ends = []
+
+    def begin(target, **options):
+        ends.append(begin_log({VARIABLE: str(target)}, **options))
+        return ends[-1]
+
+    before = len(events._listeners)
+    yield begin
+    for end in filter(None, ends):
+        end()
+    assert len(events._listeners) == before
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_path):
+    file = tmp_path / "log.jsonl"
+    end = began(file)
+    for event in STORY:
+        tell(event)
+    end()
+    lines = _lines(file)
+    assert [line["event"] for line in lines] == [
+        "started",
+        "loaded",
+        "stepped",
+        "failed",
+        "failed",
+        "ended",
+        "ended",
+    ]
+    assert all(line["devices"] == list(TWO) for line in lines)
+    at = datetime.fromisoformat(lines[0]["time"].replace("Z", "+00:00"))
+    assert at.utcoffset() == timedelta(0) and abs(at.timestamp() - time.time()) < 60
+    started, loaded, stepped, killed, raised, done, cancelled = lines
+    assert started["after_failure"] is True and (loaded["model"], loaded["bytes"]) == ("flux.safetensors", 24)
+    assert (stepped["step"], stepped["steps"], stepped["strategy"]) == (1, 28, "Ulysses 2")
+    assert (killed["cause"], killed["reason"], killed["device"]) == ("killed by SIGKILL", "signal", "cuda:1")
+    assert (raised["cause"], raised["reason"]) == ("OSError", "error")
+    assert (done["result"], done["images"], done["bytes_sent"], done["exact"]) == ("done", 2, [7, 8], True)
+    assert (cancelled["cancel_seconds"], cancelled["strategy"]) == (0.03, None)
+    assert "secret" not in file.read_text()
+
+
+def test_nothing_is_logged_unless_asked_for(began):
+    before = len(events._listeners)
+    assert began("") is None and began("off") is None
+    assert len(events._listeners) == before
+
+
+def test_stderr_is_a_place_too(began, capfd):
+    end = began("stderr")
+    tell(STORY[3])
+    end()
+    assert json.loads(capfd.readouterr().err.strip())["event"] == "stepped"
+
+
+def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp_path):
+    file = tmp_path / "log.jsonl"
+    end = began(file, file_bytes=400)
+    for _ in range(40):
+        tell(STORY[3])
+    end()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, KEPT_FILES + 1))]
+    assert all(path.stat().st_size <= 400 and _lines(path) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "target", ["/dev/full", "{}/missing/log.jsonl", "{}"], ids=["full", "missing", "a folder"]
+)
+def test_a_log_that_cannot_be_written_gives_one_warning(began, tmp_path, caplog, target):
+    end = began(target.format(tmp_path))
+    for event in STORY:
+        tell(event)
+    end()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert VARIABLE in caplog.text and "cannot be written" in caplog.text
+
+
+def test_a_disk_that_hangs_holds_up_neither_a_job_nor_the_end(began, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(event_log, "_WAITING_LINES", 20)
+    monkeypatch.setattr(event_log, "_PATIENCE", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it waits until somebody reads
+    end = began(pipe)
+    for _ in range(50):
+        tell(STORY[3])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # lines beyond the 20 that wait
+    end()
+    with pipe.open() as reader:  # lets the writer go on, and end
+        assert len(reader.read().splitlines()) in (20, 21)

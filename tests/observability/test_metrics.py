@@ -1,0 +1,360 @@
+"""What Prometheus reads after a story of jobs on real ranks, and that the dashboard and its page name exactly that."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import promql_parser
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from fake_nvml import h100_nvswitch, two_4090
+from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
+from parallel_backend.observability.gauges import DeviceGauges
+from parallel_backend.observability.metrics import CONTENT_TYPE, PREFIX, Metrics
+from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
+from parallel_backend.observability.pack_version import pack_version
+from parallel_backend.planner.machine.probe import read_topology
+from parallel_backend.requests import PredictRequest
+from parallel_backend.sidecar import events, pool
+from parallel_backend.sidecar.events import Ended, Stepped, listen
+from parallel_backend.sidecar.status import GroupStatus
+from parallel_backend.strategy import ParallelStrategy
+from scripted import CRASH, scripted_prompt, scripted_request, scripted_sidecar, scripted_weights, two_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
+PAGE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+
+
+class Scrape:
+    """A text as Prometheus reads it."""
+
+    def __init__(self, text: bytes) -> None:
+        self.families = list(text_string_to_metric_families(text.decode()))
+        self._values = {
+            (one.name, frozenset(one.labels.items())): one.value
+            for family in self.families
+            for one in family.samples
+        }
+        assert len(self._values) == sum(len(family.samples) for family in self.families)  # no series twice
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self._values[PREFIX + name, frozenset(labels.items())]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self._values}
+
+    def labels(self, name: str) -> set[str]:
+        return {label for found, labels in self._values if found == name for label, _ in labels}
+
+    def states(self) -> set[str]:
+        found = [
+            dict(labels) for (name, labels), value in self._values.items() if "group_state" in name and value
+        ]
+        return {labels["state"] for labels in found}
+
+
+def as_if_on_gpus(nvml):
+    """What GPUs would read that stood where the ranks' devices stand."""
+    gauges = DeviceGauges(nvml, read_topology(nvml).visible({}))
+
+    def read(devices):
+        found = gauges.read(tuple(device.replace("cpu", "cuda") for device in devices))
+        return {device.replace("cuda", "cpu"): gauge for device, gauge in found.items()}
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """(a scrape while ranks hold a model, one after all that can happen to them) and what was sent to whom."""
+    sidecar = scripted_sidecar()
+    weights = scripted_weights(tmp_path_factory.mktemp("weights") / "a private name.safetensors", "good 0.5")
+    metrics = Metrics(lambda: [sidecar.status()], as_if_on_gpus(h100_nvswitch(2)))
+    stop = listen(metrics.hear)
+    x = torch.ones(1, 4, 6, 6)
+    try:
+        assert sidecar.sample(weights, scripted_request(steps=3), two_ranks()).latent.shape == x.shape
+        sidecar.predict(weights, PredictRequest(x, torch.full((1,), 0.5), scripted_prompt()), two_ranks())
+        with pytest.raises(Cancelled):
+            sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
+        warm = Scrape(metrics.text())
+        with pytest.raises(RankFailed):
+            sidecar.sample(weights, scripted_request(CRASH), two_ranks())
+        sidecar.load(weights)
+        os.kill(sidecar.pids[0], signal.SIGKILL)  # idle
+        until = time.monotonic() + 10
+        while sidecar.state.value != "failed" and time.monotonic() < until:
+            time.sleep(0.01)
+        dead = Scrape(metrics.text())
+        sidecar.stop()
+    finally:
+        stop()
+        sidecar.stop()
+    return warm, dead, Scrape(metrics.text())
+
+
+def test_jobs_and_model_calls_are_counted_apart_by_how_they_ended(story):
+    _, _, after = story
+    results = {
+        r: after("jobs_total", request="sample", result=r) for r in ("done", "cancelled", "failed", "refused")
+    }
+    assert results == {"done": 1, "cancelled": 1, "failed": 1, "refused": 0}
+    assert after("jobs_total", request="decode", result="done") == 0
+    assert after("model_calls_total", result="done") == 1
+    assert after("model_call_seconds_count", strategy="Ulysses 2") == 1
+
+
+def test_times_are_told_by_strategy_and_fill_buckets_up_to_ten_minutes(story):
+    warm, _, after = story
+    assert after("job_seconds_count", request="sample", strategy="Ulysses 2") == 1
+    assert after("step_seconds_count", strategy="Ulysses 2") >= 3 + 1  # done, cancelled
+    assert after("step_seconds_bucket", strategy="Ulysses 2", le="600.0") >= 4
+    held = warm("device_seconds_total", request="sample", strategy="Ulysses 2")
+    assert held >= 2 * warm(
+        "job_seconds_sum", request="sample", strategy="Ulysses 2"
+    )  # devices, the cancelled one too
+    assert warm("images_total", request="sample", strategy="Ulysses 2") == 1
+    assert 0 < after("cancel_seconds_sum") < 600 and after("cancel_seconds_count") == 1
+
+
+def test_failures_have_a_device_and_a_reason_and_what_never_happened_stands_at_0(story):
+    _, _, after = story
+    assert after("rank_failures_total", device="cpu:1", reason="signal") == 1
+    assert after("rank_failures_total", device="cpu:0", reason="signal") == 1  # it was idle
+    assert after("rank_failures_total", device="cpu:1", reason="hang") == 0
+    assert after("restarts_total", devices="cpu:0,cpu:1") == 1 and after("start_seconds_count") == 2
+    assert after("load_seconds_count") == 2 and after("loaded_bytes_total") == 2 * 4
+
+
+def test_states_memory_and_bytes_are_those_of_the_moment(story):
+    warm, _, after = story
+    assert [scrape.states() for scrape in story] == [{"ready"}, {"failed"}, {"down"}]
+    assert warm("group_state", devices="cpu:0,cpu:1", state="broken") == 0
+    assert warm("device_memory_bytes", device="cpu:1", kind="working") > 0
+    assert warm("device_memory_bytes", device="cpu:1", kind="weights") == 0  # a scripted model has none
+    assert warm("sent_bytes_total", device="cpu:0") >= 0
+    assert PREFIX + "device_memory_bytes" not in after.names
+
+
+def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story):
+    warm, _, _ = story
+    assert warm("device_utilization_ratio", device="cpu:1") == 0.2
+    assert (
+        warm("device_temperature_celsius", device="cpu:0"),
+        warm("device_power_watts", device="cpu:0"),
+    ) == (40, 250.5)
+    assert (
+        warm("device_memory_free_bytes", device="cpu:0")
+        == warm("device_memory_total_bytes", device="cpu:0")
+        > 2**30
+    )
+    cards = two_4090()  # which do not say what they draw
+    group = GroupStatus(("cuda:0", "cpu:0"), "down", "", "", "", 0, 0, (), ())
+    scrape = Scrape(
+        Metrics(lambda: [group], DeviceGauges(cards, read_topology(cards).visible({})).read).text()
+    )
+    assert PREFIX + "device_power_watts" not in scrape.names
+    assert scrape("device_utilization_ratio", device="cuda:0") == 0.1
+    with pytest.raises(KeyError):
+        scrape("device_memory_total_bytes", device="cpu:0")
+
+
+def test_the_build_is_named_and_no_label_names_a_file(story):
+    tomllib = pytest.importorskip("tomllib")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert pack_version() == version and pack_version(Path("nowhere.toml")) == "unknown"
+    builds = [f for f in story[2].families if f.name == PREFIX + "build_info"]
+    assert builds[0].samples[0].labels["version"] == version
+    assert "private name" not in repr(story[2].families) and "/" not in repr(
+        [one.labels for family in story[2].families for one in family.samples]
+    )
+
+
+def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
+    metrics = Metrics(list, lambda devices: {})
+    for share in (1.5, 2.5):
+        strategy = ParallelStrategy(ulysses_degree=2, device_shares=(1, share))
+        metrics.hear(Stepped(("a", "b"), 1, 1, 0.3, strategy))
+    metrics.hear(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
+    metrics.hear(Ended(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
+    scrape = Scrape(metrics.text())
+    assert scrape("step_seconds_count", strategy="Ulysses 2, unequal shares") == 2
+    assert scrape("images_total", request="decode", strategy="rows 2") == 4
+    assert scrape("device_seconds_total", request="decode", strategy="rows 2") == 1.0
+    assert scrape("jobs_total", request="sample", result="refused") == 1
+
+
+# The dashboard and the page.
+
+
+def _expressions() -> list[tuple[str, dict]]:
+    """(panel's title, target) of every query."""
+    return [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+
+
+def _read(expression: str) -> list[promql_parser.Expr]:
+    nodes: list[promql_parser.Expr] = []
+    plain = expression.replace("$__rate_interval", "5m").replace("$__range", "1h")
+    promql_parser.walk(promql_parser.parse(plain), lambda node: nodes.append(node))
+    return nodes
+
+
+def _metrics_in(expression: str) -> set[str]:
+    return {node.name for node in _read(expression) if isinstance(node, promql_parser.VectorSelector)}
+
+
+def test_every_expression_of_the_dashboard_uses_metrics_and_labels_that_exist(story):
+    scrape = story[0]
+    for title, target in _expressions():
+        nodes, names = _read(target["expr"]), _metrics_in(target["expr"])
+        assert names and names <= scrape.names, title
+        labels = set().union(*(scrape.labels(name) for name in names))
+        used = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+        for node in nodes:
+            if isinstance(node, promql_parser.VectorSelector):
+                used |= {matcher.name for matcher in node.matchers.matchers}
+            elif isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+                used |= set(node.modifier.labels)
+        assert used - {"job", "instance"} <= labels, title
+
+
+def _bases(scrape: Scrape) -> set[str]:
+    """Metric names without the suffixes of histograms."""
+    return {
+        re.sub(r"_(bucket|sum|count)$", "", one.name) if family.type == "histogram" else one.name
+        for family in scrape.families
+        for one in family.samples
+    }
+
+
+def test_the_dashboard_and_the_page_know_every_metric_and_the_page_no_other(story):
+    bases = _bases(story[0])
+    shown = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for _, t in _expressions()
+        for name in _metrics_in(t["expr"])
+    }
+    assert bases - shown == set()
+    assert set(re.findall(rf"`({PREFIX}\w+)", PAGE)) == bases
+
+
+def test_the_page_explains_every_reason_of_a_failure():
+    assert set(re.findall(r"^\| `(\w+)` \| \w", PAGE, re.MULTILINE)) >= set(FAILURES)
+    assert from_wire(RANK_CRASHED, "AcceleratorError: CUDA error", 1).reason == "device"
+
+
+def test_the_dashboard_can_be_imported_anywhere_and_its_panels_do_not_overlap():
+    (source,) = [v for v in DASHBOARD["templating"]["list"] if v["type"] == "datasource"]
+    assert source["query"] == "prometheus" and DASHBOARD.get("id") is None
+    taken = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": f"${{{source['name']}}}"}, panel[
+                "title"
+            ]
+            assert panel["fieldConfig"]["defaults"]["unit"] and panel["description"], panel["title"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+# On and off.
+
+
+def _listeners() -> int:
+    return len(events._listeners)
+
+
+def test_off_nothing_listens_and_on_counts_from_then_on():
+    wish = {"on": False}
+    switch, before = MetricsSwitch(lambda: wish["on"], {}), _listeners()
+    answer = switch.scrape()
+    assert (answer.status, _listeners()) == (404, before)
+    assert b"Settings" in answer.body and VARIABLE.encode() in answer.body
+    wish["on"] = True
+    try:
+        answers = [switch.scrape(), switch.scrape()]
+        assert [(a.status, a.content_type) for a in answers] == [(200, CONTENT_TYPE)] * 2
+        assert _listeners() == before + 1
+        events.tell(Ended(("x",), "decode", "done", 0.5, None, None, None, 2))
+        assert Scrape(switch.scrape().body)("images_total", request="decode", strategy="rows 1") == 2
+    finally:
+        wish["on"] = False
+        assert (switch.scrape().status, _listeners()) == (404, before)
+
+
+@pytest.mark.parametrize(
+    ("word", "setting", "on"), [("on", False, True), ("OFF", True, False), ("maybe", True, True)]
+)
+def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, setting, on, caplog):
+    switch, before = MetricsSwitch(lambda: setting, {VARIABLE: word}), _listeners()
+    try:
+        switch.begin()
+        answer = switch.scrape()
+        assert _listeners() == before + on and answer.status == (200 if on else 404)
+        assert on or b"OFF" in answer.body
+        assert ("maybe" in caplog.text) == (word == "maybe") and len(caplog.records) <= 1
+    finally:
+        switch._environ = {VARIABLE: "off"}
+        switch.scrape()
+
+
+def test_without_the_library_all_else_works_and_a_scrape_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it raises ImportError
+    monkeypatch.delitem(sys.modules, "parallel_backend.observability.metrics")
+    switch, before = MetricsSwitch(lambda: True, {}), _listeners()
+    switch.begin()
+    assert "pip install prometheus_client" in caplog.text
+    with pytest.raises(PlatformError):
+        switch.follow()
+    answer = switch.scrape()
+    assert (answer.status, _listeners()) == (503, before) and b"pip install prometheus_client" in answer.body
+
+
+def test_one_module_owns_the_import_of_the_library():
+    owners = set()
+    for path in [
+        *(ROOT / "parallel_backend").rglob("*.py"),
+        *(ROOT / "nodes").glob("*.py"),
+        ROOT / "__init__.py",
+    ]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", "")]
+            )
+            if any((name or "").startswith("prometheus_client") for name in names):
+                owners.add(path.name)
+    assert owners == {"metrics.py"}
+
+
+def test_a_listener_may_ask_for_all_sidecars_while_one_is_stopped(no_leaks, monkeypatch):
+    """What a group's end tells is told while the pool holds its lock."""
+    monkeypatch.setattr(pool, "_sidecars", {})
+    seen = []
+    stop = listen(lambda event: seen.append(pool.all_sidecars()))
+    try:
+        pool.get_sidecar(("cpu:0",))
+        other = pool.get_sidecar(("cpu:0", "cpu:1"))
+    finally:
+        stop()
+        pool.stop_all()
+    assert seen and other.devices == ("cpu:0", "cpu:1")

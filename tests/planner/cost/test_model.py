@@ -1,0 +1,275 @@
+"""The cost model's arithmetic against closed forms, and its predictions against what must hold on any hardware."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.errors import RequestError
+from parallel_backend.models.catalog import FAMILIES, find_family, guess_family, split_name
+from parallel_backend.planner.cost.communication import Candidate, Work, axis_groups, exchanges, unit_load
+from parallel_backend.planner.cost.model import DEFAULT, Machine, compute_share, memory_per_rank, predict
+from parallel_backend.planner.machine.cards import CARDS, LINKS, Domain, Link, find_card, find_link
+from parallel_backend.strategy import ParallelStrategy
+
+FLUX = Work(find_family("flux1-dev"))
+TOKENS, HIDDEN, BLOCKS = 4096 + 512, 3072, 57
+NVLINK = Machine(find_card("h100"), find_link("nvlink", find_card("h100")), 8)
+PCIE = Machine(find_card("l20"), find_link("pcie", find_card("l20")), 8)
+
+
+def _candidate(**degrees):
+    return Candidate(ParallelStrategy(**{f"{name}_degree": value for name, value in degrees.items()}))
+
+
+def _exchange(work, kind, **degrees):
+    (found,) = [e for e in exchanges(work, _candidate(**degrees)) if e.kind == kind]
+    return found
+
+
+def test_flux_takes_74_teraflop_a_step():
+    linear, attention = FLUX.flop_parts
+    assert linear / 1e12 == pytest.approx(59.49, abs=0.01)
+    assert attention / 1e12 == pytest.approx(14.87, abs=0.01)
+    assert FLUX.flop / 1e12 == pytest.approx(74.4, abs=0.05)
+    assert linear == 2 * BLOCKS * 12 * HIDDEN**2 * TOKENS
+    assert attention == 4 * BLOCKS * HIDDEN * TOKENS**2
+
+
+def test_cfg_and_batch_multiply_the_work():
+    assert replace(FLUX, batch=3, rows=2).flop == 6 * FLUX.flop
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tokens"),
+    [
+        ("flux1-dev", (1024, 1024, 1), 4096),
+        ("flux1-dev", (1000, 1000, 1), 63 * 63),
+        ("hunyuanvideo", (1280, 720, 129), 118_800),
+        ("wan14b", (832, 480, 81), 32_760),
+        ("cogvideox5b", (720, 480, 49), 17_550),
+        ("wan2.2-5b", (1280, 704, 121), 27_280),
+    ],
+)
+def test_tokens_are_those_of_the_published_pipelines(name, size, tokens):
+    assert find_family(name).image_tokens(*size) == tokens
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, f in FAMILIES.items() if f.is_transformer and f.blocks[0].attends == "joint"]
+)
+def test_the_blocks_account_for_most_of_the_published_parameters(name):
+    """Linear weights of the blocks (a joint block has two sets); the rest is modulation, embedders, text refiners."""
+    family = find_family(name)
+    own = sum(b.count * (b.image_weights + (b.text_weights if b.reduces == 2 else 0)) for b in family.blocks)
+    if name.startswith(("cogvideox", "z-image", "lumina2")):  # one stream
+        own = sum(b.count * b.image_weights for b in family.blocks)
+    assert 0.5 < own / family.parameters < 1.15
+
+
+@pytest.mark.parametrize("ulysses", [2, 4, 8])
+def test_ulysses_sends_four_tensors_but_for_its_own_share(ulysses):
+    found = _exchange(FLUX, "ulysses", ulysses=ulysses)
+    assert found.calls == 4 * BLOCKS
+    per_layer = 4 * TOKENS / ulysses * HIDDEN * 2 * (ulysses - 1) / ulysses
+    assert found.sent == pytest.approx(BLOCKS * per_layer)
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_ring_passes_keys_and_values_on(ring):
+    found = _exchange(FLUX, "ring", ring=ring)
+    assert found.calls == BLOCKS * (ring - 1)
+    assert found.sent == pytest.approx(BLOCKS * 2 * (ring - 1) * TOKENS / ring * HIDDEN * 2)
+
+
+def test_the_forms_are_those_of_the_engine():
+    """What engine/traffic.py counts per rank, there with element_size 2 and without the last gathers."""
+    traffic = pytest.importorskip("tests.closed_forms.traffic")
+    for ulysses, ring in ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4)):
+        strategy = ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
+        sent = sum(e.sent for e in exchanges(FLUX, Candidate(strategy)))
+        counted = traffic.expected_bytes(
+            strategy, 0, rows=1, text=512, image=4096, layers=BLOCKS, hidden=HIDDEN, latent_elements=0,
+            patch_channels=0, element_size=2,
+        )  # fmt: skip
+        assert sent == pytest.approx(counted)
+
+
+def test_tensor_parallelism_reduces_twice_in_a_double_and_once_in_a_single_block():
+    found = _exchange(FLUX, "tensor", tensor=4)
+    assert found.calls == 2 * 19 + 38
+    assert found.sent == pytest.approx((2 * 19 + 38) * 2 * 3 / 4 * TOKENS * HIDDEN * 2)
+
+
+def test_pipefusion_sends_activations_once_and_sharding_sends_weights():
+    assert _exchange(FLUX, "pipefusion", pipefusion=4).sent == TOKENS * HIDDEN * 2
+    sharded = Candidate(ParallelStrategy(ulysses_degree=4), shard_weights=True)
+    (weights,) = [e for e in exchanges(FLUX, sharded) if e.kind == "weights"]
+    assert weights.sent == pytest.approx(FLUX.weight_bytes * 3 / 4)
+
+
+def test_cfg_moves_next_to_nothing():
+    work = replace(FLUX, rows=2)
+    cfg = sum(e.sent for e in exchanges(work, _candidate(cfg=2)))
+    assert cfg < sum(e.sent for e in exchanges(work, _candidate(ulysses=2))) / 100
+
+
+def test_cross_attention_keeps_the_text_at_home():
+    wan = Work(find_family("wan14b"), 832, 480, 81)
+    found = _exchange(wan, "ulysses", ulysses=2)
+    assert found.sent == pytest.approx(40 * 4 * wan.image_tokens / 2 * 5120 * 2 / 2)
+
+
+def test_groups_follow_the_rank_layout():
+    s = ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2)
+    assert axis_groups(s, "ulysses_degree") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert axis_groups(s, "ring_degree") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert axis_groups(s, "cfg_degree") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_shared_way_out_is_slower_than_each_cards_port():
+    link = Link("test", "pcie", 10.0, (Domain(2, 10.0),))
+    alone = ParallelStrategy(ulysses_degree=2)
+    crossing = ParallelStrategy(ulysses_degree=4)
+    inside = link.seconds(unit_load(link, alone, "ulysses"), 1.0, 1.0)
+    outside = link.seconds(unit_load(link, crossing, "ulysses"), 1.0, 1.0)
+    assert inside == pytest.approx(1e-10)
+    # Two cards send 2/3 of their bytes out of the pair, through one port.
+    assert outside == pytest.approx(2 * (2 / 3) * 1e-10)
+    # A ring has one message on each way out.
+    ring = link.seconds(unit_load(link, ParallelStrategy(ring_degree=4), "ring"), 1.0, 1.0)
+    assert ring == pytest.approx(1e-10)
+
+
+def test_without_peer_access_all_cards_share_the_host():
+    link = LINKS["pcie4-nop2p"]
+    few, many = (unit_load(link, ParallelStrategy(ulysses_degree=n), "ulysses") for n in (2, 8))
+    assert link.seconds(many, 0.4, 1.0) > 1.5 * link.seconds(few, 0.4, 1.0)
+
+
+def test_what_does_not_divide_costs_the_busiest_rank():
+    flux3 = replace(FLUX, batch=3)
+    assert compute_share(flux3, _candidate(data=2)) == pytest.approx(2 / 3)
+    z_image = Work(find_family("z-image"))
+    assert compute_share(z_image, _candidate(ulysses=4)) == pytest.approx(32 / 30 / 4, rel=1e-3)
+    assert compute_share(FLUX, _candidate(pipefusion=4)) == pytest.approx(15 / 57)
+
+
+def test_one_device_is_predicted_as_measured():
+    p = predict(FLUX, Candidate(), NVLINK, one_gpu_s=0.2)
+    assert p.step_s == pytest.approx(0.2)
+    assert p.communication_s == 0 and p.sent_bytes == 0
+    assert p.total_s == pytest.approx(28 * 0.2 + p.fixed_s)
+
+
+def test_ring_hides_part_of_its_transfer_unless_it_gathers():
+    ring = _candidate(ring=4)
+    hidden = predict(FLUX, ring, PCIE, one_gpu_s=0.8)
+    gathered = predict(FLUX, replace(ring, gathered_ring=True), PCIE, one_gpu_s=0.8)
+    assert hidden.communication_s < gathered.communication_s
+
+
+def test_slower_links_cost_more_and_eager_mode_has_a_floor():
+    ulysses = _candidate(ulysses=4)
+    fast = predict(FLUX, ulysses, NVLINK, one_gpu_s=0.8)
+    slow = predict(FLUX, ulysses, PCIE, one_gpu_s=0.8)
+    assert fast.step_s < slow.step_s
+    eager = predict(FLUX, _candidate(ulysses=8), NVLINK, one_gpu_s=0.1, mode="eager")
+    compiled = predict(FLUX, _candidate(ulysses=8), NVLINK, one_gpu_s=0.1, mode="compiled")
+    assert eager.step_s > compiled.step_s and eager.limits == "launching kernels on the CPU"
+
+
+def test_warm_up_of_pipefusion_runs_the_stages_one_by_one():
+    work = replace(FLUX, steps=4)
+    pipe = _candidate(pipefusion=4)
+    steps = [predict(work, replace(pipe, warmup_steps=w), PCIE, one_gpu_s=0.8).total_s for w in (0, 1, 4)]
+    assert steps[0] < steps[1] < steps[2]
+    each = predict(work, pipe, PCIE, one_gpu_s=0.8).compute_s
+    assert steps[2] - steps[0] == pytest.approx(4 * 3 * each)
+
+
+def test_memory_is_divided_only_by_what_divides_weights():
+    whole = memory_per_rank(FLUX, Candidate())
+    assert whole > FLUX.weight_bytes == 11.9e9 * 2
+    assert memory_per_rank(FLUX, _candidate(ulysses=4)) > FLUX.weight_bytes
+    for degrees in ({"tensor": 4}, {"pipefusion": 4}):
+        assert memory_per_rank(FLUX, _candidate(**degrees)) < FLUX.weight_bytes / 2
+    sharded = Candidate(ParallelStrategy(ulysses_degree=4), shard_weights=True)
+    assert memory_per_rank(FLUX, sharded) < FLUX.weight_bytes / 2
+    assert memory_per_rank(replace(FLUX, storage=1.0), Candidate()) == pytest.approx(whole - 11.9e9)
+
+
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    card=st.sampled_from(sorted(CARDS)),
+    link=st.sampled_from(sorted(LINKS)),
+    cfg=st.sampled_from([1, 2]),
+    split=st.sampled_from(["ulysses", "ring", "tensor", "pipefusion"]),
+    degree=st.sampled_from([1, 2, 4]),
+    mode=st.sampled_from(["eager", "compiled"]),
+)
+def test_no_prediction_beats_perfect_scaling(name, card, link, cfg, split, degree, mode):
+    family = find_family(name)
+    if not family.is_transformer:
+        degree = 1
+    work = Work(family, *family.default_size, rows=2)
+    candidate = _candidate(cfg=cfg, **{split: degree})
+    world = candidate.strategy.world_size
+    p = predict(work, candidate, Machine(CARDS[card], LINKS[link], world), mode=mode)
+    one = predict(work, Candidate(), Machine(CARDS[card], LINKS[link], 1), mode=mode)
+    assert p.step_s >= one.step_s / world * 0.999
+    assert p.total_s > p.fixed_s > 0 and p.memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("written", "card"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("L40S", "l40s"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_cards_are_known_as_the_driver_writes_them(written, card):
+    assert find_card(written).name == card
+
+
+@pytest.mark.parametrize("name", ["RTX 9999", "A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", ""])
+def test_an_unknown_card_is_refused_with_the_known_ones(name):
+    with pytest.raises(RequestError, match="rtx4090"):
+        find_card(name)
+
+
+def test_links_are_the_cards_own_unless_named():
+    assert find_link("nvlink", CARDS["a100"]).rate == 300
+    assert find_link("pcie", CARDS["rtx4090"]).kind == "host"
+    assert find_link("pcie4", CARDS["rtx4090"]).kind == "host"
+    assert find_link("pcie", CARDS["l40"]).kind == "pcie"
+    with pytest.raises(RequestError, match="no NVLink"):
+        find_link("nvlink", CARDS["rtx4090"])
+    with pytest.raises(RequestError, match="pcie4"):
+        find_link("token ring", CARDS["h100"])
+
+
+def test_models_are_found_by_alias_and_storage():
+    assert find_family("FLUX1-fp8").name == "flux1-dev"
+    assert split_name("hunyuanvideo-q4") == ("hunyuanvideo", "q4")
+    assert guess_family("wan14b-lingbot").name == "wan14b"
+    assert not guess_family("something-new").known
+    with pytest.raises(RequestError, match="flux1-dev"):
+        find_family("something-new")
+
+
+def test_constants_are_physical():
+    for name, value in vars(DEFAULT).items():
+        assert 0 < value <= (0.01 if name.endswith("_s") else 1.0), name

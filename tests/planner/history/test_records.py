@@ -1,0 +1,206 @@
+"""What was seen before, in the form that the choice takes: medians, ageing, and the right runs for a request."""
+
+import dataclasses
+
+import pytest
+
+import fake_nvml
+from parallel_backend.models.catalog import find_family
+from parallel_backend.models.flux.keys import FluxDims
+from parallel_backend.planner.cost.communication import Candidate, Work
+from parallel_backend.planner.cost.machine import machine_of
+from parallel_backend.planner.history.records import (
+    KEPT_CALIBRATIONS,
+    KEPT_KINDS,
+    KEPT_RUNS,
+    MAX_AGE_S,
+    Kind,
+    Measurements,
+    WorkKey,
+    calibration_of,
+    candidate_of,
+    measured,
+    model_key,
+    one_gpu_step,
+    record,
+    warm_step,
+    with_calibration,
+)
+from parallel_backend.planner.machine.fingerprint import Fingerprint, cpu_name, device_key, take_fingerprint
+from parallel_backend.planner.machine.probe import read_topology
+from parallel_backend.planner.machine.topology import Topology
+from parallel_backend.planner.ranking import choose, enumerate_candidates
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.calibration import Calibration, Transfer
+
+FLUX = find_family("flux1-dev")
+WORK = Work(FLUX, steps=28)
+DEVICES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+NOW = 2_000_000_000.0
+HERE = {"model": "m", "devices": DEVICES, "now": NOW}
+
+
+def kind(strategy=ULYSSES, of=WORK, **changes):
+    devices = device_key(DEVICES[: strategy.world_size])
+    return dataclasses.replace(Kind("m", WorkKey.of(of), strategy, "native", devices), **changes)
+
+
+def known(*runs, now=NOW):
+    """Measurements after runs of (kind, seconds)."""
+    found = Measurements()
+    for of, seconds in runs:
+        found = record(found, of, seconds, now)
+    return found
+
+
+def test_the_median_of_a_kind_counts_for_the_whole_request():
+    found = known(*[(kind(), s) for s in (0.5, 9.0, 0.4)])
+    assert measured(found, WORK, **HERE) == {Candidate(ULYSSES): pytest.approx(28 * 0.5)}
+    assert measured(found, WORK, fixed_s=2.0, **HERE) == {Candidate(ULYSSES): pytest.approx(28 * 0.5 + 2)}
+
+
+def test_only_the_latest_runs_are_kept():
+    found = known(*[(kind(), 9.0)] * 30, *[(kind(), 1.0)] * KEPT_RUNS)
+    assert found.observed[0].seconds == (1.0,) * KEPT_RUNS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "another"},
+        {"engine": "xfuser"},
+        {"devices": device_key(("GPU-c", "GPU-d"))},
+        {"work": WorkKey.of(Work(FLUX, width=512))},
+        {"work": WorkKey.of(Work(FLUX, rows=2))},
+        {"work": WorkKey.of(WORK, calls=2)},
+        {"strategy": ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_runs_of_another_kind_do_not_count(other):
+    assert measured(known((kind(**other), 0.5)), WORK, **HERE) == {}
+
+
+def test_old_runs_are_ignored_and_forgotten():
+    old = known((kind(), 9.0), now=NOW - MAX_AGE_S - 1)
+    assert measured(old, WORK, **HERE) == {} and one_gpu_step(old, WORK, **HERE) is None
+    both = record(old, kind(), 1.0, NOW)
+    assert both.observed[0].seconds == (1.0,)
+    other = record(old, kind(ParallelStrategy(ring_degree=2)), 1.0, NOW)
+    assert len(other.observed) == 1
+
+
+def test_a_time_from_the_future_is_no_measurement():
+    ahead = known((kind(), 1.0), now=NOW + 10 * 86400)
+    assert measured(ahead, WORK, **HERE) == {}
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_duration_is_not_recorded(seconds):
+    assert known((kind(), seconds)) == Measurements()
+
+
+def test_the_oldest_kinds_are_forgotten_first():
+    found = Measurements()
+    for i in range(KEPT_KINDS + 5):
+        found = record(found, kind(model=str(i)), 1.0, NOW + i)
+    assert len(found.observed) == KEPT_KINDS
+    assert {o.kind.model for o in found.observed} == {str(i) for i in range(5, KEPT_KINDS + 5)}
+
+
+def test_warm_up_does_not_count():
+    assert warm_step((9.0, 1.0, 2.0, 3.0)) == 2.0
+    assert warm_step((9.0,)) is None and warm_step(()) is None
+
+
+def test_one_gpus_time_is_scaled_by_flops_from_the_nearest_size():
+    one = ParallelStrategy()
+    small, large = Work(FLUX, width=512, height=512), Work(FLUX, width=2048, height=2048)
+    found = known((kind(one, small), 1.0), (kind(one, large), 40.0), (kind(), 3.0))
+    assert one_gpu_step(found, large, **HERE) == 40.0
+    near = Work(FLUX, width=1920, height=2048)
+    assert one_gpu_step(found, near, **HERE) == pytest.approx(40.0 * near.flop / large.flop)
+    assert one_gpu_step(known((kind(), 3.0)), WORK, **HERE) is None
+
+
+def test_candidates_are_spelt_as_the_choice_spells_them():
+    listed = set(enumerate_candidates(Work(FLUX, rows=2, batch=2), 4))
+    for candidate in listed:
+        assert candidate_of(candidate.strategy.replace(shard_weights=candidate.shard_weights)) == candidate
+    assert candidate_of(ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=2)) in listed
+    assert candidate_of(ParallelStrategy(ulysses_degree=2, warmup_steps=4)) in listed
+    patched = candidate_of(ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=4))
+    assert patched.patches == 4
+    assert candidate_of(ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))) is None
+
+
+def test_what_was_seen_outranks_the_model_in_the_choice(tmp_path):
+    work = dataclasses.replace(WORK, storage=1.0)  # fp8 fits one such card
+    machine, _ = machine_of(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    candidates = enumerate_candidates(work, 2, sharded=False)
+    assert choose(candidates, work, machine).best.candidate == Candidate(ULYSSES)
+    found = known((kind(ParallelStrategy()), 1.0), (kind(), 1.3))
+    choice = choose(
+        candidates,
+        work,
+        machine,
+        measured=measured(found, work, **HERE),
+        one_gpu_s=one_gpu_step(found, work, **HERE),
+    )
+    assert choice.best.candidate == Candidate() and choice.best.measured
+    assert "measured 30% faster" in choice.reason
+
+
+def calibration(strategy=ULYSSES, seconds=1.0):
+    return tuple(
+        Calibration(rank, "nccl", strategy, (Transfer("pair", 64, 64, seconds, 1 - rank),), 1e-5, 1.0)
+        for rank in range(2)
+    )
+
+
+def test_the_newest_calibration_of_a_group_is_found_by_its_devices_and_strategy():
+    found = with_calibration(Measurements(), DEVICES[:2], calibration(seconds=9.0), NOW - 5)
+    found = with_calibration(found, DEVICES[:2], calibration(), NOW)
+    assert len(found.calibrated) == 1
+    assert calibration_of(found, DEVICES[:2], ULYSSES, NOW) == calibration()
+    assert calibration_of(found, DEVICES[1::-1], ULYSSES, NOW) is None
+    assert calibration_of(found, DEVICES[:2], ParallelStrategy(ring_degree=2), NOW) is None
+    assert calibration_of(found, DEVICES[:2], ULYSSES, NOW + MAX_AGE_S + 1) is None
+    for i in range(KEPT_CALIBRATIONS + 3):
+        found = with_calibration(found, (str(i),), calibration(), NOW)
+    assert len(found.calibrated) == KEPT_CALIBRATIONS
+
+
+def test_a_model_is_its_sizes():
+    dims = FluxDims(
+        hidden=3072, heads=24, head_dim=128, mlp=12288, double_blocks=19, single_blocks=38, context_dim=4096,
+        pooled_dim=768, in_channels=64, out_channels=64, guidance=True,
+    )  # fmt: skip
+    assert model_key(dims, 10, "bfloat16") == model_key(dataclasses.replace(dims), 10, "bfloat16")
+    others = [
+        model_key(dataclasses.replace(dims, single_blocks=37), 10, "bfloat16"),
+        model_key(dims, 11, "bfloat16"),
+        model_key(dims, 10, "float32"),
+    ]
+    assert len({*others, model_key(dims, 10, "bfloat16")}) == 4
+
+
+def test_a_fingerprint_changes_with_what_could_change_a_time_and_names_nobody(tmp_path):
+    box = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
+    base = take_fingerprint(box, {})
+    assert base == take_fingerprint(box, {"USER": "someone", "HOME": "/home/someone"})
+    assert not any(d.uuid in line for d in box.devices for line in base.hardware)
+    others = [
+        take_fingerprint(dataclasses.replace(box, driver="999.1"), {}),
+        take_fingerprint(box.select([d.uuid for d in reversed(box.devices)]), {}),
+        take_fingerprint(box, {"NCCL_P2P_DISABLE": "1"}),
+        take_fingerprint(Topology(()), {}, cpu=("some processor",)),
+    ]
+    assert len({f.digest for f in [base, *others]}) == 5
+    assert take_fingerprint(Topology(()), {}) == take_fingerprint(Topology(()), {})
+
+
+def test_a_processor_without_a_name_is_called_by_its_kind(tmp_path):
+    assert cpu_name(tmp_path / "nothing")
+    assert Fingerprint(("a",), ("b",)).digest != Fingerprint(("a", "b"), ()).digest

@@ -1,0 +1,193 @@
+"""The store on disk: several processes at once, damage, full and read-only disks, and nothing private in it."""
+
+import getpass
+import json
+import multiprocessing
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.planner.history import store as calibration_store
+from parallel_backend.planner.history.records import Kind, Measurements, WorkKey, record, with_calibration
+from parallel_backend.planner.history.store import VARIABLE, CalibrationStore, cache_folder
+from parallel_backend.planner.machine.fingerprint import Fingerprint, take_fingerprint
+from parallel_backend.planner.machine.topology import Topology
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.calibration import Calibration, Transfer
+
+BOX = Fingerprint(("2 cards",), ("torch 2.13",))
+NOW = 2_000_000_000.0
+
+
+def kind(model="m"):
+    strategy = ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))
+    return Kind(model, WorkKey(1024, 1024, 1, 1, 1, 512), strategy, "native", "devices")
+
+
+def full() -> Measurements:
+    ranks = (Calibration(0, "gloo", kind().strategy, (Transfer("pair", 64, 64, 0.5, 1),), 1e-4, 1.0),)
+    return with_calibration(record(Measurements(), kind(), 0.25, NOW), ("a", "b"), ranks, NOW)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CalibrationStore(BOX, tmp_path / "cache")
+
+
+def test_what_is_kept_comes_back_whole(store, tmp_path):
+    assert store.read() == Measurements()
+    assert store.update(lambda known: full())
+    assert store.read() == full()
+    assert CalibrationStore(BOX, tmp_path / "cache").read() == full()
+
+
+def test_another_machine_or_version_finds_nothing(store, tmp_path):
+    store.update(lambda known: full())
+    assert (
+        CalibrationStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache").read()
+        == Measurements()
+    )
+
+
+def _write(folder, name, count):
+    store = CalibrationStore(BOX, Path(folder))
+    for i in range(count):
+        assert store.update(lambda known, i=i: record(known, kind(f"{name}{i}"), 1.0, NOW))
+        time.sleep(0.002)  # no picture is this fast; without it one writer can keep the other from its turn
+
+
+def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [
+        context.Process(target=_write, args=(str(tmp_path / "cache"), name, 40)) for name in ("a", "b")
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert len(store.read().observed) <= 80  # a reader never sees half a file
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert {o.kind.model for o in store.read().observed} == {f"{n}{i}" for n in ("a", "b") for i in range(40)}
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: b"\xff\x00" * 50,
+        lambda data: b"[" * 100_000,
+        lambda data: data.replace(b'"format": 1', b'"format": 2'),
+        lambda data: b" " * (calibration_store.MAX_BYTES + 1) + data,
+        lambda data: b"null",
+    ],
+    ids=["empty", "half", "binary", "deep", "another format", "huge", "no object"],
+)
+def test_a_damaged_file_counts_as_empty_and_is_replaced(store, damage):
+    store.update(lambda known: full())
+    store.path.write_bytes(damage(store.path.read_bytes()))
+    assert store.read() == Measurements()
+    assert store.update(lambda known: record(known, kind("new"), 1.0, NOW))
+    assert [o.kind.model for o in store.read().observed] == ["new"]
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda entry: entry.update(seconds=["fast"]),
+        lambda entry: entry.update(seconds=[]),
+        lambda entry: entry.update(seconds=[-1.0]),
+        lambda entry: entry.pop("at"),
+        lambda entry: entry["kind"]["strategy"].update(ulysses_degree=0),
+        lambda entry: entry["kind"]["strategy"].update(unknown_degree=2),
+    ],
+)
+def test_an_entry_that_cannot_be_true_costs_only_itself(store, alter):
+    store.update(lambda known: record(full(), kind("other"), 1.0, NOW))
+    frame = json.loads(store.path.read_text())
+    alter(frame["observed"][0])
+    store.path.write_text(json.dumps(frame))
+    left = store.read()
+    assert [o.kind.model for o in left.observed] == ["other"]
+    assert left.calibrated == full().calibrated
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    store = CalibrationStore(BOX, tmp_path / "file" / "cache")
+    assert not store.update(lambda known: full())
+    assert store.read() == Measurements()
+
+
+def _write_on_full_disk(folder, pipe):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    pipe.send(CalibrationStore(BOX, Path(folder)).update(lambda known: record(full(), kind("b"), 1.0, NOW)))
+
+
+def test_a_full_disk_keeps_the_old_file(store, tmp_path):
+    store.update(lambda known: full())
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_write_on_full_disk, args=(str(tmp_path / "cache"), writer))
+    process.start()
+    assert reader.recv() is False
+    process.join()
+    reader.close(), writer.close()
+    assert store.read() == full()
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+def test_a_lock_that_is_never_released_delays_but_does_not_stop(store, monkeypatch):
+    monkeypatch.setattr(calibration_store, "LOCK_PATIENCE", 0.05)
+    store.update(lambda known: full())
+    with calibration_store._locked(store.path.with_suffix(".lock")):
+        assert not store.update(lambda known: Measurements())
+    assert store.read() == full()
+    assert store.update(lambda known: Measurements())
+
+
+def test_a_change_that_fails_leaves_the_file_and_frees_the_lock(store):
+    store.update(lambda known: full())
+    with pytest.raises(ZeroDivisionError):
+        store.update(lambda known: 1 / 0)
+    assert store.read() == full() and store.update(lambda known: known)
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/x"}, "/cache/comfyui-parallel-sampling"),
+        ({"XDG_CACHE_HOME": "cache", "HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
+        ({"HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
+        ({}, None),
+        ({VARIABLE: "/elsewhere", "HOME": "/home/x"}, "/elsewhere"),
+        ({VARIABLE: "off", "HOME": "/home/x"}, None),
+    ],
+)
+def test_the_cache_folder_is_where_the_desktop_says(environ, folder):
+    assert cache_folder(environ) == (Path(folder) if folder else None)
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    store = CalibrationStore(BOX)
+    assert store.path is None and store.read() == Measurements() and not store.update(lambda known: full())
+
+
+def test_nothing_private_is_kept(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = CalibrationStore(take_fingerprint(Topology(())))
+    assert store.path.is_relative_to(tmp_path)
+    store.update(lambda known: full())
+    text = store.path.read_text()
+    for private in (socket.gethostname(), getpass.getuser(), str(Path.home()), str(tmp_path)):
+        assert private not in text
+    assert store.path.stat().st_mode & 0o077 == 0

@@ -1,0 +1,82 @@
+"""What cannot fit is refused before anything starts, with the smallest change that does fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel_backend.errors import StrategyError
+from parallel_backend.models.flux.checkpoint import FluxFile
+from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.planner.memory.fit import Plan, check_capacity, fits, host_memory
+from parallel_backend.planner.memory.model import Job
+from parallel_backend.strategy import ParallelStrategy
+
+GIB = 2**30
+FILE = FluxFile("/models/flux.safetensors", "original", "", FLUX_DEV, "bfloat16", 23_800_000_000)
+SQUARE = Job(128, 128)
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+
+
+def plan(strategy=ULYSSES, job=SQUARE, weight_dtype="auto", devices=None) -> Plan:
+    names = devices or tuple(f"cuda:{i}" for i in range(strategy.world_size))
+    return Plan(FILE, weight_dtype, strategy, job, names)
+
+
+def refusal(size_gib: float, **what) -> str:
+    subject = plan(**what)
+    with pytest.raises(StrategyError) as refused:
+        check_capacity(subject, (int(size_gib * GIB),) * len(subject.devices))
+    assert not fits(subject, (int(size_gib * GIB),) * len(subject.devices))
+    return str(refused.value)
+
+
+def test_what_fits_gives_its_fullest_rank():
+    assert check_capacity(plan(), (48 * GIB, 48 * GIB)).private_bytes > 22 * GIB
+
+
+def test_two_small_cards_are_told_to_share_the_weights():
+    said = refusal(16)
+    assert "Ulysses 2 needs about" in said and "on cuda:0, which has 16.0 GiB" in said
+    assert "smallest change that would fit: shard_weights on (same picture)" in said
+
+
+def test_one_card_is_told_to_offload_and_then_to_use_half_precision():
+    assert "offload_weights on (same picture, slower)" in refusal(16, strategy=ParallelStrategy())
+    stages = ParallelStrategy(pipefusion_degree=2)
+    assert "weight_dtype float8_e4m3fn" in refusal(10, strategy=stages)
+
+
+def test_a_batch_is_told_to_be_smaller_and_an_image_too():
+    fp8 = {"weight_dtype": "float8_e4m3fn", "strategy": ParallelStrategy(pipefusion_degree=2)}
+    assert "a batch of 2 instead of 4" in refusal(12, job=Job(128, 128, images=4), **fp8)
+    assert "an image of 1536x1536 instead of 2048x2048" in refusal(12, job=Job(256, 256), **fp8)
+
+
+def test_what_no_change_saves_is_told_so():
+    assert "none of this version; use a smaller model" in refusal(1)
+
+
+def test_the_smallest_card_of_several_counts():
+    with pytest.raises(StrategyError, match=r"on cuda:1, which has 12\.0 GiB"):
+        check_capacity(plan(), (80 * GIB, 12 * GIB))
+
+
+def test_what_nobody_could_measure_is_not_refused():
+    assert check_capacity(plan(), (0, 0)).private_bytes > 0
+
+
+def test_ranks_on_the_cpu_share_the_computers_memory():
+    cpus = ("cpu:0", "cpu:1")
+    assert check_capacity(plan(devices=cpus), (64 * GIB,)).mapped > 20 * GIB
+    with pytest.raises(
+        StrategyError, match=r"2 rank\(s\) on the CPU need about .* this computer has 2.00 GiB"
+    ):
+        check_capacity(plan(devices=cpus, job=Job(512, 512)), (2 * GIB,))
+
+
+def test_a_containers_limit_is_the_computers_memory(tmp_path):
+    limit = tmp_path / "memory.max"
+    limit.write_text("max\n")
+    total = host_memory(limit)
+    limit.write_text(f"{GIB}\n")
+    assert host_memory(limit) == GIB < total == host_memory(tmp_path / "absent")

@@ -1,0 +1,204 @@
+"""The check of Strategy Selector's inputs: problems by input in the backend's words, and no JSON that breaks it."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallel_backend.errors import CheckpointError, RequestError, StrategyError
+from parallel_backend.planner.preview import form as selector_inputs
+from parallel_backend.planner.preview.form import (
+    LIMITS,
+    MOST_BYTES,
+    Loader,
+    SelectorInputs,
+    check_inputs,
+    read_inputs,
+)
+from parallel_backend.planner.preview.preview import FLUX, preview
+from parallel_backend.planner.rules import StrategyChoice
+
+
+def _check(find_file=lambda loader: None, **inputs):
+    said, loader = read_inputs(json.dumps({"inputs": inputs}).encode())
+    answer = check_inputs(said, loader, find_file)
+    json.dumps(answer, allow_nan=False)
+    return answer
+
+
+def _manual(devices, **inputs):
+    return _check(mode="manual", devices=devices, **inputs)
+
+
+def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
+    answer = _manual("cpu:4", cfg_degree=2, ulysses_degree=2)
+    assert answer["problems"] == []
+    (case,) = answer["layout"]
+    assert case["title"] == "CFG 2 × Ulysses 2"
+    assert [seat["text"] for seat in case["seats"]] == [
+        "cpu:0 · cond · heads 1/2",
+        "cpu:1 · cond · heads 2/2",
+        "cpu:2 · uncond · heads 1/2",
+        "cpu:3 · uncond · heads 2/2",
+    ]
+    choice = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).choice()
+    assert answer["why"] == preview(choice).why
+
+
+def test_auto_is_shown_without_and_with_a_negative_prompt():
+    answer = _check(devices="cpu:2")
+    assert [case["title"] for case in answer["layout"]] == [
+        "Without a negative prompt: Ulysses 2",
+        "With a negative prompt: CFG 2",
+    ]
+    assert len(_check(devices="cpu:1")["layout"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "marked", "word"),
+    [
+        ({"ulysses_degree": 5, "devices": "cpu:5"}, ["ulysses_degree"], "24 attention heads of Flux.1"),
+        ({"ring_degree": 3, "devices": "cpu:2"}, ["ring_degree", "devices"], "needs 3 devices"),
+        ({"cfg_degree": 3, "devices": "cpu:3"}, ["cfg_degree"], "only two prompts"),
+        (
+            {"tensor_degree": 5, "devices": "cpu:5"},
+            ["tensor_degree"],
+            "nearest valid setting is tensor_degree 4",
+        ),
+        ({"devices": "gpu7"}, ["devices"], "is not understood"),
+        ({"devices": "cpu:99"}, ["devices"], "1 to 16 ranks"),
+        ({"device_shares": "1", "devices": "cpu:2"}, ["device_shares"], "write one number for each"),
+        ({"device_shares": "1,0", "ring_degree": 2, "devices": "cpu:2"}, ["device_shares"], "above 0"),
+        (
+            {"device_shares": "1e308,1.1e308", "ring_degree": 2, "devices": "cpu:2"},
+            ["device_shares"],
+            "at most",
+        ),
+        ({"mode": "magic"}, ["mode"], "magic"),
+        ({"engine": "magic"}, ["engine"], "magic"),
+        ({"approximation": "magic"}, ["approximation"], "magic"),
+    ],
+)
+def test_a_problem_names_the_inputs_it_lies_in(inputs, marked, word):
+    answer = _check(**{"mode": "manual", **inputs})
+    (problem,) = answer["problems"]
+    assert problem["inputs"] == marked and word in problem["message"]
+    assert answer["layout"] == []
+    assert set(marked) <= set(SelectorInputs.__dataclass_fields__)
+
+
+def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
+    with pytest.raises(StrategyError) as raised:
+        inputs = SelectorInputs("manual", "cpu:2", cfg_degree=3, ulysses_degree=5)
+        preview(inputs.choice(), FLUX)
+    problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
+    assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "ulysses_degree", "cfg_degree"]
+    assert all(problem["message"] in str(raised.value) for problem in problems)
+
+
+def test_the_rules_are_those_of_the_model_that_the_loader_names():
+    dims = FLUX.dims.__class__(**{**FLUX.dims.__dict__, "heads": 6, "hidden": 768})
+    small = FLUX.__class__(**{**FLUX.__dict__, "path": "small.safetensors", "dims": dims})
+    assert _manual("cpu:4", ulysses_degree=4)["problems"] == []
+    answer = _check(lambda loader: small, mode="manual", devices="cpu:4", ulysses_degree=4)
+    assert "6 attention heads of small.safetensors" in answer["problems"][0]["message"]
+
+
+def test_a_model_that_cannot_be_read_is_a_note():
+    def refuse(loader):
+        raise CheckpointError("x is refused: it is a VAE.")
+
+    answer = _check(refuse, devices="cpu:2")
+    assert answer["problems"] == [] and "it is a VAE" in answer["notes"][0]
+
+
+def test_without_a_model_only_the_rules_of_any_model_count():
+    choice = SelectorInputs("manual", "cpu:5", ulysses_degree=5).choice()
+    assert "Ulysses 5 on cpu:0" in preview(choice).why
+
+
+def test_defaults_are_those_of_a_choice():
+    assert SelectorInputs().choice() == StrategyChoice()
+    inputs = SelectorInputs("manual", "cpu:2", cfg_degree=2, shard_weights=True, device_shares="2,1")
+    assert SelectorInputs.of(inputs.choice()) == inputs
+
+
+def test_auto_decides_the_degrees_and_nothing_else():
+    decided = _check(devices="cpu:2")["decided"]
+    live = {"mode", "devices", "engine", "device_shares", "approximation"}
+    assert set(decided) == set(SelectorInputs.__dataclass_fields__) - live
+    assert _manual("cpu:2")["decided"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 10_000, "not JSON"),
+        (b'{"inputs": {}, "inputs": {}}', "twice"),
+        (b'{"inputs": {"ring_degree": NaN}}', "NaN"),
+        (b'{"inputs": {"ring_degree": ' + b"9" * 5000 + b"}}", "not JSON"),
+        (b'{"inputs": {"ring_degree": 1e400}}', "type int"),
+        (b'{"inputs": {"ring_degree": true}}', "type int"),
+        (b'{"inputs": {"ring_degree": 65}}', "from 1 to 64"),
+        (b'{"inputs": {"warmup_steps": -1}}', "from 0 to 10000"),
+        (b'{"inputs": {"mode": null}}', "type str"),
+        (b'{"inputs": {"world_size": 2}}', "unknown"),
+        (b'{"inputs": []}', "must be an object"),
+        (b'{"loader": {"path": "/etc/passwd"}}', "unknown"),
+        (b"null", "must be an object"),
+        (json.dumps({"inputs": {"devices": "9" * 1001}}).encode(), "at most 1000"),
+        (b" " * (MOST_BYTES + 1), "more than"),
+    ],
+)
+def test_a_body_that_is_something_else_is_refused_in_words(body, word):
+    with pytest.raises(RequestError, match=word):
+        read_inputs(body)
+
+
+_TEXT = st.one_of(
+    st.sampled_from(
+        ["auto", "manual", "all", "", "memory", "cpu:8", "3:2", "1,1,1", "nan,inf", "native", "never"]
+    ),
+    st.from_regex(r"(cpu:)?[0-9٣²,:; .e-]{0,12}", fullmatch=True),
+    st.text(max_size=40),
+)
+_NUMBER = st.one_of(st.sampled_from([1, 2, 3, 4, 8]), st.integers(-1, 65), st.integers())
+_KINDS = {str: _TEXT, int: _NUMBER, bool: st.booleans()}
+_FIELDS = {name: _KINDS[type(f.default)] for name, f in SelectorInputs.__dataclass_fields__.items()}
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
+    max_leaves=8,
+)
+_BODIES = st.one_of(
+    st.binary(max_size=200),
+    _ANYTHING.map(lambda value: json.dumps(value).encode()),
+    st.fixed_dictionaries(
+        {"inputs": st.fixed_dictionaries({}, optional=_FIELDS) | _ANYTHING},
+        optional={"loader": _ANYTHING | st.fixed_dictionaries({"node": _TEXT, "unet_name": _TEXT})},
+    ).map(lambda value: json.dumps(value).encode()),
+    st.fixed_dictionaries(  # what can be set, so that the rules themselves meet every combination
+        {name: st.integers(*LIMITS[name]) if name in LIMITS else _FIELDS[name] for name in _FIELDS}
+    ).map(lambda value: json.dumps({"inputs": value}).encode()),
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_BODIES)
+def test_any_body_is_answered_or_refused_in_words(body):
+    try:
+        inputs, loader = read_inputs(body)
+    except RequestError as error:
+        assert str(error) and len(str(error)) < 400
+        return
+    assert isinstance(loader, Loader)
+    answer = check_inputs(inputs, loader, lambda loader: None)
+    assert len(json.dumps(answer, allow_nan=False)) < 64 * 1024
+    assert bool(answer["problems"]) != bool(answer["layout"])
+    for problem in answer["problems"]:
+        assert problem["message"] and set(problem["inputs"]) <= set(
+            selector_inputs.SelectorInputs.__dataclass_fields__
+        )

@@ -1,0 +1,98 @@
+"""The diagram's boxes: each device's words say what the engine's groups and rows give to that rank."""
+
+import re
+
+import pytest
+import torch
+
+from parallel_backend.engine.groups import ROW_AXES, rank_groups
+from parallel_backend.engine.rows import Rows, take
+from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.planner.preview.rank_diagram import PROMPTS, seats_of
+from parallel_backend.requests import Conditioning
+from parallel_backend.shares import share, span
+from parallel_backend.strategy import ParallelStrategy
+
+# The engine's axis and the start of the words for it.
+AXES = {"pipefusion": "stage", "ring": "ring", "ulysses": "heads", "tensor": "tensor"}
+HYBRIDS = [
+    ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2),
+    ParallelStrategy(cfg_degree=2, pipefusion_degree=2, ulysses_degree=2),
+    ParallelStrategy(data_degree=2, cfg_degree=2, ring_degree=2),
+    ParallelStrategy(data_degree=2, ring_degree=3, ulysses_degree=2, tensor_degree=2),
+    ParallelStrategy(data_degree=3, pipefusion_degree=2, ring_degree=2),
+]
+
+
+def _seats(strategy, idle=0, **request):
+    devices = tuple(f"cuda:{i}" for i in range(strategy.world_size + idle))
+    return seats_of(strategy, devices, FLUX_DEV, **request)
+
+
+def _roles(seat):
+    return {role.axis: role.text for role in seat.roles}
+
+
+@pytest.mark.parametrize("strategy", HYBRIDS, ids=ParallelStrategy.describe)
+def test_each_axis_reads_as_the_engines_groups_are(strategy):
+    seats = _seats(strategy)
+    for axis, word in AXES.items():
+        for group in rank_groups(strategy, (axis,)):
+            texts = [_roles(seats[rank]).get(axis) for rank in group]
+            if len(group) == 1:
+                assert texts == [None]
+                continue
+            numbers = [re.match(rf"{word} (\d+)(?:/| of )(\d+)", text).groups() for text in texts]
+            assert numbers == [(str(i + 1), str(len(group))) for i in range(len(group))]
+            # and its members differ in nothing else
+            others = [{a: t for a, t in _roles(seats[rank]).items() if a != axis} for rank in group]
+            assert all(other == others[0] for other in others)
+
+
+@pytest.mark.parametrize("strategy", HYBRIDS, ids=ParallelStrategy.describe)
+@pytest.mark.parametrize(("images", "prompts"), [(0, 0), (2, 2), (3, 2), (5, 1), (1, 1)])
+def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, prompts):
+    seats = _seats(strategy, images=images, prompts=prompts)
+    images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
+    empty = Conditioning(torch.zeros(1, 1, 1), torch.zeros(1, 1), None)
+    rows = [  # each row's number is 10 * prompt + image
+        Rows(torch.arange(images).reshape(-1, 1, 1, 1) + 10 * p, torch.zeros(images), empty)
+        for p in range(prompts)
+    ]
+    sizes = share(images * prompts, strategy.row_degree)
+    for group in rank_groups(strategy, ROW_AXES):
+        for index, rank in enumerate(group):
+            taken = [int(x) for entry in take(rows, span(sizes, index)) for x in entry.x.flatten()]
+            assert _numbers(_roles(seats[rank]).get("rows"), images, prompts) == taken
+
+
+def _numbers(text, images, prompts):
+    """`cond, images 2 to 3 of 3 + uncond, image 1 of 3` as 10 * prompt + image, counted from 0."""
+    found = []
+    if text is None:
+        text = " + ".join(PROMPTS[:prompts]) if prompts == 2 else f"images 1 to {images} of {images}"
+    for part in [] if text == "no image" else text.split(" + "):
+        prompt = 1 if part.startswith(PROMPTS[1]) else 0
+        range_ = re.search(r"(\d+)(?: to (\d+))? of (\d+)", part)
+        assert not range_ or int(range_[3]) == images
+        first, last = (int(range_[1]), int(range_[2] or range_[1])) if range_ else (1, images)
+        found += [10 * prompt + image - 1 for image in range(first, last + 1)]
+    return found
+
+
+def test_a_device_in_a_line():
+    assert [seat.describe() for seat in _seats(HYBRIDS[0])][:5:4] == [
+        "cuda:0 · cond · ring 1/2 · heads 1/2",
+        "cuda:4 · uncond · ring 1/2 · heads 1/2",
+    ]
+    assert _seats(HYBRIDS[1])[2].describe() == "cuda:2 · cond · stage 2 of 2, 29 of 57 blocks · heads 1/2"
+
+
+def test_devices_beyond_the_strategy_are_idle():
+    *_, last = _seats(ParallelStrategy(ulysses_degree=2), idle=1)
+    assert (last.device, last.rank, last.describe()) == ("cuda:2", None, "cuda:2 · idle")
+
+
+def test_unequal_shares_are_said_in_hundredths_of_the_tokens():
+    seats = _seats(ParallelStrategy(ring_degree=2, device_shares=(3, 1)))
+    assert [_roles(seat)["share"] for seat in seats] == ["75 % of the tokens", "25 % of the tokens"]

@@ -1,0 +1,114 @@
+"""`python -m parallel_backend plan`: labelled predictions with bands, as a table and as JSON, and clear refusals."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+HARDWARE = ["--gpus", "4", "--link", "pcie4", "--card", "rtx4090"]
+ASKED = ["plan", "--model", "flux1-dev", *HARDWARE, "--size", "1024x1024", "--steps", "28"]
+
+
+def _json(capsys, *more):
+    assert main([*ASKED, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_runs_as_a_module_without_torch_or_a_gpu():
+    code = (
+        "import sys; sys.modules['torch'] = None; from parallel_backend.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *ASKED], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PREDICTED, not measured: flux1-dev, 1024x1024, 28 steps")
+    assert "74.4 TFLOP a step (59.5 in linear layers, 14.9 in attention)" in done.stdout
+    assert "±" in done.stdout and "does not fit" in done.stdout
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_backend", *ASKED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("PREDICTED")
+
+
+def test_json_labels_every_number_as_predicted_and_gives_a_band(capsys):
+    plan = _json(capsys, "--weights", "fp8")
+    assert plan["label"] == "predicted" and 0 < plan["band"] < 1
+    assert plan["tflop_per_step"] == pytest.approx(74.36, abs=0.01)
+    first = plan["candidates"][0]
+    assert first["name"] == plan["chosen"] and first["fits"]
+    for row in plan["candidates"]:
+        low, high = row["predicted_step_s_band"]
+        assert low < row["predicted_step_s"] < high
+    assert any(row["strategy"]["ulysses_degree"] == 4 for row in plan["candidates"])
+    assert plan["candidates"][-1]["predicted_speedup"] == 1.0
+
+
+def test_what_this_version_cannot_run_is_marked(capsys):
+    rows = _json(capsys, "--rows", "100")["candidates"]
+    kinds = {(row["strategy"]["tensor_degree"] > 1, row["strategy"]["pipefusion_degree"] > 1) for row in rows}
+    assert {(True, False), (False, True)} <= kinds and any(row["shard_weights"] for row in rows)
+    assert all(row["available"] for row in rows)
+    main(["plan", "--model", "wan14b", "--gpus", "2", "--link", "nvlink", "--card", "h100", "--json"])
+    others = json.loads(capsys.readouterr().out)["candidates"]
+    assert not any(row["available"] for row in others)
+    main(["plan", "--model", "wan14b", "--gpus", "2", "--link", "nvlink", "--card", "h100"])
+    assert "not in this version of the pack" in capsys.readouterr().out
+
+
+def test_a_measured_step_replaces_the_guess_and_narrows_the_band(capsys):
+    guessed = _json(capsys, "--weights", "fp8")
+    known = _json(capsys, "--weights", "fp8", "--step-seconds", "1.5")
+    assert known["band"] < guessed["band"]
+    assert known["candidates"][-1]["predicted_step_s"] == 1.5
+
+
+def test_approximation_and_memory_are_asked_for(capsys):
+    assert _json(capsys, "--memory", "40")["chosen"] == "Ulysses 4"
+    tight = _json(capsys, "--memory", "10", "--approximation", "never")
+    assert all(row["exact"] for row in tight["candidates"] if row["permitted"] and row["fits"])
+
+
+def test_videos_and_cfg_change_the_work(capsys):
+    hardware = ["--gpus", "2", "--link", "nvlink", "--card", "h100"]
+    main(["plan", "--model", "wan14b", *hardware, "--frames", "17", "--json"])
+    short = json.loads(capsys.readouterr().out)
+    main(["plan", "--model", "wan14b", *hardware, "--frames", "17", "--cfg", "off", "--json"])
+    without = json.loads(capsys.readouterr().out)
+    assert short["chosen"] == "CFG 2" and without["chosen"] == "Ulysses 2"
+    assert short["tflop_per_step"] == pytest.approx(2 * without["tflop_per_step"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("--model", "flux9"), "known are .*flux1-dev"),
+        (("--card", "rtx1"), "known are .*rtx4090"),
+        (("--link", "wifi"), "known are .*pcie4"),
+        (("--link", "nvlink"), "rtx4090 has no NVLink"),
+        (("--size", "big"), "WIDTHxHEIGHT"),
+        (("--gpus", "0"), "1 to 64"),
+        (("--steps", "0"), "at least 1"),
+        (("--frames", "9"), "makes images"),
+        (("--memory", "-1"), "above 0"),
+        (("--step-seconds", "0"), "above 0"),
+    ],
+)
+def test_what_it_does_not_know_is_refused_with_what_it_knows(capsys, change, said):
+    assert main([*ASKED, *change]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.search(said, captured.err)

@@ -1,0 +1,111 @@
+"""What counts of the settings: sound values, defaults for the rest with one line in the log, changes at once."""
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel_backend.errors import StrategyError
+from parallel_backend.planner.rules import StrategyChoice
+from parallel_backend.planner.user_settings import (
+    PREFIX,
+    SETTINGS,
+    SettingsFile,
+    check_settings,
+    without_approximation,
+)
+from parallel_backend.strategy import ParallelStrategy
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+)
+
+
+def test_sound_values_count():
+    wished = {
+        "default_devices": "cpu:2",
+        "sleep_after_minutes": 5,
+        "stop_after_minutes": 0.5,
+        "start_at_launch": True,
+        "allow_approximate": False,
+        "metrics": True,
+    }
+    assert check_settings({PREFIX + name: value for name, value in wished.items()}) == (wished, [])
+    assert check_settings({"Comfy.Something": 3}) == (DEFAULTS, [])
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from(sorted(SETTINGS)), ANYTHING))
+def test_whatever_stands_there_each_setting_has_its_type_and_range(found):
+    values, problems = check_settings({PREFIX + name: value for name, value in found.items()})
+    assert {name: type(value) for name, value in values.items()} == {
+        name: type(value) for name, value in DEFAULTS.items()
+    }
+    assert all(0 <= values[name] <= 10080 for name in ("sleep_after_minutes", "stop_after_minutes"))
+    assert all(len(problem) < 400 for problem in problems)
+
+
+def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplog):
+    path, read = tmp_path / "comfy.settings.json", SettingsFile().read
+    assert read(path) == DEFAULTS
+    written = 0
+
+    def write(text):
+        nonlocal written
+        written += 1
+        path.write_text(text)
+        os.utime(path, ns=(written, written))  # ComfyUI's own writes are further apart than a clock's tick
+
+    with caplog.at_level(logging.WARNING):
+        write(json.dumps({f"{PREFIX}metrics": True, f"{PREFIX}default_devices": "cuda:99"}))
+        for _ in range(3):
+            assert read(path) == {**DEFAULTS, "metrics": True}
+        assert len(caplog.records) == 1
+        assert "default_devices is 'cuda:99': " in caplog.records[0].message
+        assert caplog.records[0].message.endswith("; all counts")
+        for damaged in ('{"a": ', "[]", "[" * 100_000):
+            write(damaged)
+            assert read(path) == DEFAULTS
+        assert len(caplog.records) == 4
+    write(json.dumps({f"{PREFIX}sleep_after_minutes": 3}))
+    assert read(path) == {**DEFAULTS, "sleep_after_minutes": 3.0}
+    path.unlink()
+    assert read(path) == DEFAULTS
+
+
+def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all():
+    auto = StrategyChoice(approximation="allowed")
+    assert without_approximation(auto, 20).approximation == "never"
+
+    def by_hand(**degrees):
+        return StrategyChoice(mode="manual", strategy=ParallelStrategy(**degrees))
+
+    for exact in (by_hand(ulysses_degree=2), by_hand(pipefusion_degree=2, warmup_steps=20)):
+        assert without_approximation(exact, 20).strategy == exact.strategy
+    with pytest.raises(StrategyError, match="pipefusion_degree to 1, or warmup_steps to 20"):
+        without_approximation(by_hand(pipefusion_degree=2, warmup_steps=19), 20)
+    with pytest.raises(StrategyError, match="step_cache to off"):
+        without_approximation(auto, 20, step_cache=True)
+    with pytest.raises(StrategyError, match="set attention to auto"):
+        without_approximation(auto, 20, attention="sage")
+    assert without_approximation(auto, 20, attention="flash").approximation == "never"
+
+
+def test_the_page_offers_the_same_settings_in_each_language():
+    script = (ROOT / "web" / "settings.js").read_text()
+    assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)
+    for language in (ROOT / "locales").iterdir():
+        texts = json.loads((language / "settings.json").read_text("utf-8"))
+        assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
+        for text in texts.values():
+            assert text["name"] and text["tooltip"]
+            if language.name == "en":  # what stands in the script is shown where there is no locale
+                assert all(f'"{words}"' in script for words in text.values())

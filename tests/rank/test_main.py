@@ -1,0 +1,216 @@
+"""One rank from the inside: hostile frames, late cancels, the handshake, and the real model at the end of it."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
+from parallel_backend.sidecar import sidecar as client
+from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.protocol import VERSION, Cancel, Envelope, encode
+from parallel_backend.wire.transport import pack_tensors
+from scripted import is_running, scripted_request, two_ranks
+from tiny_flux import write_tiny_flux
+
+
+def test_a_rank_of_another_version_is_refused(no_leaks):
+    sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
+    with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI") as caught:
+        sidecar.start()
+    assert caught.value.reason == "version"
+    sidecar.stop()
+
+
+def test_a_rank_that_sends_garbage_is_ended(no_leaks):
+    sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.garbage_rank")
+    with pytest.raises(TransportError, match="rank 0 sent what the protocol does not allow"):
+        sidecar.start()
+    assert sidecar.pids == ()
+
+
+def unsealed(tensors):
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    sealed = pack_tensors(tensors)
+    os.sendfile(descriptor, sealed, 0, os.fstat(sealed).st_size)
+    os.close(sealed)
+    return descriptor
+
+
+def without_noise(tensors):
+    return pack_tensors({name: tensor for name, tensor in tensors.items() if name != "noise"})
+
+
+def with_more(tensors):
+    return pack_tensors({**tensors, "more": torch.zeros(1)})
+
+
+def without_sigmas(tensors):
+    return pack_tensors({name: tensor for name, tensor in tensors.items() if name != "sigmas"})
+
+
+@pytest.mark.parametrize(
+    ("pack", "reason"),
+    [
+        (unsealed, "not sealed"),
+        (without_noise, "lacks the tensor 'noise'"),
+        (without_sigmas, "lacks the tensor 'sigmas'"),
+        (with_more, "unknown tensors: more"),
+    ],
+)
+def test_a_hostile_payload_is_refused_and_the_group_lives_on(sidecar, weights, monkeypatch, pack, reason):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with monkeypatch.context() as patched, pytest.raises(TransportError, match=reason):
+        patched.setattr(client, "pack_tensors", pack)
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (lambda epoch: encode(Envelope(epoch - 1, 1, Cancel())), "came in epoch"),
+        (lambda epoch: encode(Envelope(epoch, 1, Cancel())).replace(b"Cancel", b"Reboot"), "unknown message"),
+        (lambda epoch: b"{", "not valid JSON"),
+    ],
+    ids=["stale epoch", "unknown op", "not JSON"],
+)
+def test_a_frame_that_cannot_be_answered_ends_the_rank_with_the_reason(sidecar, weights, frame, reason):
+    sidecar.load(weights)
+    group = sidecar._ranks.group
+    group.links[1]._socket.send(frame(group.epoch))
+    assert group.gone.wait(2.0)
+    assert group.death.rank == 1
+    assert reason in group.death.cause
+    assert sidecar.state is State.FAILED
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_cancel_that_comes_too_late_does_not_hit_the_next_request(sidecar, weights):
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    group = sidecar._ranks.group
+    group.links[0].send(Envelope(group.epoch, 2, Cancel()))
+    result = sidecar.sample(weights, scripted_request(steps=3), two_ranks())
+    assert len(result.info.step_seconds) == 3
+
+
+def test_a_rank_ends_when_its_link_does(sidecar):
+    sidecar.start()
+    group = sidecar._ranks.group
+    pids = group.pids
+    group.links[0].shut_down()
+    deadline = time.monotonic() + 2.0
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# The real thing: the product's own rank, on a tiny Flux.
+
+
+@pytest.fixture
+def flux(tmp_path):
+    return ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny flux.safetensors")))
+
+
+def flux_request():
+    generator = torch.Generator().manual_seed(0)
+    prompt = Conditioning(
+        context=torch.randn(1, 7, 64, generator=generator),
+        pooled=torch.randn(1, 32, generator=generator),
+        guidance=torch.tensor([3.5]),
+    )
+    noise = torch.randn(1, 16, 9, 11, generator=generator)
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, 5),
+        positive=prompt,
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def euler_by_model_calls(sidecar, spec, request, placement):
+    """The stepwise way: the loop here, each model call on the ranks."""
+    x = request.noise
+    for sigma, following in zip(request.sigmas[:-1], request.sigmas[1:], strict=True):
+        velocity, _ = sidecar.predict(spec, PredictRequest(x, sigma.reshape(1), request.positive), placement)
+        x = x + velocity * (following - sigma)
+    return x
+
+
+def test_one_rank_and_two_ranks_resident_and_stepwise_give_the_same_latent(two_real_ranks, flux, tmp_path):
+    request, latents = flux_request(), {}
+    alone = Sidecar(("cpu:0",))
+    try:
+        for sidecar, strategy in (
+            (alone, ParallelStrategy()),
+            (two_real_ranks, ParallelStrategy(ulysses_degree=2)),
+        ):
+            placement = Placement(strategy)
+            result = sidecar.sample(flux, request, placement)
+            latents[strategy, "resident"] = result.latent
+            latents[strategy, "stepwise"] = euler_by_model_calls(sidecar, flux, request, placement)
+            assert (min(result.info.bytes_sent) > 0) == (strategy.world_size > 1)
+    finally:
+        alone.stop()
+    reference = latents[ParallelStrategy(), "resident"]
+    assert reference.abs().max() > 0.1 and not torch.allclose(reference, request.noise)
+    for latent in latents.values():
+        assert (latent - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
+def test_a_pickle_named_safetensors_is_refused_and_the_group_lives_on(two_real_ranks, flux, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"\x80\x04" + b"pickle" * 100)
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
+        two_real_ranks.load(ModelSpec(path=str(tmp_path / "bad.safetensors")))
+    two_real_ranks.load(flux)
+
+
+PIPELINE = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=3)
+
+
+def test_patches_flow_with_progress_previews_and_a_word_on_exactness(two_real_ranks, flux):
+    request, steps = flux_request(), []
+    exact = two_real_ranks.sample(flux, request, Placement(PIPELINE.replace(warmup_steps=4)))
+    whole = two_real_ranks.sample(flux, request, Placement(ParallelStrategy(ulysses_degree=2)))
+    result = two_real_ranks.sample(
+        flux, request, Placement(PIPELINE), on_step=lambda *step: steps.append(step)
+    )
+    stepwise = euler_by_model_calls(two_real_ranks, flux, request, Placement(PIPELINE))
+    again = two_real_ranks.sample(flux, request, Placement(PIPELINE))
+    assert [(step, of) for step, of, _ in steps] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)
+    assert len(result.info.step_seconds) == 4
+    assert (exact.info.exact, whole.info.exact, result.info.exact) == (True, True, False)
+    tolerance = 1e-5 * whole.latent.abs().max()
+    for latent in (exact.latent, stepwise):
+        assert (latent - whole.latent).abs().max() <= tolerance
+    assert (result.latent - whole.latent).abs().max() > tolerance
+    assert torch.equal(result.latent, again.latent)
+
+
+def test_flowing_patches_can_be_cancelled_and_leave_the_group_warm(two_real_ranks, flux):
+    request = replace(flux_request(), sigmas=torch.linspace(1, 0, 201))
+    before = two_real_ranks.sample(flux, flux_request(), Placement(PIPELINE)).latent
+    pids, told = two_real_ranks.pids, []
+
+    def on_step(step, steps, preview):
+        told.append(step)
+        if step == 5:
+            two_real_ranks.cancel()
+
+    with pytest.raises(Cancelled):
+        two_real_ranks.sample(flux, request, Placement(PIPELINE), on_step=on_step)
+    assert len(told) < 200
+    assert torch.equal(two_real_ranks.sample(flux, flux_request(), Placement(PIPELINE)).latent, before)
+    assert two_real_ranks.pids == pids

@@ -1,0 +1,169 @@
+"""Decoding through a sidecar: real ranks hold a VAE beside their model, and errors leave both where they are."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+
+from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.decode_messages import VaeWeights
+from scripted import is_running
+from tests.closed_forms.band_traffic import expected_decode_bytes
+from tiny_flux import write_tiny_flux
+from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+
+_numbers = itertools.count()
+FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    yield sidecar
+    pids = sidecar.pids
+    sidecar.stop()
+    assert not any(map(is_running, pids))
+
+
+class Weights:
+    """A random VAE, under an identity of its own, that counts how often its tensors are asked for."""
+
+    def __init__(self, dims, seed=0):
+        self.dims, self.vae, self.asked = dims, random_vae(dims, seed), 0
+        self.weights = VaeWeights(f"vae {next(_numbers)}", self._tensors)
+
+    def _tensors(self):
+        self.asked += 1
+        return ldm_tensors(self.vae, self.dims)
+
+    def image(self, latent):
+        """One image after the other: torch's CPU convolutions are ten times less precise on two at once."""
+        with torch.inference_mode():
+            return torch.cat([self.vae.decode(one[None]).sample.movedim(1, -1) for one in latent])
+
+
+def is_right(image, expected):
+    return image.shape == expected.shape and (image - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_the_weights_go_once_and_then_only_latents(ranks):
+    vae, latent, steps = Weights(FLUX), random_latent(FLUX, 7, 5, batch=3), []
+    first = ranks.decode(vae.weights, latent, on_step=lambda *step: steps.append(step))
+    again = ranks.decode(vae.weights, latent)
+    assert is_right(first.image, vae.image(latent))
+    assert torch.equal(again.image, first.image)
+    assert vae.asked == 1
+    assert (first.info.load.cached, again.info.load.cached) == (False, True)
+    assert first.info.load.bytes == sum(tensor.nbytes for tensor in ldm_tensors(vae.vae, FLUX).values())
+    assert first.info.rows == (4, 3)
+    expected = [3 * expected_decode_bytes(FLUX, (4, 3), rank, width=5) for rank in (0, 1)]
+    assert list(first.info.bytes_sent) == expected == list(again.info.bytes_sent)
+    assert [step for step, _ in steps] == list(range(1, steps[-1][1] + 1))
+    assert first.info.compute_dtype == "float32"
+
+
+def test_another_vae_takes_its_place(ranks):
+    one, other = Weights(FLUX), Weights(SD)
+    for vae in (one, other, one):
+        latent = random_latent(vae.dims, 4, 4)
+        assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
+    assert one.asked == 2
+
+
+def test_shares_give_a_rank_more_rows(ranks):
+    vae, latent = Weights(FLUX), random_latent(FLUX, 8, 4)
+    result = ranks.decode(vae.weights, latent, shares=(3.0, 1.0))
+    assert result.info.rows == (6, 2)
+    assert is_right(result.image, vae.image(latent))
+
+
+def test_half_precision_comes_back_as_the_ranks_computed_it(ranks):
+    vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
+    tensors = {key: tensor.half() for key, tensor in ldm_tensors(vae.vae, FLUX).items()}
+    result = ranks.decode(VaeWeights("half", lambda: tensors), latent)
+    assert result.image.dtype == torch.float32  # on the CPU
+    assert (result.image - vae.image(latent)).abs().max() < 0.05 * vae.image(latent).abs().max()
+    assert result.info.load.dtype == "float16"
+
+
+def test_the_model_stays_loaded(ranks, tmp_path):
+    spec = ModelSpec(path=str(write_tiny_flux(tmp_path / "flux.safetensors")))
+    assert not ranks.load(spec).cached
+    pids = ranks.pids
+    # An engine whose import changes what it finds of torch must not change how a VAE decodes.
+    prompt = Conditioning(torch.ones(1, 3, 64), torch.ones(1, 32), torch.tensor([3.5]))
+    call = PredictRequest(torch.ones(1, 16, 4, 4), torch.tensor([0.5]), prompt)
+    ranks.predict(spec, call, Placement(ParallelStrategy(ring_degree=2), engine="xfuser"))
+    vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
+    assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
+    assert ranks.load(spec).cached and ranks.pids == pids
+
+
+def other_network():
+    tensors = ldm_tensors(random_vae(FLUX), FLUX)
+    tensors["decoder.conv_in.weight"] = torch.zeros(128, 16, 1, 1)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("weights", "latent", "shares", "words"),
+    [
+        (Weights(FLUX).weights, torch.zeros(1, 4, 6, 6), (), "has 4 channels and the VAE decodes 16"),
+        (Weights(FLUX).weights, torch.zeros(1, 16, 2, 6, 6), (), "expected \\[batch, channels"),
+        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0,), "one per rank"),
+        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
+        (VaeWeights("other", other_network), torch.zeros(1, 16, 6, 6), (), "not built like"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, weights, latent, shares, words):
+    vae, good = Weights(FLUX), random_latent(FLUX, 4, 4)
+    ranks.decode(vae.weights, good)
+    pids = ranks.pids
+    with pytest.raises(RequestError, match=words):
+        ranks.decode(weights, latent, shares)
+    assert is_right(ranks.decode(vae.weights, good).image, vae.image(good))
+    assert ranks.pids == pids
+
+
+def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
+    vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
+    ranks.decode(vae.weights, latent)
+    held = ranks._vae._held
+    ranks._vae._held = (held[0], "never sent")
+    with pytest.raises(RequestError, match="do not hold the VAE"):
+        ranks.decode(VaeWeights("never sent", dict), latent)
+    ranks._vae._held = held
+    ranks.decode(vae.weights, latent)
+
+
+def test_a_cancel_ends_it_within_an_image_and_the_group_lives_on(ranks):
+    vae, latent, seen = Weights(FLUX), random_latent(FLUX, 16, 16, batch=2), []
+    ranks.decode(vae.weights, latent)
+    pids = ranks.pids
+    with pytest.raises(Cancelled):
+        ranks.decode(
+            vae.weights, latent, on_step=lambda *step: seen.append(step), should_cancel=lambda: len(seen) > 1
+        )
+    assert len(seen) < seen[-1][1] // 2
+    assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
+    assert ranks.pids == pids
+
+
+def test_a_killed_rank_is_named_and_the_next_decode_works(ranks):
+    vae, latent = Weights(FLUX), random_latent(FLUX, 16, 16)
+    ranks.decode(vae.weights, latent)
+    pids = ranks.pids
+
+    def kill(step, steps):
+        os.kill(pids[1], signal.SIGKILL)
+
+    with pytest.raises(RankFailed, match=r"rank 1 failed: killed by SIGKILL"):
+        ranks.decode(vae.weights, latent, on_step=kill)
+    assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
+    assert vae.asked == 2
+    assert not set(ranks.pids) & set(pids)

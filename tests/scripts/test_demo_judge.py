@@ -1,0 +1,144 @@
+"""The demo's judge against drawings: a right drawing is right, and each kind of mistake is seen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from demo_training.drawing import SIZE, draw, signed_distance
+from demo_training.judge import describe, judge
+from parallel_backend.models.demo.captions import (
+    BACKGROUND,
+    COLOURS,
+    SHAPES,
+    Scene,
+    Thing,
+    mirrored,
+    random_scene,
+)
+
+RED_CIRCLE, BLUE_SQUARE = Thing("red", "circle"), Thing("blue", "square")
+SCENE = Scene(RED_CIRCLE, "left of", BLUE_SQUARE)
+
+
+def blank() -> torch.Tensor:
+    return torch.tensor(BACKGROUND).view(3, 1, 1).expand(3, SIZE, SIZE).clone()
+
+
+def drawn(scene: Scene, seed: int = 0) -> torch.Tensor:
+    return draw(scene, random.Random(seed))
+
+
+def test_drawings_are_in_range_and_anti_aliased():
+    image = drawn(SCENE)
+    assert image.shape == (3, SIZE, SIZE) and image.dtype == torch.float32
+    assert image.min() >= 0 and image.max() <= 1
+    assert len(image.flatten(1).T.unique(dim=0)) > 20  # more than three flat colours
+
+
+def test_the_same_seed_draws_the_same_picture_and_another_seed_another():
+    assert torch.equal(drawn(SCENE, 1), drawn(SCENE, 1))
+    assert not torch.equal(drawn(SCENE, 1), drawn(SCENE, 2))
+
+
+def test_things_stay_on_the_picture():
+    rng = random.Random(5)
+    background = torch.tensor(BACKGROUND).view(3, 1)
+    for _ in range(200):
+        image = draw(random_scene(rng), rng)
+        edges = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], dim=1)
+        assert torch.equal(edges, background.expand_as(edges))
+
+
+def test_shapes_have_similar_areas():
+    areas = [(signed_distance(shape, 64, 64, 20) < 0).sum().item() for shape in SHAPES]
+    assert max(areas) < 3 * min(areas)
+
+
+def test_an_unknown_shape_is_refused():
+    with pytest.raises(ValueError, match="pentagon"):
+        signed_distance("pentagon", 64, 64, 20)
+
+
+def test_every_drawing_is_judged_right_also_when_said_the_other_way_round():
+    rng = random.Random(6)
+    for n in range(150):
+        scene = random_scene(rng, held_out=n % 2 == 0)
+        image = draw(scene, rng)
+        assert judge(image, scene).right, scene.caption
+        assert judge(image, mirrored(scene)).right, scene.caption
+        wanted = [scene.first] + ([scene.second] if scene.second else [])
+        assert sorted(map(str, describe(image))) == sorted(map(str, wanted))
+
+
+def test_a_random_other_caption_is_judged_wrong():
+    rng = random.Random(7)
+    for _ in range(100):
+        scene, other = random_scene(rng), random_scene(rng)
+        if other not in (scene, mirrored(scene)):
+            assert not judge(draw(scene, rng), other).right, (scene.caption, other.caption)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "wrong"),
+    [
+        (Scene(Thing("green", "circle"), "left of", BLUE_SQUARE), "colours"),
+        (Scene(RED_CIRCLE, "left of", Thing("blue", "triangle")), "shapes"),
+        (Scene(Thing("red", "square"), "left of", Thing("blue", "circle")), "shapes"),
+        (Scene(RED_CIRCLE, "right of", BLUE_SQUARE), "relation"),
+        (Scene(RED_CIRCLE, "above", BLUE_SQUARE), "relation"),
+        (Scene(RED_CIRCLE), "colours"),
+    ],
+    ids=str,
+)
+def test_each_kind_of_mistake_is_named(claimed, wrong):
+    verdict = judge(drawn(SCENE), claimed)
+    assert not verdict.right
+    assert not getattr(verdict, wrong)
+
+
+def test_swapped_colours_are_wrong_in_shape():
+    verdict = judge(drawn(SCENE), Scene(Thing("blue", "circle"), "left of", Thing("red", "square")))
+    assert verdict.colours and not verdict.shapes and not verdict.relation
+
+
+def test_side_by_side_but_askew_is_no_relation():
+    image = blank()
+    for thing, x, y in ((RED_CIRCLE, 35, 35), (BLUE_SQUARE, 93, 93)):
+        inside = signed_distance(thing.shape, x, y, 20) < 0
+        image[:, inside] = torch.tensor(COLOURS[thing.colour]).view(3, 1)
+    for relation in ("left of", "above"):
+        verdict = judge(image, Scene(RED_CIRCLE, relation, BLUE_SQUARE))
+        assert verdict.colours and verdict.shapes and not verdict.relation
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda image: blank(),
+        lambda image: torch.rand(3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)),
+        lambda image: image.flip(2),
+        lambda image: torch.maximum(image, torch.full_like(image, 0.94)),
+        lambda image: image.roll(40, dims=2),
+    ],
+    ids=["blank", "noise", "mirrored", "washed out", "cut in two by the edge"],
+)
+def test_a_spoilt_drawing_is_wrong(spoil):
+    assert not judge(spoil(drawn(SCENE)), SCENE).right
+
+
+def test_a_thing_with_a_third_bitten_off_has_no_shape():
+    image = drawn(Scene(Thing("red", "square")), 3)
+    rows = ((image[0] > 0.8) & (image[1] < 0.3)).any(1).nonzero().flatten()
+    image[:, rows[0] : rows[0] + len(rows) // 3, : SIZE // 2] = torch.tensor(BACKGROUND).view(3, 1, 1)
+    image[:, rows[-1] - len(rows) // 3 : rows[-1] + 1, SIZE // 2 :] = torch.tensor(BACKGROUND).view(3, 1, 1)
+    verdict = judge(image, Scene(Thing("red", "square")))
+    assert verdict.colours and not verdict.shapes
+
+
+def test_a_third_thing_is_wrong():
+    image = drawn(SCENE)
+    image[:, 2:24, 2:24] = torch.tensor(COLOURS["black"]).view(3, 1, 1)
+    assert not judge(image, SCENE).colours

@@ -1,0 +1,361 @@
+"""Faults on purpose, one for each way to fail: the right rank is named, nothing stays, the next job is bit-equal."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fault_injection import (
+    BESIDE_OTHERS,
+    FEW_DESCRIPTORS,
+    ONE_JOB,
+    OUT_OF_HOST_MEMORY,
+    fault,
+    full_temporary_folder,
+    in_control_group,
+    run_script,
+    start_in,
+    start_script,
+    without_hostname,
+)
+from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
+from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.sidecar.device_health import FAILING
+from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
+from scripted import (
+    SLOW,
+    is_running,
+    ranks_of,
+    scripted_prompt,
+    scripted_request,
+    scripted_sidecar,
+    scripted_weights,
+    two_ranks,
+)
+from tests.rank import test_main as test_rank
+from tiny_flux import write_tiny_flux
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What every job here gives, from ranks that nothing happened to."""
+    spec = scripted_weights(tmp_path_factory.mktemp("plain") / "plain.safetensors", "good 0.5")
+    sidecar = scripted_sidecar()
+    try:
+        return sidecar.sample(spec, scripted_request(), two_ranks()).latent
+    finally:
+        sidecar.stop()
+
+
+@pytest.fixture
+def works_again(sidecar, weights, expected):
+    """Checks at the end that the next job gives the bits of one before."""
+    yield
+    assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
+    assert sidecar.state is State.READY
+
+
+# 2 to 4: a process ends.
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("abort", "SIGABRT")]
+)
+def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, sidecar, weights, kind, name):
+    with (
+        fault(kind, "an all-reduce", step=2),
+        pytest.raises(RankFailed, match=f"rank 1 failed: killed by {name}") as caught,
+    ):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert caught.value.crashed
+    if kind != "kill":
+        assert "faults.py" in caught.value.cause  # where it was, from faulthandler
+
+
+def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_leaks, tmp_path):
+    """In a control group of its own, which takes its ranks along."""
+    with in_control_group(1500 * 2**20) as join:
+        if join is None:
+            pytest.skip("no right to make a control group")
+        out = run_script(join + OUT_OF_HOST_MEMORY, tmp_path)
+    assert "rank 1 failed: killed by SIGKILL: host memory ran out" in out
+    assert "of the 1.5 GiB there are" in out and "fine" in out
+
+
+# 5: an exception on one rank.
+
+
+def test_memory_that_ends_on_one_rank_is_raised_as_such_and_not_tried_again(
+    no_leaks, weights, expected, tmp_path
+):
+    sidecar, once = scripted_sidecar(resumes=True), tmp_path / "fired"
+    try:
+        with (
+            fault("oom", "an all-reduce", step=2, once=once),
+            pytest.raises(OutOfMemory, match="Rank 1 ran out of memory"),
+        ):
+            sidecar.sample(weights, scripted_request(), two_ranks())
+        assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
+    finally:
+        sidecar.stop()
+
+
+# 6 to 8: a rank hangs.
+
+
+@pytest.mark.parametrize("kind", ["sleep", "stop", "gil"])
+def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, weights, monkeypatch, kind):
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
+    with (
+        fault(kind, "an all-reduce", step=2),
+        pytest.raises(RankFailed, match=r"rank 1 failed: .*limit here is 0.5 s") as caught,
+    ):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert caught.value.reason == "hang"
+    assert "missed in an all-reduce by rank 0, after 2 steps" in caught.value.cause
+    assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
+    assert ("faults.py" in caught.value.cause) == (kind != "stop")  # where it hangs
+
+
+# 9: ComfyUI is killed.
+
+
+@pytest.mark.parametrize("point", ["load", "an all-reduce"])
+def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_path, point):
+    once = tmp_path / "fired"
+    script = f"""
+        sidecar = scripted_sidecar()
+        with fault("gil", {point!r}, once=Path({str(once)!r})):
+            sidecar.start()
+            print(*sidecar.pids, flush=True)
+            sidecar.sample(weights, scripted_request(), two_ranks())
+        """
+    with start_script(script, tmp_path) as parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        wait_until(once.exists)
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(map(is_running, pids)) and not ranks_of(parent.pid), seconds=2.0)
+
+
+# 11: a rank does not start.
+
+
+def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, weights, monkeypatch):
+    monkeypatch.setattr(deadlines, "START", 6.0)
+    sidecar = scripted_sidecar(resumes=True)
+    with fault("stop", "start"), pytest.raises(RankFailed, match="rank 1 failed: was stopped by a signal"):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == ()
+    sidecar.stop()
+
+
+def test_two_ranks_on_one_device_are_refused():
+    with pytest.raises(DeviceError, match="cuda:0 is named twice"):
+        Sidecar(("cuda:0", "cuda:1", "cuda:0"))
+
+
+# 12 and 13: cancel.
+
+
+def test_a_load_that_does_not_end_is_ended_by_a_cancel(works_again, sidecar, weights, monkeypatch, tmp_path):
+    monkeypatch.setattr(deadlines, "CANCEL", 0.3)
+    once = tmp_path / "fired"
+    with fault("sleep", "load", once=once), pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=once.exists)
+    assert sidecar.pids == ()
+
+
+def test_a_second_cancel_changes_nothing(works_again, sidecar, weights):
+    sidecar.load(weights)
+    pids = sidecar.pids
+
+    def on_step(step, steps, denoised):
+        sidecar.cancel()
+        sidecar.cancel()
+
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(SLOW, steps=20), two_ranks(), on_step=on_step)
+    assert sidecar.pids == pids
+
+
+def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, weights, monkeypatch):
+    monkeypatch.setattr("parallel_backend.sidecar.restart_policy.FAILURES_UNTIL_BROKEN", 100)
+    outcomes = []
+    for delay in (0.0, 0.05):
+        sidecar.load(weights)
+
+        def on_step(step, steps, denoised, delay=delay):
+            if step == 2:
+                victim = sidecar.pids[1]
+                threading.Timer(delay, os.kill, (victim, signal.SIGKILL)).start()
+                sidecar.cancel()
+
+        try:
+            sidecar.sample(weights, scripted_request(SLOW, steps=20), two_ranks(), on_step=on_step)
+        except ParallelError as error:
+            outcomes.append(type(error))
+        time.sleep(0.06)
+    assert len(outcomes) == 2 and set(outcomes) <= {Cancelled, RankFailed}
+
+
+# 14: a narrow machine.
+
+
+def test_a_temporary_folder_that_takes_nothing_is_refused_in_words(no_leaks, tmp_path):
+    out = run_script(start_in("/proc"), tmp_path)
+    assert "/proc takes no files" in out and "TMPDIR" in out
+
+
+def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
+    """In a mount namespace of its own."""
+    full = tmp_path / "full"
+    before = full_temporary_folder(full)
+    if before is None:
+        pytest.skip("no right to mount")
+    out = run_script(ONE_JOB + start_in(full), tmp_path, before)
+    assert "fine" in out and f"{full} takes no files (No space left on device)" in out
+
+
+# 15: many jobs. A thousand, and how memory grows, in benchmarks/faults.py.
+
+
+def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, tmp_path):
+    other = scripted_weights(tmp_path / "other.safetensors", "good 2.0")
+    counts = set()
+    for number in range(60):
+        request = scripted_request(steps=2)
+        if number % 2:
+            request = replace(request, noise=torch.zeros(2, 4, 9, 6), latent=torch.zeros(2, 4, 9, 6))
+        sidecar.sample((weights, other)[number // 4 % 2], request, two_ranks(), on_step=lambda *step: None)
+        if number >= 8:
+            counts.add((len(os.listdir("/proc/self/fd")), len(ranks_of(os.getpid()))))  # noqa: PTH208
+    assert len(counts) == 1
+
+
+# 18: what others leave lying about.
+
+
+def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_nothing(no_leaks, tmp_path):
+    before, script = without_hostname(), FEW_DESCRIPTORS + BESIDE_OTHERS
+    with (
+        start_script(script, tmp_path, before) as one,
+        start_script(script, tmp_path, before) as other,
+    ):
+        assert "fine" in one.communicate(timeout=120)[0]
+        assert "fine" in other.communicate(timeout=120)[0]
+
+
+# 20: a device that is not there.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without such a device")
+def test_a_device_that_is_gone_is_named(no_leaks, weights):
+    sidecar = Sidecar(("cuda:0",))
+    try:
+        with pytest.raises(DeviceError, match=r"cuda:0 .*is not there.*devices"):
+            sidecar.sample(weights, scripted_request(), Placement())
+        assert FAILING.among(("cuda:0", "cuda:1")) == ("cuda:0",)  # `auto` goes on with the rest
+    finally:
+        FAILING.clear()
+        sidecar.stop()
+
+
+# 2 and resume, with the real model.
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    return ModelSpec(path=str(write_tiny_flux(tmp_path_factory.mktemp("flux") / "tiny.safetensors")))
+
+
+def flux_request():
+    return replace(test_rank.flux_request(), sigmas=torch.linspace(1, 0, 6), sampler="dpmpp_2m")
+
+
+@pytest.mark.parametrize(
+    ("point", "strategy"),
+    [
+        ("an all-to-all", ParallelStrategy(ulysses_degree=2)),
+        ("a ring step", ParallelStrategy(ring_degree=2)),
+        ("a PipeFusion hop", ParallelStrategy(pipefusion_degree=2, warmup_steps=2)),
+    ],
+    ids=["ulysses", "ring", "pipefusion"],
+)
+def test_a_job_goes_on_after_a_rank_died_in_a_collective(no_leaks, flux, tmp_path, point, strategy):
+    sidecar, phases = Sidecar(("cpu:0", "cpu:1")), []
+    try:
+        with fault("kill", point, step=2, once=tmp_path / "fired"):
+            result = sidecar.sample(flux, flux_request(), Placement(strategy), on_phase=phases.append)
+        again = sidecar.sample(flux, flux_request(), Placement(strategy))
+    finally:
+        sidecar.stop()
+    (note,) = [note for note in result.info.notes if "failed" in note]
+    assert "rank 1 on cpu:1 failed (killed by SIGKILL" in note and "goes on after step" in note
+    assert note in phases
+    assert len(result.info.step_seconds) == 5
+    if strategy.pipefusion_degree == 1:
+        assert torch.equal(result.latent, again.latent)
+    else:
+        assert not result.info.exact and result.latent.isfinite().all()
+        assert any("another approximation" in note for note in result.info.notes)
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m"])
+def test_a_job_resumed_by_a_scripted_rank_gives_the_same_bits(no_leaks, weights, tmp_path, sampler):
+    """Every sampler at every step: without processes in test_resume.py, with them in benchmarks/faults.py."""
+    request = replace(scripted_request(SLOW, steps=6), sampler=sampler)
+    sidecar = scripted_sidecar(resumes=True)
+    try:
+        with fault("kill", "step", rank=0, step=4, once=tmp_path / "fired"):
+            result = sidecar.sample(weights, request, two_ranks())
+        assert torch.equal(sidecar.sample(weights, request, two_ranks()).latent, result.latent)
+    finally:
+        sidecar.stop()
+    (note,) = result.info.notes
+    assert "rank 0 on cpu:0 failed (killed by SIGKILL" in note and "goes on after step" in note
+
+
+def test_a_model_call_of_the_stepwise_way_is_made_again(no_leaks, weights, tmp_path):
+    sidecar, x = scripted_sidecar(resumes=True), torch.randn(1, 4, 6, 6)
+    request = PredictRequest(x, torch.tensor([0.5]), scripted_prompt())
+    try:
+        with fault("kill", "an all-reduce", once=tmp_path / "fired"):
+            velocity, info = sidecar.predict(weights, request, two_ranks())
+        assert torch.equal(velocity, x * 0.5)
+        assert info.notes == ("rank 1 on cpu:1 failed; a model call was made again",)
+        assert sidecar.predict(weights, request, two_ranks())[1].notes == ()
+    finally:
+        sidecar.stop()
+
+
+def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights):
+    sidecar = scripted_sidecar(resumes=True)
+    try:
+        with fault("kill", "an all-reduce", step=1):
+            with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+                sidecar.sample(weights, scripted_request(), two_ranks())
+            assert sidecar.state is State.FAILED
+            with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+                sidecar.sample(weights, scripted_request(), two_ranks())
+        assert sidecar.state is State.BROKEN
+        with pytest.raises(
+            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, rank 1 on cpu:1: killed by SIGKILL"
+        ):
+            sidecar.sample(weights, scripted_request(), two_ranks())
+    finally:
+        sidecar.stop()
+    assert sidecar.state is State.DOWN
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,109 @@
+"""Idle ranks sleep and end when their time is up, by a clock that the test turns; never while a request runs."""
+
+import pytest
+
+from parallel_backend.sidecar.events import listen
+from parallel_backend.sidecar.idle_timer import LOOK_AGAIN, IdleWatch, Timeouts
+from parallel_backend.sidecar.sidecar import State
+from scripted import scripted_request, scripted_sidecar, two_ranks
+
+
+class Time:
+    """A clock, and timers that run out as it is turned."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.timers = []
+
+    def timer(self, seconds, function):
+        return Timer(self, self.now + seconds, function)
+
+    def turn(self, seconds):
+        self.now += seconds
+        for timer in [one for one in self.timers if one.at <= self.now]:
+            self.timers.remove(timer)
+            timer.function()
+
+
+class Timer:
+    daemon = False
+
+    def __init__(self, time, at, function):
+        self.time, self.at, self.function = time, at, function
+
+    def start(self):
+        assert self.daemon
+        self.time.timers.append(self)
+
+    def cancel(self):
+        if self in self.time.timers:
+            self.time.timers.remove(self)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    sidecar = scripted_sidecar()
+    yield sidecar
+    sidecar.stop()
+
+
+@pytest.fixture
+def watched(ranks, weights):
+    """(sidecar that holds a model, clock, timeouts that can be changed)."""
+    time, timeouts = Time(), {"sleep_s": 100.0, "stop_s": 500.0}
+    watch = IdleWatch(lambda: [ranks], lambda: Timeouts(**timeouts), clock=lambda: time.now, timer=time.timer)
+    stop = listen(watch.hear)
+    ranks.load(weights)
+    yield ranks, time, timeouts
+    stop()
+    watch.close()
+    assert time.timers == []
+
+
+def test_idle_ranks_sleep_then_end(watched):
+    ranks, time, _ = watched
+    time.turn(99)
+    assert ranks.state is State.READY
+    time.turn(2)
+    assert ranks.state is State.ASLEEP and ranks.pids
+    time.turn(390)
+    assert ranks.state is State.ASLEEP  # its own sleep was no use of it
+    time.turn(10)
+    assert (ranks.state, ranks.pids) == (State.DOWN, ())
+    assert time.timers == []  # nothing left to look at
+
+
+def test_a_request_begins_the_time_anew_and_is_not_disturbed(watched, weights):
+    ranks, time, _ = watched
+    time.turn(90)
+
+    def long_afterwards(*_):
+        time.turn(10_000)
+        assert ranks.state is State.RUNNING
+
+    ranks.sample(weights, scripted_request(steps=2), two_ranks(), on_step=long_afterwards)
+    time.turn(99)
+    assert ranks.state is State.READY and not ranks.status().reason
+    time.turn(2)
+    assert ranks.state is State.ASLEEP
+
+
+def test_never_is_never_until_the_settings_change(watched):
+    ranks, time, timeouts = watched
+    timeouts |= {"sleep_s": 0.0, "stop_s": 0.0}
+    time.turn(100_000)
+    assert ranks.state is State.READY
+    assert len(time.timers) == 1
+    timeouts["stop_s"] = 1.0
+    time.turn(LOOK_AGAIN)
+    assert ranks.state is State.DOWN
+
+
+def test_ranks_that_serve_somebody_are_not_ended(watched, weights):
+    ranks, _, _ = watched
+    seen = []
+    ranks.sample(
+        weights, scripted_request(), two_ranks(), on_step=lambda *_: seen.append(ranks.stop_if_idle())
+    )
+    assert seen == [False] * 4
+    assert ranks.stop_if_idle() and not ranks.pids

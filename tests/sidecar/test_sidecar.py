@@ -1,0 +1,487 @@
+"""A sidecar from the caller's side: real rank processes, one outcome per request whatever happens to them."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_backend.errors import (
+    Cancelled,
+    CheckpointError,
+    OutOfMemory,
+    RankFailed,
+    RequestError,
+    StrategyError,
+    TransportError,
+)
+from parallel_backend.requests import Placement, PredictRequest
+from parallel_backend.sidecar import sidecar as client
+from parallel_backend.sidecar.restart_policy import FAILURES_UNTIL_BROKEN
+from parallel_backend.sidecar.resume import SamplingJob
+from parallel_backend.sidecar.sidecar import State
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
+from scripted import (
+    CRASH,
+    FLOOD,
+    NO_MEMORY,
+    RAISE,
+    RAISE_ALL,
+    SLOW,
+    STUCK,
+    is_running,
+    scripted_prompt,
+    scripted_request,
+    scripted_sidecar,
+    scripted_weights,
+    two_ranks,
+)
+
+
+class Stopped(BaseException):
+    """Stands for ComfyUI's InterruptProcessingException, which is a BaseException."""
+
+
+def predict_request(behaviour=0, x=None):
+    x = torch.randn(2, 4, 6, 6) if x is None else x
+    return PredictRequest(x=x, sigma=torch.full((x.shape[0],), 0.5), conditioning=scripted_prompt(behaviour))
+
+
+def test_a_sample_comes_back_with_how_it_ran(sidecar, weights):
+    request = scripted_request(steps=3)
+    result = sidecar.sample(weights, request, two_ranks())
+    expected = request.noise  # euler with velocity 0.5 x: x += (sigma' - sigma) * 0.5 x
+    for _ in range(3):
+        expected = expected + (-1 / 3) * 0.5 * expected
+    assert torch.allclose(result.latent, expected, atol=1e-6)
+    assert len(result.info.step_seconds) == 3
+    assert result.info.bytes_sent == (12, 12)
+    assert (result.info.engine, result.info.strategy) == ("scripted", two_ranks().strategy)
+
+
+def test_every_step_is_told_with_its_preview_and_every_phase_in_words(sidecar, weights):
+    steps, phases = [], []
+    request = scripted_request(steps=3)
+    result = sidecar.sample(
+        weights, request, two_ranks(), on_step=lambda *step: steps.append(step), on_phase=phases.append
+    )
+    assert [(step, of) for step, of, _ in steps] == [(1, 3), (2, 3), (3, 3)]
+    assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)  # at sigma 0 the latent is the denoised one
+    assert phases == ["starting 2 ranks", "loading good.safetensors", "first step"]
+
+
+def test_a_group_stays_warm_between_requests(sidecar, weights):
+    assert sidecar.state is State.DOWN
+    assert sidecar.start() > 0
+    assert sidecar.state is State.READY
+    pids = sidecar.pids
+    first = sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.start() == 0.0
+    assert sidecar.load(weights).cached
+    second = sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+    assert torch.equal(first.latent, second.latent)
+    sidecar.stop()
+    assert sidecar.state is State.DOWN
+    assert not any(map(is_running, pids))
+
+
+def test_a_model_call_gives_the_velocity(sidecar, weights):
+    request = predict_request()
+    velocity, info = sidecar.predict(weights, request, two_ranks())
+    assert torch.allclose(velocity, request.x * 0.5)
+    assert len(info.step_seconds) == 1 and info.bytes_sent == (4, 4)
+
+
+def test_a_prompt_is_sent_once_and_again_when_it_changes(sidecar, weights, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        client,
+        "pack_tensors",
+        lambda tensors, pack=client.pack_tensors: sent.append(set(tensors)) or pack(tensors),
+    )
+    x = torch.ones(1, 4, 6, 6)
+    for scale in (1.0, 1.0, 3.0, 1.0, 3.0):
+        prompt = replace(scripted_prompt(), context=torch.full((1, 3, 4), scale))
+        velocity, _ = sidecar.predict(
+            weights, replace(predict_request(x=x), conditioning=prompt), two_ranks()
+        )
+        assert torch.allclose(velocity, x * 0.5 * scale)
+    assert ["prompt.context" in names for names in sent] == [True, False, True, False, False]
+
+
+def test_more_prompts_than_are_remembered_still_come_out_right(sidecar, weights):
+    x = torch.ones(1, 4, 6, 6)
+    for scale in (*range(1, 12), *range(1, 12)):
+        prompt = replace(scripted_prompt(), context=torch.full((1, 3, 4), float(scale)))
+        velocity, _ = sidecar.predict(
+            weights, replace(predict_request(x=x), conditioning=prompt), two_ranks()
+        )
+        assert torch.allclose(velocity, x * 0.5 * scale)
+
+
+def test_a_prompt_that_its_owner_overwrites_is_sent_again(sidecar, weights):
+    x, prompt = torch.ones(1, 4, 6, 6), scripted_prompt()
+    sidecar.predict(weights, replace(predict_request(x=x), conditioning=prompt), two_ranks())
+    prompt.context.mul_(2)
+    velocity, _ = sidecar.predict(weights, replace(predict_request(x=x), conditioning=prompt), two_ranks())
+    assert torch.allclose(velocity, x)
+
+
+def test_another_model_is_loaded_into_the_same_ranks(sidecar, weights, tmp_path):
+    sidecar.start()
+    pids = sidecar.pids
+    x = torch.ones(1, 4, 6, 6)
+    sidecar.predict(weights, predict_request(x=x), two_ranks())
+    other = scripted_weights(tmp_path / "other.safetensors", "good 2.0")
+    assert torch.allclose(sidecar.predict(other, predict_request(x=x), two_ranks())[0], x * 2)
+    assert sidecar.pids == pids
+
+
+def test_a_file_that_was_overwritten_is_loaded_again(sidecar, weights, tmp_path):
+    x = torch.ones(1, 4, 6, 6)
+    sidecar.predict(weights, predict_request(x=x), two_ranks())
+    scripted_weights(tmp_path / "good.safetensors", "good 2.00")
+    assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_rank_refuses_is_held_by_none_and_the_old_model_stays(
+    sidecar, weights, tmp_path, rank
+):
+    x = torch.ones(1, 4, 6, 6)
+    sidecar.load(weights)
+    pids = sidecar.pids
+    refused = scripted_weights(tmp_path / "bad.safetensors", f"refused {rank} 1.0")
+    with pytest.raises(CheckpointError, match=f"refused by rank {rank}"):
+        sidecar.load(refused)
+    assert sidecar.state is State.READY
+    assert sidecar.load(weights).cached
+    assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 0.5)
+    assert sidecar.pids == pids
+
+
+def test_a_file_that_is_not_there_is_refused_before_a_rank_starts(sidecar, weights):
+    with pytest.raises(CheckpointError, match="No such file"):
+        sidecar.load(replace(weights, path="/nowhere/flux.safetensors"))
+    assert sidecar.state is State.DOWN
+
+
+def test_the_old_model_makes_room_when_both_do_not_fit(sidecar, weights, tmp_path):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    sidecar.load(scripted_weights(tmp_path / "large.safetensors", "no-memory beside 3.0"))
+    assert sidecar.pids == pids
+
+
+def test_a_model_that_does_not_fit_at_all_leaves_the_group_usable(sidecar, weights, tmp_path):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with pytest.raises(OutOfMemory, match=r"cpu.*tried to load a lot.*Use"):
+        sidecar.load(scripted_weights(tmp_path / "huge.safetensors", "no-memory always"))
+    assert not sidecar.load(weights).cached
+    assert sidecar.pids == pids
+
+
+def test_a_request_with_wrong_shapes_is_refused_before_a_rank_starts(sidecar, weights):
+    request = scripted_request()
+    with pytest.raises(RequestError, match=r"noise has shape \[1, 4, 5, 6\]; expected \[1, 4, 6, 6\]"):
+        sidecar.sample(weights, replace(request, noise=request.noise[:, :, :5]), two_ranks())
+    assert sidecar.state is State.DOWN
+
+
+def test_a_request_that_the_ranks_refuse_leaves_the_group_warm(sidecar, weights):
+    sidecar.start()
+    pids = sidecar.pids
+    with pytest.raises(RequestError, match="does not run on the ranks"):
+        sidecar.sample(weights, replace(scripted_request(), sampler="nonsense"), two_ranks())
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_strategy_of_another_size_is_refused(sidecar, weights):
+    with pytest.raises(StrategyError, match="needs 3 ranks; this group has 2"):
+        sidecar.sample(weights, scripted_request(), Placement(ParallelStrategy(ring_degree=3)))
+
+
+# Cancel.
+
+
+@pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
+def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(sidecar, weights, after):
+    steps = []
+
+    def on_step(step, of, denoised):
+        steps.append(step)
+        if step == after:
+            sidecar.cancel()
+
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
+    assert after <= len(steps) <= after + 1
+    assert sidecar.state is State.READY
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_request_cancelled_before_it_is_sent_never_reaches_the_ranks(sidecar, weights):
+    sidecar.load(weights)
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_cancel_while_nothing_runs_is_forgotten(sidecar, weights):
+    sidecar.load(weights)
+    sidecar.cancel()
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):
+    asked = []
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights,
+            scripted_request(),
+            two_ranks(),
+            should_cancel=lambda: asked.append(1) or len(asked) > 2,
+        )
+    assert sidecar.state is State.DOWN and sidecar.pids == ()
+
+
+def test_cancel_from_another_thread_takes_one_step(sidecar, weights):
+    sidecar.load(weights)
+    begun = threading.Event()
+    timer = threading.Thread(target=lambda: (begun.wait(), sidecar.cancel()))
+    timer.start()
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
+        )
+    timer.join()
+
+
+def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(sidecar, weights):
+    def on_step(step, of, denoised):
+        if step == 2:
+            raise Stopped
+
+    sidecar.load(weights)
+    pids = sidecar.pids
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        sidecar.sample(weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=on_step)
+    assert time.monotonic() - begun < 2.0
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_callback_may_not_send_another_request(sidecar, weights):
+    with pytest.raises(RequestError, match="callback"):
+        sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *step: sidecar.load(weights))
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_requests_of_several_threads_are_served_one_after_another(sidecar, weights):
+    results = {}
+
+    def work(number):
+        x = torch.full((1, 4, 6, 6), float(number))
+        results[number] = sidecar.predict(weights, predict_request(x=x), two_ranks())[0].mean().item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: number * 0.5 for number in range(6)}
+
+
+# Ranks that fail.
+
+
+def test_a_rank_killed_while_idle_is_noticed_and_the_next_request_works(sidecar, weights):
+    sidecar.load(weights)
+    victim, survivor = sidecar.pids
+    os.kill(victim, signal.SIGKILL)
+    _wait_until(lambda: sidecar.state is State.FAILED and not is_running(survivor))
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.state is State.READY
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(sidecar, weights, rank):
+    sidecar.load(weights)
+    killed_at = []
+
+    def on_step(step, of, denoised):
+        if step == 2:
+            killed_at.append(time.monotonic())
+            os.kill(sidecar.pids[rank], signal.SIGKILL)
+
+    with pytest.raises(RankFailed, match=f"rank {rank} failed: killed by SIGKILL") as caught:
+        sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
+    assert time.monotonic() - killed_at[0] < 0.5
+    assert caught.value.rank == rank
+    assert sidecar.state is State.FAILED
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.state is State.READY
+
+
+def test_a_rank_that_kills_itself_in_a_collective_is_named_and_not_its_victim(sidecar, weights):
+    with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+        sidecar.sample(weights, scripted_request(CRASH), two_ranks())
+
+
+def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weights):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    begun = time.monotonic()
+    with pytest.raises(
+        RankFailed, match=r"(?s)rank 1 failed: ValueError: the tensor is upside down.*Traceback"
+    ) as caught:
+        sidecar.sample(weights, scripted_request(RAISE), two_ranks())
+    assert caught.value.reason == "error"
+    assert time.monotonic() - begun < 2.0
+    assert not any(map(is_running, pids))
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_an_error_on_every_rank_is_raised_once(sidecar, weights):
+    with pytest.raises(RankFailed, match="every rank refuses"):
+        sidecar.predict(weights, predict_request(RAISE_ALL), two_ranks())
+    sidecar.predict(weights, predict_request(), two_ranks())
+
+
+def test_a_rank_without_memory_says_so_with_a_remedy(sidecar, weights):
+    with pytest.raises(OutOfMemory, match=r"Rank 1 ran out of memory on cpu .*smaller image"):
+        sidecar.sample(weights, scripted_request(NO_MEMORY), two_ranks())
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_rank_that_stands_still_is_named_when_its_time_is_up(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
+    with pytest.raises(RankFailed, match=r"rank 1 failed: was stopped by a signal"):
+        sidecar.sample(weights, scripted_request(STUCK), two_ranks())
+    assert not any(map(is_running, pids))
+
+
+def test_a_flood_on_stderr_does_not_hold_up_a_request(sidecar, weights):
+    result = sidecar.sample(weights, scripted_request(FLOOD, steps=3), two_ranks())
+    assert len(result.info.step_seconds) == 3
+
+
+def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    monkeypatch.setattr(deadlines, "CANCEL", 0.3)
+
+    def on_step(step, of, denoised):
+        os.kill(sidecar.pids[1], signal.SIGSTOP)
+        raise Stopped
+
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        sidecar.sample(weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=on_step)
+    assert time.monotonic() - begun < 2.0
+    assert sidecar.pids == ()
+
+
+def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, weights, monkeypatch):
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        with pytest.raises(RankFailed):
+            sidecar.predict(weights, predict_request(RAISE_ALL), two_ranks())
+    assert sidecar.state is State.BROKEN
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)failed 3 times within 10 minutes.*doctor.*every rank refuses"):
+        sidecar.predict(weights, predict_request(), two_ranks())
+    assert time.monotonic() - begun < 0.1
+    sidecar.stop()
+    sidecar.predict(weights, predict_request(), two_ranks())
+
+
+def test_stop_ends_a_running_request(sidecar, weights):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    begun = threading.Event()
+    stopper = threading.Thread(target=lambda: (begun.wait(), sidecar.stop()))
+    stopper.start()
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
+        )
+    stopper.join()
+    assert not any(map(is_running, pids))
+    assert sidecar.state is State.DOWN
+
+
+def test_stop_from_a_callback_ends_the_request(sidecar, weights):
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=lambda *step: sidecar.stop()
+        )
+    assert sidecar.pids == ()
+
+
+def test_two_sidecars_side_by_side_do_not_disturb_each_other(sidecar, weights, tmp_path):
+    other = scripted_sidecar(("cpu:2", "cpu:3"))
+    try:
+        x = torch.ones(1, 4, 6, 6)
+        double = scripted_weights(tmp_path / "double.safetensors", "good 2.0")
+        for _ in range(2):
+            assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 0.5)
+            assert torch.allclose(other.predict(double, predict_request(x=x), two_ranks())[0], x * 2)
+        os.kill(other.pids[0], signal.SIGKILL)
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    finally:
+        other.stop()
+
+
+def test_the_group_outlives_the_thread_that_started_it(sidecar, weights):
+    starter = threading.Thread(target=sidecar.load, args=(weights,))
+    starter.start()
+    starter.join()
+    time.sleep(0.2)
+    assert len(sidecar.pids) == 2 and all(map(is_running, sidecar.pids))
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def _wait_until(condition, seconds=2.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_numbers_that_are_none_are_refused_by_comfyuis_half_and_by_the_ranks(sidecar, weights, monkeypatch):
+    request = scripted_request()
+    bad = replace(request, noise=request.noise.index_fill(3, torch.tensor([2]), float("nan")))
+    with pytest.raises(RequestError, match="noise has values that are NaN or infinite"):
+        sidecar.sample(weights, bad, two_ranks())
+    with pytest.raises(RequestError, match="cfg is inf"):
+        sidecar.sample(weights, replace(request, cfg=float("inf")), two_ranks())
+    assert sidecar.state is State.DOWN
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with monkeypatch.context() as patched, pytest.raises(RequestError, match="sigmas has values"):
+        pack = client.pack_tensors
+        endless = torch.tensor([float("inf"), 0.0])
+        patched.setattr(client, "pack_tensors", lambda tensors: pack({**tensors, "sigmas": endless}))
+        sidecar.sample(weights, request, two_ranks())
+    sidecar.sample(weights, request, two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"rank 0 answered.*6, 6"):
+        patched.setattr(SamplingJob, "shape", (1, 4, 6, 7))
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == ()

@@ -1,0 +1,51 @@
+"""What a group says of itself without being asked: progress, phases and memory, read while its ranks are busy."""
+
+import pytest
+import torch
+
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.sidecar.status import read_ranks
+from parallel_backend.strategy import ParallelStrategy
+from tiny_flux import write_tiny_flux
+
+
+def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks, tmp_path):
+    spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
+    never_started, sidecar = Sidecar(("cpu:0",)).status(), two_real_ranks
+    assert (never_started.state, never_started.ranks) == ("down", ())
+    seen = []
+    request = SampleRequest(
+        noise=torch.randn(1, 16, 8, 8),
+        latent=torch.zeros(1, 16, 8, 8),
+        sigmas=torch.linspace(1, 0, 4),
+        positive=Conditioning(torch.randn(1, 5, 64), torch.randn(1, 32), torch.tensor([3.5])),
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+    sidecar.sample(
+        spec,
+        request,
+        Placement(ParallelStrategy(ulysses_degree=2)),
+        on_step=lambda *_: seen.append(sidecar.status()),
+    )
+    after = sidecar.status()
+    sidecar.sleep(level=2)
+    asleep = sidecar.status()
+    assert [(one.state, one.phase, one.step, one.steps) for one in seen] == [
+        ("running", "sampling", step, 3) for step in (1, 2, 3)
+    ]
+    assert [len(one.step_seconds) for one in seen] == [1, 2, 3]
+    assert [one.model for one in seen] == ["tiny.safetensors"] * 3
+    ranks = after.ranks
+    assert [(rank.rank, rank.device) for rank in ranks] == [(0, "cpu:0"), (1, "cpu:1")]
+    assert all((rank.step, rank.loaded) == (3, 1.0) and rank.pid for rank in ranks)
+    held = (tmp_path / "tiny.safetensors").stat().st_size
+    assert all(rank.weight_bytes == pytest.approx(held, rel=0.1) for rank in ranks)
+    assert all(rank.working_bytes > 0 and rank.bytes_sent > 0 for rank in ranks)
+    assert (after.step, after.steps, after.phase) == (0, 0, "")
+    assert (asleep.state, asleep.model) == ("asleep", "")
+    assert [rank.weight_bytes for rank in asleep.ranks] == [0, 0]
+    assert read_ranks(None) == ()

@@ -1,0 +1,215 @@
+"""The supervisor: how ranks start, how it learns of their end, and that nothing of them stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.errors import PlatformError, RankFailed
+from parallel_backend.sidecar import supervisor as supervisor_module
+from parallel_backend.sidecar.environment import rank_environment
+from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
+from scripted import is_running, ranks_of
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def spawn():
+    groups = []
+
+    def start(module, count=2):
+        group = get_supervisor().spawn(tuple(f"cpu:{i}" for i in range(count)), module)
+        groups.append(group)
+        return group
+
+    yield start
+    for group in groups:
+        get_supervisor().kill(group)
+        group.close()
+
+
+def test_the_rendezvous_folder_is_private_and_goes_with_the_group(spawn):
+    group = spawn("tests.support.rank_programs.scripted_rank")
+    folder = Path(group.directory)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    get_supervisor().stop(group)
+    assert not folder.exists()
+
+
+def test_stop_blocks_until_every_rank_is_gone(spawn):
+    group = spawn("tests.support.rank_programs.scripted_rank")
+    pids = group.pids
+    get_supervisor().stop(group)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert group.death is None
+    get_supervisor().stop(group)  # again is nothing
+
+
+def test_a_rank_that_floods_and_ignores_sigterm_is_killed_in_time(spawn):
+    group = spawn("tests.support.rank_programs.flooding_rank")
+    time.sleep(0.5)
+    begun = time.monotonic()
+    get_supervisor().stop(group, grace=0.3)
+    assert 0.2 < time.monotonic() - begun < 1.5
+
+
+def test_only_the_end_of_a_flood_is_kept(spawn):
+    group = spawn("tests.support.rank_programs.flooding_rank", count=1)
+    member = group.ranks[0]
+    deadline = time.monotonic() + 5
+    while len(member.output) < supervisor_module.OUTPUT_KEPT and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(member.output) <= supervisor_module.OUTPUT_KEPT + 65536
+
+
+def test_the_first_death_is_the_reason_and_the_others_are_killed(spawn):
+    group = spawn("tests.support.rank_programs.flooding_rank")
+    first, other = group.pids
+    begun = time.monotonic()
+    os.kill(first, signal.SIGSEGV)
+    assert group.gone.wait(2.0)
+    assert time.monotonic() - begun < 0.5
+    assert group.death.rank == 0
+    assert group.death.cause.startswith("killed by SIGSEGV")
+    assert not is_running(other)
+
+
+def test_a_rank_that_cannot_import_shows_its_traceback():
+    sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="tests.support.rank_programs.broken_rank")
+    with pytest.raises(
+        RankFailed, match=r"(?s)exited with code 1.*No module named 'a_library_that_is_not_installed'"
+    ) as caught:
+        sidecar.start()
+    assert caught.value.reason == "exit"
+    assert sidecar.state is State.FAILED
+    sidecar.stop()
+
+
+def test_two_groups_share_no_rendezvous(spawn):
+    assert (
+        spawn("tests.support.rank_programs.scripted_rank").rendezvous
+        != spawn("tests.support.rank_programs.scripted_rank").rendezvous
+    )
+
+
+def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
+    """The ranks find the pack from its own path, whatever ComfyUI called the package."""
+    folder = tmp_path / "my packs" / "multi.gpu v1.2"
+    folder.mkdir(parents=True)
+    for part in ("parallel_backend", "tests"):
+        (folder / part).symlink_to(PACK_ROOT / part)
+    script = textwrap.dedent(
+        """
+        import importlib.util, sys
+        name = sys.argv[1].replace(".", "_x_")  # as ComfyUI names a pack: after its path
+        spec = importlib.util.spec_from_file_location(
+            name, sys.argv[1] + "/parallel_backend/__init__.py",
+            submodule_search_locations=[sys.argv[1] + "/parallel_backend"])
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        import importlib
+        client = importlib.import_module(name + ".client")
+        sidecar = client.Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.scripted_rank")
+        sidecar.start()
+        print(sidecar.state.name)
+        sidecar.stop()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "READY", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_are_gone_within_two_seconds_of_their_parent(number):
+    script = textwrap.dedent(
+        """
+        import time
+        from scripted import scripted_sidecar
+        sidecar = scripted_sidecar()
+        sidecar.start()
+        print(*sidecar.pids, flush=True)
+        time.sleep(60)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests")])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    with parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        parent.send_signal(number)
+        parent.wait()
+        deadline = time.monotonic() + 2.0
+        while any(map(is_running, pids)) or ranks_of(parent.pid):
+            assert time.monotonic() < deadline, "ranks outlived their parent"
+            time.sleep(0.02)
+
+
+def test_a_rank_sees_its_devices_settings_but_no_secret():
+    source = {
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "1,2",
+        "NCCL_P2P_DISABLE": "1",
+        "HF_TOKEN": "secret",
+        "TORCH_SECRET": "secret",
+        "AWS_ACCESS_KEY_ID": "secret",
+        "PYTHONPATH": "/site",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    seen = rank_environment(source, Path("/my pack"), ("cpu:0", "cpu:1"))
+    assert "secret" not in seen.values()
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["NCCL_P2P_DISABLE"]) == ("1,2", "1")
+    assert seen["PYTHONPATH"] == "/my pack:/site"
+    assert seen["GLOO_SOCKET_IFNAME"] == seen["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_threads_are_shared_out_unless_the_user_set_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert rank_environment({}, Path("/"), ("cpu:0",) * 4)["OMP_NUM_THREADS"] == "3"
+    assert rank_environment({}, Path("/"), ("cpu:0",) * 16)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment({"OMP_NUM_THREADS": "7"}, Path("/"), ("cpu:0",))["OMP_NUM_THREADS"] == "7"
+
+
+def test_other_systems_are_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(PlatformError, match="WSL2"):
+        Supervisor()
+    with pytest.raises(PlatformError, match="WSL2"):
+        Sidecar(("cuda:0",)).start()
+
+
+def test_comfyuis_half_imports_where_posix_is_missing():
+    """Windows has no fcntl, memfd or AF_UNIX; the pack must load there and say so when it is used."""
+    script = textwrap.dedent(
+        """
+        import sys, os, socket
+        sys.modules["fcntl"] = None
+        for name in ("memfd_create", "eventfd", "pidfd_open", "killpg"):
+            delattr(os, name)
+        for name in ("AF_UNIX", "SOCK_SEQPACKET", "socketpair", "SCM_RIGHTS", "MSG_CMSG_CLOEXEC"):
+            delattr(socket, name)
+        import parallel_backend.pool, parallel_backend.errors
+        sys.platform = "win32"
+        try:
+            parallel_backend.sidecar.pool.get_sidecar(("cuda:0",)).start()
+        except parallel_backend.errors.PlatformError as error:
+            print(error)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACK_ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert "WSL2" in done.stdout, done.stderr

@@ -1,0 +1,114 @@
+"""Which VAE the ranks hold, as the parent remembers it; scripted exchanges stand in for the ranks."""
+
+import pytest
+import torch
+
+from parallel_backend.errors import OutOfMemory, TransportError
+from parallel_backend.requests import LoadInfo
+from parallel_backend.sidecar.exchange import USER_ERRORS
+from parallel_backend.sidecar.vae_client import VaeOnRanks
+from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
+from parallel_backend.wire.protocol import Decode, Done, LoadVae, Progress, Ready
+from parallel_backend.wire.transport import unpack_tensors
+
+LOAD = LoadInfo(seconds=1.0, bytes=12, cached=False, dtype="float32", compute_dtype="float32")
+RUN = RankDecode(seconds=2.0, rows=4, bytes_sent=10, peak_bytes=0, compute_dtype="float32")
+LATENT = torch.zeros(1, 4, 6, 5)
+IMAGE = torch.ones(1, 48, 40, 3)
+
+
+class ScriptedRanks:
+    """Answers each request of two ranks as told and keeps what it was sent."""
+
+    def __init__(self):
+        self.sent, self.survivable, self.failure = [], [], None
+        self.load, self.run, self.result, self.messages = LOAD, RUN, {"image": IMAGE}, []
+
+    def __call__(self, survivable):
+        self.survivable.append(survivable)
+        return self
+
+    def send(self, message, payload):
+        self.sent.append((message, unpack_tensors(payload)))
+
+    def wait(self, budget, on_message):
+        if self.failure is not None:
+            raise self.failure
+        assert budget() >= 60
+        for message in self.messages:
+            on_message(0, message, None)
+        loads = isinstance(self.sent[-1][0], LoadVae)
+        done = Done(load=self.load) if loads else Done(decode=self.run)
+        return {1: done, 0: done}
+
+
+def decode(client, ranks, identity="a", epoch=1, on_step=None, on_phase=None):
+    weights = VaeWeights(identity, lambda: {"decoder.conv_in.weight": torch.zeros(3)})
+    return client.decode(epoch, ranks, weights, LATENT, (), on_step, on_phase)
+
+
+@pytest.fixture
+def client():
+    return VaeOnRanks(("cpu:0", "cpu:1"))
+
+
+@pytest.fixture
+def ranks():
+    return ScriptedRanks()
+
+
+def kinds(ranks):
+    return [type(message) for message, _ in ranks.sent]
+
+
+def test_weights_are_sent_once_per_group_and_identity(client, ranks):
+    for identity, epoch in (("a", 1), ("a", 1), ("b", 1), ("b", 2), ("b", 2)):
+        decode(client, ranks, identity, epoch)
+    assert kinds(ranks) == [LoadVae, Decode, Decode, LoadVae, Decode, LoadVae, Decode, Decode]
+    assert [sorted(tensors) for _, tensors in ranks.sent[:2]] == [["decoder.conv_in.weight"], ["latent"]]
+
+
+def test_the_result_says_how_every_rank_ran(client, ranks):
+    first, again = decode(client, ranks), decode(client, ranks)
+    assert torch.equal(first.image, IMAGE)
+    assert (first.info.rows, first.info.bytes_sent, first.info.seconds) == ((4, 4), (10, 10), 2.0)
+    assert (first.info.load, again.info.load.cached, again.info.load.seconds) == (LOAD, True, 0.0)
+
+
+def test_phases_and_steps_are_told(client, ranks):
+    phases, steps = [], []
+    decode(client, ranks)
+    ranks.messages = [Progress(step=1, steps=3, seconds=0.1), Progress(step=2, steps=3, seconds=0.1)]
+    decode(client, ranks, on_step=lambda *step: steps.append(step), on_phase=phases.append)
+    assert phases == ["decoding"] and steps == [(1, 3), (2, 3)]
+
+
+def test_a_failed_load_is_tried_again_by_the_next_decode(client, ranks):
+    decode(client, ranks, "a")
+    ranks.failure = OutOfMemory("no room")
+    with pytest.raises(OutOfMemory):
+        decode(client, ranks, "b")
+    ranks.failure = None
+    decode(client, ranks, "a")
+    assert kinds(ranks) == [LoadVae, Decode, LoadVae, LoadVae, Decode]
+
+
+def test_only_a_load_may_run_out_of_memory_and_leave_the_group(client, ranks):
+    decode(client, ranks)
+    assert ranks.survivable == [USER_ERRORS | {"OutOfMemory"}, USER_ERRORS]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"result": {}}, "without an image"),
+        ({"run": None}, "without saying how it ran"),
+        ({"load": None}, "without saying how it loaded"),
+        ({"messages": [Ready(seconds=1.0)]}, "sent Ready"),
+    ],
+)
+def test_answers_that_break_the_protocol_are_refused(client, ranks, changes, words):
+    for name, value in changes.items():
+        setattr(ranks, name, value)
+    with pytest.raises(TransportError, match=words):
+        decode(client, ranks)

@@ -1,0 +1,89 @@
+"""A real ComfyUI on the CPU with this pack and the inject nodes, and the short ways tests need into and out of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from comfyui_client import ComfyUIClient, Prompt
+from comfyui_server import ComfyUIServer
+from comfyui_source import find_comfyui
+from tiny_flux import write_tiny_flux
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A name that breaks a pack which builds module names or command lines from its folder.
+PACK_FOLDER = "My Pack v1.0"
+
+
+@dataclass
+class Comfy:
+    """A running ComfyUI: run prompts, get latents and text back, put model files in place."""
+
+    server: ComfyUIServer
+    client: ComfyUIClient
+    _names: itertools.count = field(default_factory=itertools.count)
+
+    def run(self, prompt: Prompt, timeout: float = 120) -> dict:
+        """Run a prompt in API format; returns its history entry, raises what the client raises."""
+        return self.client.run(prompt, timeout)
+
+    def sample(self, prompt: Prompt, latent: list, timeout: float = 120) -> torch.Tensor:
+        """Run ``prompt`` and return the samples of its LATENT output ``latent`` (``[node id, slot]``)."""
+        name = f"test-latent-{next(self._names)}.safetensors"
+        save = {"class_type": "TestSaveLatent", "inputs": {"latent": latent, "path": name}}
+        self.run({**prompt, "save-latent": save}, timeout)
+        return load_file(self.output(name))["samples"]
+
+    def sample_with_text(
+        self, prompt: Prompt, latent: list, text: list, timeout: float = 120
+    ) -> tuple[torch.Tensor, str]:
+        """As :meth:`sample`, and the STRING output ``text`` with it."""
+        name = f"test-text-{next(self._names)}.txt"
+        save = {"class_type": "TestSaveText", "inputs": {"text": text, "path": name}}
+        samples = self.sample({**prompt, "save-text": save}, latent, timeout)
+        return samples, self.output(name).read_text()
+
+    def output(self, name: str) -> Path:
+        """The path of a file that a node saved under ``name``."""
+        return self.server.output_directory / name
+
+    def write_flux(self, name: str, **options: object) -> str:
+        """Write a tiny Flux among ComfyUI's diffusion models unless it is there; returns the loader's file name."""
+        path = self.server.base_directory / "models" / "diffusion_models" / name
+        if not path.exists():
+            write_tiny_flux(path, **options)
+        return name
+
+
+def require_comfyui() -> Path:
+    """The real ComfyUI's folder; without one the test is skipped, and in CI it fails."""
+    folder = find_comfyui()
+    if folder is None:
+        reason = "no real ComfyUI found: run ./scripts/test, or set COMFYUI_PATH"
+        (pytest.fail if os.environ.get("CI", "").lower() in ("1", "true", "yes") else pytest.skip)(reason)
+    return folder
+
+
+def start_comfyui(
+    base_directory: Path, *, pack_folder: str = PACK_FOLDER, **options: object
+) -> ComfyUIServer:
+    """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own."""
+    packs = {pack_folder: ROOT, "parallel_test_nodes": ROOT / "tests" / "comfy" / "inject_nodes"}
+    arguments = ["--preview-method", "latent2rgb", *options.pop("arguments", [])]
+    environment = {"OMP_NUM_THREADS": "1", **options.pop("environment", {})}
+    return ComfyUIServer(
+        require_comfyui(),
+        base_directory,
+        packs,
+        cpu=True,
+        arguments=arguments,
+        environment=environment,
+        **options,
+    )

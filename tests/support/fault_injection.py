@@ -1,0 +1,140 @@
+"""Faults for the ranks that start next, and scripts that stand for ComfyUI's process on a machine with little room."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from parallel_backend.sidecar.supervisor import PACK_ROOT
+from parallel_backend.wire.fault_injection import VARIABLE
+
+
+@contextmanager
+def fault(kind: str, point: str, *, rank: int = 1, step: int = 0, once: Path | None = None) -> Iterator[None]:
+    """Inside, ranks that start have the fault; those that started keep it. `once`: a file that must not exist yet."""
+    words = {"rank": rank, "step": step, "kind": kind, "point": point, "once": once and str(once)}
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = json.dumps(words)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+_PROLOGUE = """
+import os
+from pathlib import Path
+from fault_injection import fault
+from parallel_backend.errors import PlatformError, RankFailed
+from scripted import scripted_request, scripted_sidecar, scripted_weights, two_ranks
+weights = scripted_weights(Path({folder!r}) / "good.safetensors", "good 0.5")
+"""
+ONE_JOB = """
+sidecar = scripted_sidecar()
+for _ in range(2):
+    sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *step: None)
+sidecar.stop()
+print("fine")
+"""
+FEW_DESCRIPTORS = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+"""
+# A folder as another process of the same number would have left it, and torch's usual port taken.
+BESIDE_OTHERS = f"""
+import socket, tempfile
+stale = Path(tempfile.mkdtemp(prefix=f"parallel-backend-{{os.getpid()}}-"))
+(stale / "store").write_bytes(b"garbage" * 100)
+taken = socket.socket()
+try:
+    taken.bind(("127.0.0.1", 29500))
+    taken.listen()
+except OSError:  # the other script has it
+    pass
+{ONE_JOB}
+(stale / "store").unlink()
+stale.rmdir()
+"""
+OUT_OF_HOST_MEMORY = """
+sidecar = scripted_sidecar(resumes=True)
+with fault("exhaust", "an all-reduce"):
+    try:
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    except RankFailed as error:
+        print(error)
+sidecar.sample(weights, scripted_request(), two_ranks())
+sidecar.stop()
+print("fine")
+"""
+
+
+def start_in(folder: str | Path) -> str:
+    """A script that starts ranks with this temporary folder and prints the refusal."""
+    return f"""
+import tempfile
+tempfile.tempdir = {str(folder)!r}
+try:
+    scripted_sidecar().start()
+except PlatformError as error:
+    print(error)
+"""
+
+
+@contextmanager
+def in_control_group(limit_bytes: int) -> Iterator[str | None]:
+    """Lines with which a script joins a control group of so much memory; None where that is not allowed."""
+    group = Path(f"/sys/fs/cgroup/memory/parallel-faults-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError:
+        yield None
+        return
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield f"Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+    finally:
+        group.rmdir()
+
+
+def full_temporary_folder(folder: Path) -> list[str] | None:
+    """A command to put before another, which then sees `folder` full and 1 MB of /dev/shm; None where not allowed."""
+    folder.mkdir()
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        return None
+    mounts = (
+        f"mount -t tmpfs -o size=1m none /dev/shm && mount -t tmpfs -o size=64k none {folder} && "
+        f'{{ head -c 200k /dev/zero > {folder}/ballast; exec "$@"; }}'
+    )
+    return ["unshare", "-m", "sh", "-c", mounts, "sh"]
+
+
+def without_hostname() -> list[str]:
+    """A command to put before another, which then runs on a host whose name does not resolve; [] where not allowed."""
+    before = ["unshare", "-u", "sh", "-c", 'hostname no.such.host.invalid && exec "$@"', "sh"]
+    return [] if subprocess.run([*before, "true"], capture_output=True).returncode else before
+
+
+def start_script(script: str, folder: Path, before: Sequence[str] = ()) -> subprocess.Popen:
+    """A process with its own supervisor; `weights` in `script` is a file in `folder` for scripted ranks."""
+    search = os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests")])
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", _PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": search},
+        text=True,
+    )
+
+
+def run_script(script: str, folder: Path, before: Sequence[str] = ()) -> str:
+    """What it prints."""
+    with start_script(script, folder, before) as process:
+        return process.communicate(timeout=120)[0]

@@ -1,0 +1,11 @@
+"""A rank of another version of the pack: it greets with a protocol that this one does not speak."""
+
+import functools
+
+from parallel_backend.rank.__main__ import main
+from parallel_backend.wire import protocol
+
+if __name__ == "__main__":
+    greeting = protocol.Hello
+    protocol.Hello = functools.wraps(greeting)(lambda pid, version, *rest: greeting(pid, version + 1, *rest))
+    main()

@@ -1,0 +1,67 @@
+"""What tests need to drive ranks whose model is a script (scripted_rank.py), and to see which processes live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+
+# First number of the prompt's pooled vector: what the forward of the ranks does.
+QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
+
+
+def scripted_sidecar(devices=("cpu:0", "cpu:1"), resumes=False) -> Sidecar:
+    return Sidecar(devices, rank_module="tests.support.rank_programs.scripted_rank", resumes=resumes)
+
+
+def scripted_weights(path: Path, script: str) -> ModelSpec:
+    path.write_text(script)
+    return ModelSpec(path=str(path))
+
+
+def scripted_prompt(behaviour: int = 0) -> Conditioning:
+    """A prompt that tells the ranks how to behave (a constant of scripted_rank); mean(context) is 1."""
+    return Conditioning(context=torch.ones(1, 3, 4), pooled=torch.full((1, 2), float(behaviour)))
+
+
+def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
+    return SampleRequest(
+        noise=torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)),
+        latent=torch.zeros(1, 4, 6, 6),
+        sigmas=torch.linspace(1, 0, steps + 1),
+        positive=scripted_prompt(behaviour),
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def two_ranks() -> Placement:
+    return Placement(ParallelStrategy(ulysses_degree=2))
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Process ids of running ranks that were started for this parent, whoever their parent is now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"--parent" in words and words[words.index(b"--parent") + 1] == str(parent).encode():
+                found.append(int(entry.name))
+    return [pid for pid in found if is_running(pid)]

@@ -1,0 +1,63 @@
+"""A process that loads a model and says what it gained: `python weights_holder.py SMALL LARGE [copy]`.
+
+Fresh interpreters, because a forked one shares its heap with its parent and gains whatever either of them writes.
+Each line of output waits for one line of input, so that several can hold their model at the same time.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from parallel_backend.models.flux.module import FluxModel, load
+from parallel_backend.models.flux.packing import image_ids, text_ids
+from parallel_backend.requests import ModelSpec
+
+
+def proportional_set() -> int:
+    """Bytes of this process, each page that several processes map shared out between them (Pss)."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+def say(word: object) -> None:
+    print(word, flush=True)
+    sys.stdin.readline()
+
+
+@torch.no_grad()
+def load_and_run(path: str) -> FluxModel:
+    """A forward reads every weight."""
+    model = load(ModelSpec(path), torch.device("cpu"))
+    dims = model.file.dims
+    model.velocity(
+        img_tokens=torch.randn(1, 4, 64),
+        context=torch.randn(1, 3, dims.context_dim),
+        pooled=torch.randn(1, dims.pooled_dim),
+        sigma=torch.tensor([0.5]),
+        guidance=None,
+        img_ids=image_ids(4, 4),
+        txt_ids=text_ids(3),
+    )
+    return model
+
+
+def main(small: str, large: str, *copying: str) -> None:
+    torch.set_num_threads(1)
+    load_and_run(small)  # what every first use costs, weights aside
+    say("warm")
+    before = proportional_set()
+    say("measured")
+    model = load_and_run(large)
+    held = [model, [p.clone() for p in model.transformer.parameters()] if copying else None]
+    say("loaded")
+    say(proportional_set() - before)
+    del held
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Who keeps whom waiting, from the notes of ranks that hang; and what a note costs nothing to leave."""
+
+import os
+
+import pytest
+
+from parallel_backend.wire.heartbeat import (
+    COLLECTIVES,
+    MOST_RANKS,
+    PAGE_BYTES,
+    Note,
+    Page,
+    Whereabouts,
+    find_laggard,
+    in_words,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def inside(collective, *ranks, entered=5):
+    return Note(True, collective, 2, entered, frozenset(ranks), 0.0)
+
+
+def outside(collective="an all-to-all", entered=5, ranks=()):
+    return Note(False, collective, 2, entered, frozenset(ranks), 0.0)
+
+
+@pytest.fixture
+def page():
+    page = Page()
+    yield page
+    page.close()
+
+
+def test_the_parent_reads_what_a_rank_noted_down(page):
+    rank = Whereabouts()
+    rank.share(os.dup(page.descriptor), 1)
+    rank.steps_done(3)
+    with rank.inside("a ring step", (0, 1)):
+        note = page.read(1)
+        assert (note.inside, note.collective, note.step, note.entered) == (True, "a ring step", 3, 1)
+        assert note.waits_for == {0, 1}
+    left = page.read(1)
+    assert (left.inside, left.collective) == (False, "a ring step")
+    assert page.read(0).collective == ""
+
+
+def test_a_page_full_of_garbage_reads_as_numbers(page):
+    os.pwrite(page.descriptor, b"\xff" * PAGE_BYTES, 0)
+    for rank in range(MOST_RANKS):
+        assert page.read(rank).collective in COLLECTIVES
+
+
+def test_an_observer_meets_a_collective_before_it_is_entered(page):
+    rank = Whereabouts()
+    rank.share(os.dup(page.descriptor), 0)
+    seen = []
+    rank.observer = lambda name, step: seen.append((name, step, page.read(0).inside))
+    rank.steps_done(4)
+    with rank.inside("an all-gather", (0, 1)):
+        pass
+    rank.point("load")
+    assert seen == [("step", 4, False), ("an all-gather", 4, False), ("load", 4, False)]
+
+
+@pytest.mark.parametrize(
+    ("notes", "laggard"),
+    [
+        ([inside("an all-to-all", 0, 1), outside()], 1),
+        ([outside(), inside("an all-to-all", 0, 1)], 0),
+        # 0 waits for 1, which waits for 2, which computes
+        ([inside("a ring step", 0, 1), inside("a PipeFusion hop", 1, 2), outside()], 2),
+        # 2 and 3 wait in a group of their own for nobody but each other; 0 waits for 1
+        (
+            [
+                inside("an all-to-all", 0, 1),
+                outside(),
+                inside("an all-to-all", 2, 3),
+                inside("an all-to-all", 2, 3),
+            ],
+            1,
+        ),
+        # all in the same one
+        ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=7)], 0),
+        # none in any: a device hangs, and the host that is behind has entered fewer
+        ([outside(entered=9), outside(entered=8)], 1),
+        # a circle
+        (
+            [
+                inside("a ring step", 0, 1, entered=4),
+                inside("a ring step", 1, 2),
+                inside("a ring step", 2, 0),
+            ],
+            0,
+        ),
+    ],
+)
+def test_the_rank_that_keeps_the_others_waiting_is_found(notes, laggard):
+    assert find_laggard(notes) == laggard
+
+
+def test_a_rank_that_gave_its_answer_is_not_to_blame():
+    assert find_laggard([outside(entered=3), outside(entered=4)], silent={1}) == 1
+    assert find_laggard([outside(), inside("an all-to-all", 1, 2), outside()], silent={1, 2}) == 2
+
+
+def test_words_name_the_collective_and_who_waits_there():
+    notes = [inside("an all-to-all", 0, 1), outside("a broadcast")]
+    assert in_words(notes, 1) == (
+        "the last collective that it entered was a broadcast; missed in an all-to-all by rank 0, after 2 steps"
+    )
+    assert in_words(notes, 0) == "inside an all-to-all, after 2 steps"
+    assert in_words([outside(""), outside("")], 0) == ""

@@ -1,0 +1,179 @@
+"""Messages: what goes out comes in, and whatever deviates is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_backend.errors import TransportError
+from parallel_backend.options import Compiled
+from parallel_backend.requests import LoadInfo, ModelSpec, Placement
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
+from parallel_backend.wire.decode_messages import RankDecode
+from parallel_backend.wire.protocol import (
+    MAX_MESSAGE_BYTES,
+    ApplyPatches,
+    Calibrate,
+    Cancel,
+    Compiling,
+    Decode,
+    Done,
+    Envelope,
+    Failed,
+    Hello,
+    KeepFactors,
+    Load,
+    LoadVae,
+    Predict,
+    Progress,
+    RankPatch,
+    RankRun,
+    Ready,
+    Sample,
+    Setup,
+    decode,
+    encode,
+)
+
+PLACEMENT = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2), engine="native")
+CALIBRATION = Calibration(
+    rank=1,
+    backend="nccl",
+    strategy=PLACEMENT.strategy,
+    transfers=(Transfer("pair", 4096, 4096, seconds=1e-5, peer=0, intact=False),),
+    collective_s=2e-5,
+    seconds=1.5,
+    facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
+)
+# (message, payloads it may come with)
+MESSAGES = [
+    (Hello(pid=7, protocol=1, python="3.11.7", torch="2.13.0"), 0),
+    (
+        Setup(
+            rank=1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b/store", backend="nccl"
+        ),
+        0,
+    ),
+    (Ready(seconds=1.5), 0),
+    (
+        Load(
+            ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16"),
+            ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)),
+        ),
+        0,
+    ),
+    (Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True), 1),
+    (Predict(placement=PLACEMENT, conditioning=3, forget=(1, 2)), 1),
+    (Cancel(), 0),
+    (Progress(step=1, steps=20, seconds=0.25), 0),
+    (Progress(step=1, steps=20, seconds=0.25), 1),
+    (
+        Done(load=LoadInfo(seconds=1.0, bytes=4, cached=False, dtype="bfloat16", compute_dtype="bfloat16")),
+        0,
+    ),
+    (Compiling(), 0),
+    (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
+    (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=Compiled(2, 9.5, 0))), 1),
+    (KeepFactors(), 1),
+    (ApplyPatches("1f"), 1),
+    (Done(patch=RankPatch(seconds=0.5, touched=3)), 0),
+    (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
+    (Done(calibration=CALIBRATION), 0),
+    (LoadVae("7-1f"), 1),
+    (Decode("7-1f", shares=(2.0, 1.5)), 1),
+    (Done(decode=RankDecode(1.5, rows=64, bytes_sent=10, peak_bytes=0, compute_dtype="bfloat16")), 1),
+    (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),
+]
+FRAME = json.loads(encode(Envelope(3, 4, Progress(step=1, steps=2, seconds=0.5))))
+
+
+def changed(**changes):
+    return json.dumps({**FRAME, **changes}).encode()
+
+
+@pytest.mark.parametrize(("message", "payloads"), MESSAGES)
+def test_a_message_arrives_as_it_was_sent(message, payloads):
+    assert decode(encode(Envelope(3, 4, message)), payloads) == Envelope(3, 4, message)
+
+
+def test_a_whole_number_goes_out_as_a_float_where_the_field_is_one():
+    sent = Sample(placement=PLACEMENT, cfg=4, sampler="euler", seed=0, previews=False)
+    received = decode(encode(Envelope(1, 1, sent)), 1).message
+    assert type(received.cfg) is float
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "JSON"),
+        (b"[]", "version None"),
+        (b"\xff\xfe", "JSON"),
+        (b"[" * 60_000, "JSON"),
+        (b'{"version":1,"version":1}', "twice"),
+        (changed(version=1), "version 1"),
+        (changed(op="Shutdown"), "unknown message 'Shutdown'"),
+        (changed(op="Envelope"), "unknown message"),
+        (changed(op=["Progress"]), "unknown message"),
+        (changed(extra=1), "wrong fields"),
+        (json.dumps({k: v for k, v in FRAME.items() if k != "epoch"}).encode(), "wrong fields"),
+        (changed(epoch="3"), "epoch: expected int"),
+        (changed(request=True), "request: expected int"),
+        (changed(body={"step": 1, "steps": 2}), "expected the fields"),
+        (changed(body={"step": 1, "steps": 2, "seconds": 0.5, "more": 0}), "expected the fields"),
+        (changed(body={"step": 1.0, "steps": 2, "seconds": 0.5}), "step: expected int"),
+        (changed(body={"step": 1, "steps": 2, "seconds": 1}), "seconds: expected float"),
+        (changed(body=None), "expected the fields"),
+        (encode(Envelope(1, 1, Cancel())).replace(b"{}", b'{"a":NaN}'), "NaN"),
+        (b'{"version":1}' + b" " * MAX_MESSAGE_BYTES, "limit"),
+    ],
+)
+def test_a_frame_that_deviates_is_refused(data, reason):
+    with pytest.raises(TransportError, match=reason):
+        decode(data)
+
+
+def test_a_dataclass_that_checks_itself_is_refused_as_a_frame():
+    frame = json.loads(encode(Envelope(1, 1, MESSAGES[5][0])))
+    frame["body"]["placement"]["strategy"]["cfg_degree"] = 0
+    with pytest.raises(TransportError, match="cfg_degree is 0"):
+        decode(json.dumps(frame).encode(), 1)
+
+
+@pytest.mark.parametrize(("message", "payloads"), [(Cancel(), 1), (MESSAGES[4][0], 0), (MESSAGES[4][0], 2)])
+def test_a_message_comes_with_the_payloads_it_must_have(message, payloads):
+    with pytest.raises(TransportError, match="payloads"):
+        decode(encode(Envelope(1, 1, message)), payloads)
+
+
+def test_a_message_over_the_limit_is_not_sent():
+    with pytest.raises(TransportError, match=str(MAX_MESSAGE_BYTES)):
+        encode(Envelope(1, 1, Load(ModelSpec(path="x" * MAX_MESSAGE_BYTES), ParallelStrategy())))
+
+
+def test_a_number_that_is_none_is_not_sent():
+    with pytest.raises(ValueError):
+        encode(Envelope(1, 1, replace(MESSAGES[7][0], seconds=float("nan"))))
+
+
+@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
+def test_noise_never_gets_through(data):
+    with pytest.raises(TransportError):
+        decode(data)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    ),
+    st.sampled_from(sorted(FRAME)),
+)
+def test_a_frame_with_one_field_replaced_is_refused_or_equal(value, field):
+    try:
+        envelope = decode(json.dumps({**FRAME, field: value}).encode())
+    except TransportError:
+        return
+    assert json.loads(encode(envelope)) == {**FRAME, field: value}
