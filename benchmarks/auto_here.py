@@ -21,8 +21,8 @@ from subject import SIZES, finish, random_flux, sample_request
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.planner.auto import work_of
 from parallel_backend.planner.history.store import VARIABLE
-from parallel_backend.planner.rules import StrategyChoice
-from parallel_backend.planner.trials import decide_with_trials
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.trials import decide_by_trial_runs
 from parallel_backend.requests import Placement, RunInfo, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -82,8 +82,8 @@ def _chosen(spec, request: SampleRequest, ranks: int) -> ParallelStrategy:
         finally:
             sidecar.stop()
 
-    choice = StrategyChoice(devices=f"cpu:{ranks}")
-    return decide_with_trials(choice, spec, file, work_of(file, request), try_out).decision.strategy
+    choice = StrategySettings(devices=f"cpu:{ranks}")
+    return decide_by_trial_runs(choice, spec, file, work_of(file, request), try_out).decision.strategy
 
 
 def _measured(spec, request: SampleRequest, rounds: int) -> dict[ParallelStrategy, float]:

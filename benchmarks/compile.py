@@ -15,7 +15,7 @@ from statistics import median
 
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.options import Computing
+from parallel_backend.options import ComputeOptions
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -57,7 +57,9 @@ def measure(sidecar: Sidecar, spec: ModelSpec, tokens: int, rounds: int) -> dict
     compiled latent is off, relative to its largest value."""
     strategy = ParallelStrategy(ulysses_degree=len(sidecar.devices))
     request = sample_request(tokens, STEPS)
-    plain, compiled = (Placement(strategy, computing=Computing(mode)) for mode in ("off", "blocks"))
+    plain, compiled = (
+        Placement(strategy, compute_options=ComputeOptions(mode)) for mode in ("off", "blocks")
+    )
     expected = sidecar.sample(spec, request, plain).latent
     first = sidecar.sample(spec, request, compiled)
     seconds: dict[Placement, list[float]] = {plain: [], compiled: []}

@@ -19,7 +19,7 @@ from statistics import median
 
 from subject import finish
 
-from parallel_backend.shares import share
+from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.decode_messages import VaeWeights
 from tests.closed_forms.band_traffic import expected_decode_bytes
@@ -45,7 +45,7 @@ def main() -> None:
         latent = random_latent(dims, height, width)
         row = _times(weights, latent, args.rounds)
         row["expected_bytes"] = [
-            expected_decode_bytes(dims, share(height, 2), rank, width=width) for rank in (0, 1)
+            expected_decode_bytes(dims, split_sizes(height, 2), rank, width=width) for rank in (0, 1)
         ]
         row["peak_bytes"] = {ranks: _peak(weights, dims, latent, ranks) for ranks in (1, 2)}
         result[size] = row

@@ -17,7 +17,7 @@ from ..parallel_backend.errors import CheckpointError
 from ..parallel_backend.models.demo.captions import tokenize
 from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
-from ..parallel_backend.planner.rules import StrategyChoice
+from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_flux
 from .host.settings import fingerprint
 from .links import CATEGORY, ModelLink, StrategyLink
@@ -56,7 +56,7 @@ class ParallelDemoLoader(io.ComfyNode):
         return fingerprint()
 
     @classmethod
-    def execute(cls, strategy: StrategyChoice | None = None) -> io.NodeOutput:
+    def execute(cls, strategy: StrategySettings | None = None) -> io.NodeOutput:
         missing = [n for n in (MODEL.name, "image_coder.safetensors") if not (FOLDER / n).is_file()]
         if missing:
             raise CheckpointError(

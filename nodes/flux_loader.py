@@ -8,8 +8,8 @@ from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.flux.checkpoint import inspect_flux
-from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, PLAIN, Computing
-from ..parallel_backend.planner.rules import StrategyChoice
+from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, DEFAULT_COMPUTE, ComputeOptions
+from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_choice, fingerprint
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
@@ -17,7 +17,10 @@ from .model.network import make_stepwise_model
 
 
 def load_parallel_flux(
-    path: str, weight_dtype: str, strategy: StrategyChoice | None, computing: Computing = PLAIN
+    path: str,
+    weight_dtype: str,
+    strategy: StrategySettings | None,
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
 ) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
     """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
@@ -26,7 +29,7 @@ def load_parallel_flux(
     if choice.mode == "manual":
         choice.strategy.check(file.shape, len(devices), choice.engine)
     spec = ModelSpec(path=path, weight_dtype=weight_dtype)
-    patcher = make_stepwise_model(spec, file, choice, computing)
+    patcher = make_stepwise_model(spec, file, choice, compute_options)
     return ParallelModel(spec, file, patcher), patcher
 
 
@@ -93,9 +96,11 @@ class ParallelFluxLoader(io.ComfyNode):
         cls,
         unet_name: str,
         weight_dtype: str,
-        strategy: StrategyChoice | None = None,
+        strategy: StrategySettings | None = None,
         compile: str = "off",
         attention: str = "auto",
     ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        return io.NodeOutput(*load_parallel_flux(path, weight_dtype, strategy, Computing(compile, attention)))
+        return io.NodeOutput(
+            *load_parallel_flux(path, weight_dtype, strategy, ComputeOptions(compile, attention))
+        )

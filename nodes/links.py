@@ -12,7 +12,7 @@ from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
 
-StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries selector.StrategyChoice
+StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries selector.StrategySettings
 ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
 
 

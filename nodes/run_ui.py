@@ -6,18 +6,18 @@ from dataclasses import asdict
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.flux.keys import FluxDims
-from ..parallel_backend.planner.candidate_table import Outlook, same, table
-from ..parallel_backend.planner.decide import Decided
+from ..parallel_backend.planner.candidate_table import CandidateEstimate, same, table
+from ..parallel_backend.planner.decide import ExecutionPlan
 from ..parallel_backend.planner.memory.model import in_gib
 from ..parallel_backend.planner.preview.form import SelectorInputs
 from ..parallel_backend.planner.preview.rank_diagram import seats_of
-from ..parallel_backend.planner.rules import StrategyChoice
+from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
 
 
 def run_ui(
-    record: RunRecord, report: str, choice: StrategyChoice, dims: FluxDims, *, images: int, has_cfg: bool
+    record: RunRecord, report: str, choice: StrategySettings, dims: FluxDims, *, images: int, has_cfg: bool
 ) -> dict[str, list]:
     """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
@@ -29,7 +29,7 @@ def run_ui(
 
 
 def _layout(
-    record: RunRecord, choice: StrategyChoice, dims: FluxDims, images: int, has_cfg: bool
+    record: RunRecord, choice: StrategySettings, dims: FluxDims, images: int, has_cfg: bool
 ) -> dict[str, object]:
     """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
     strategy = record.decisions[-1].strategy
@@ -44,7 +44,7 @@ def _layout(
     }
 
 
-def panel_rows(decided: Decided | None) -> list[dict[str, object]]:
+def panel_rows(decided: ExecutionPlan | None) -> list[dict[str, object]]:
     """One dict per candidate, the chosen one first; empty where nothing was measured or predicted."""
     if decided is None:
         return []
@@ -52,7 +52,7 @@ def panel_rows(decided: Decided | None) -> list[dict[str, object]]:
     return [_row(outlook, chosen) for outlook in table(decided.outlooks, chosen)]
 
 
-def _row(outlook: Outlook, chosen: ParallelStrategy) -> dict[str, object]:
+def _row(outlook: CandidateEstimate, chosen: ParallelStrategy) -> dict[str, object]:
     return {
         "strategy": outlook.strategy.describe(),
         "seconds": outlook.step_s,

@@ -10,8 +10,8 @@ import latent_preview
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.planner.rules import StrategyChoice, resolve
-from ..parallel_backend.step_cache import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
+from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
+from ..parallel_backend.planner.rules import StrategySettings, resolve
 from ..parallel_backend.strategy import RequestShape
 from .host.calls import RunRecord, say
 from .host.progress import rank_bars
@@ -122,7 +122,7 @@ class ParallelSampler(io.ComfyNode):
         sampler_name: str,
         scheduler: str,
         denoise: float,
-        strategy: StrategyChoice | None = None,
+        strategy: StrategySettings | None = None,
         step_cache: str = "off",
         cache_threshold: float = DEFAULT_THRESHOLD,
     ) -> io.NodeOutput:
@@ -172,7 +172,7 @@ class ParallelSampler(io.ComfyNode):
         return io.NodeOutput({**out, "samples": samples}, report, ui=shown)
 
 
-def _check(choice: StrategyChoice, model: ParallelModel, record: RunRecord) -> None:
+def _check(choice: StrategySettings, model: ParallelModel, record: RunRecord) -> None:
     """A strategy that cannot work is refused before anything is prepared or started."""
     any_request = RequestShape(batch=1, has_cfg=False)
     decision = resolve(choice, model.file.shape, any_request, resolve_devices(choice.devices))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..parallel_backend.devices import is_cpu, resolve_devices
 from ..parallel_backend.errors import PlatformError, RequestError
 from ..parallel_backend.planner.machine.device_shares import read_shares
-from ..parallel_backend.planner.rules import StrategyChoice
+from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar import pool
 from ..parallel_backend.sidecar.sidecar import Sidecar
 from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
@@ -56,7 +56,7 @@ class ParallelVAEDecode(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategyChoice | None = None
+        cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategySettings | None = None
     ) -> io.NodeOutput:
         latent = samples["samples"]
         if latent.is_nested:
@@ -79,7 +79,7 @@ class _CannotBeSplit(Exception):
     """The reason, in a user's words, why the ranks cannot decode it."""
 
 
-def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tuple[Tensor, list[str]]:
+def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategySettings) -> tuple[Tensor, list[str]]:
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
@@ -102,7 +102,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategyChoice) -> tupl
     return _as_comfyuis(vae, result.image), [*_report(sidecar.devices, result.info, latent), *notes]
 
 
-def _choose_ranks(choice: StrategyChoice) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+def _choose_ranks(choice: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
     """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
     chosen = resolve_devices(choice.devices)
     wanted = chosen[: choice.strategy.world_size] if choice.mode == "manual" else chosen

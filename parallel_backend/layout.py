@@ -1,4 +1,4 @@
-"""Where each rank stands in the layout of a strategy: its place on every axis. Pure functions."""
+"""Coordinates of each rank in the layout of a strategy, and how rows, tokens and blocks are split. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank's coordinates in the layout of its strategy, in the order of AXES; the stage is that of PipeFusion."""
 
     data: int
@@ -22,7 +22,7 @@ class Place:
     tensor: int
 
     @classmethod
-    def of(cls, strategy: ParallelStrategy, rank: int) -> Place:
+    def of(cls, strategy: ParallelStrategy, rank: int) -> RankCoordinates:
         found = []
         for name in reversed(DEGREES):
             rank, own = divmod(rank, getattr(strategy, name))
@@ -49,3 +49,54 @@ class Place:
         return [
             summed[i : i + strategy.sequence_degree] for i in range(0, len(summed), strategy.sequence_degree)
         ]
+
+
+def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:
+    """Sizes of `parts` contiguous shares of `total`, as even as whole numbers allow; the first are the larger.
+
+    With `weights`, in proportion to them (largest remainders), but at least 1 each while there is enough for all.
+    """
+    if not weights:
+        return tuple(total // parts + (i < total % parts) for i in range(parts))
+    exact = [total * weight / sum(weights) for weight in weights]
+    sizes = [int(size) for size in exact]
+    by_remainder = sorted(range(parts), key=lambda i: sizes[i] - exact[i])
+    for i in by_remainder[: total - sum(sizes)]:
+        sizes[i] += 1
+    while total >= parts and 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return tuple(sizes)
+
+
+def slice_of(sizes: tuple[int, ...], i: int) -> slice:
+    """The range of share `i`."""
+    begin = sum(sizes[:i])
+    return slice(begin, begin + sizes[i])
+
+
+def split_blocks(double: int, single: int, shares: tuple[float, ...]) -> tuple[tuple[range, ...], ...]:
+    """Per stage its chunks, each a range of blocks numbered doubles first; no chunk is empty.
+
+    `shares`: how much of the blocks each stage takes. All stages have the same number of chunks, 1 or 2; an image
+    passes chunk 0 of every stage in order, then chunk 1 of every stage.
+
+    Where the two kinds of blocks cost about the same time but not the same memory (Flux.1's double blocks have separate
+    weights for text and image), stages of neighbouring blocks would be even in time or in memory, not in both. So a
+    stage holds two chunks where it can, a run of double blocks and a run of single ones, and an image passes the stages
+    twice (the interleaved schedule of Narayanan et al. 2021, section 2.2, without its backward).
+    """
+    stages = len(shares)
+    doubles = split_sizes(double, stages, shares)
+    totals = split_sizes(double + single, stages, shares)
+    if len(set(shares)) == 1:  # surplus blocks go to stages without a surplus double block
+        totals = totals[::-1]
+    singles = tuple(total - own for total, own in zip(totals, doubles, strict=True))
+    if stages == 1 or min(*doubles, *singles) < 1:
+        return tuple((_range(totals, i, 0),) for i in range(stages))
+    return tuple((_range(doubles, i, 0), _range(singles, i, double)) for i in range(stages))
+
+
+def _range(sizes: tuple[int, ...], i: int, first: int) -> range:
+    part = slice_of(sizes, i)
+    return range(first + part.start, first + part.stop)

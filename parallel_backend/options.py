@@ -1,10 +1,12 @@
-"""How the ranks compute a model, as a person may choose it: compiled blocks or not, and the kernel of attention."""
+"""How ranks may compute a model: compiled blocks, the kernel of attention, the step cache (docs/step-cache.md)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .errors import RequestError
+from .errors import RequestError, StrategyError
+from .strategy import ParallelStrategy
 
 COMPILE_MODES = ("off", "blocks")
 # `torch` is scaled_dot_product_attention; the others are those of the packages that people install.
@@ -16,7 +18,7 @@ APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeOptions:
     """`compile`: one of COMPILE_MODES; `attention`: one of ATTENTION_KERNELS."""
 
     compile: str = "off"
@@ -35,14 +37,40 @@ class Computing:
         return self.compile != "off"
 
 
-PLAIN = Computing()
+DEFAULT_COMPUTE = ComputeOptions()
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileStats:
     """What compiling did in a request, of one rank or of the one that did most: `graphs` new ones in `seconds`;
     `uncompiled`: calls of blocks that ran as they are all the same."""
 
     graphs: int
     seconds: float
     uncompiled: int
+
+
+STEP_CACHES = ("off", "first_block")
+# What users of First Block Cache in ComfyUI know for Flux dev at 28 steps (Comfy-WaveSpeed's README); diffusers' page
+# on ParaAttention has 0.08.
+DEFAULT_THRESHOLD = 0.12
+
+
+def check_threshold(threshold: float) -> None:
+    """Raises RequestError for what no difference can be compared with."""
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise RequestError(
+            f"cache_threshold is {threshold}; it must be 0 (no reuse) or above, 0.05 to 0.2 as a rule."
+        )
+
+
+def check_step_cache(threshold: float, strategy: ParallelStrategy) -> None:
+    """Raises StrategyError where the step cache is on and `strategy` has no moment at which it could decide."""
+    if threshold > 0 and strategy.pipefusion_degree > 1:
+        raise StrategyError(
+            f"step_cache does not go with pipefusion_degree {strategy.pipefusion_degree}: patches of several steps are "
+            "on their way through the devices at once, so there is no moment at which all could leave out a step's "
+            "blocks. Set step_cache to off, or pipefusion_degree to 1: CFG, data, Ulysses, Ring, tensor_degree and "
+            "shard_weights go with it.",
+            inputs=("pipefusion_degree",),
+        )

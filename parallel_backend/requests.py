@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .options import Compiled, Computing
+from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
 
 # Samplers that the resident loop implements; everything else runs stepwise.
@@ -43,7 +43,7 @@ class Placement:
 
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
     engine: str = "auto"
-    computing: Computing = field(default_factory=Computing)
+    compute_options: ComputeOptions = field(default_factory=ComputeOptions)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class RunInfo:
     )
     model_calls: int = 0  # counted under a step cache, else 0
     reused_calls: int = 0  # of these, what the step cache answered but for the first block
-    kernel: str = "torch"  # of attention, one of computing.ATTENTION_KERNELS
-    compiled: Compiled | None = None  # None where blocks were not to be compiled
+    kernel: str = "torch"  # of attention, one of options.ATTENTION_KERNELS
+    compiled: CompileStats | None = None  # None where blocks were not to be compiled
 
 
 @dataclass(frozen=True)

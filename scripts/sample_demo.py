@@ -30,7 +30,7 @@ from workflow_to_api import WorkflowError, workflow_to_api
 sys.path.insert(0, str(ROOT))
 from parallel_backend.devices import resolve_devices
 from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.planner.rules import StrategyChoice, resolve
+from parallel_backend.planner.rules import StrategySettings, resolve
 from parallel_backend.strategy import DEGREES, RequestShape
 
 WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
@@ -166,7 +166,7 @@ def degrees(devices: str) -> dict[str, int]:
     """The degrees that the rule "CFG, then Ulysses, then Ring" gives for all of ``devices``."""
     model = inspect_flux(DEMO_MODEL).shape
     request = RequestShape(batch=1, has_cfg=True)
-    strategy = resolve(StrategyChoice(), model, request, resolve_devices(devices)).strategy
+    strategy = resolve(StrategySettings(), model, request, resolve_devices(devices)).strategy
     return {name: getattr(strategy, name) for name in DEGREES}
 
 

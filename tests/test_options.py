@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from parallel_backend.errors import RequestError
-from parallel_backend.options import Computing
+from parallel_backend.options import ComputeOptions
 
 
 def test_by_default_nothing_is_compiled_and_the_kernel_is_chosen():
-    assert Computing() == Computing("off", "auto") and not Computing().compiles
-    assert Computing("blocks").compiles
+    assert ComputeOptions() == ComputeOptions("off", "auto") and not ComputeOptions().compiles
+    assert ComputeOptions("blocks").compiles
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ def test_a_misspelt_choice_is_refused_with_the_right_ones(name, choice):
     with pytest.raises(
         RequestError, match=rf"{name} .* is unknown; choose one of (off, blocks|auto, .*sage)"
     ):
-        Computing(**choice)
+        ComputeOptions(**choice)

@@ -12,11 +12,11 @@ from comfy_execution.utils import get_executing_context
 
 from ...parallel_backend.errors import Cancelled, OutOfMemory
 from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.options import PLAIN, Computing
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.cost.communication import Work
-from ...parallel_backend.planner.decide import Decided
-from ...parallel_backend.planner.rules import Decision, StrategyChoice
-from ...parallel_backend.planner.trials import decide_with_trials, uncompiled
+from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.rules import Decision, StrategySettings
+from ...parallel_backend.planner.trials import decide_by_trial_runs, uncompiled
 from ...parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
@@ -33,7 +33,7 @@ class RunRecord:
     """What a sampling run did, collected call by call for the report."""
 
     decisions: list[Decision] = field(default_factory=list)
-    decided: Decided | None = None  # the latest, with what was foreseen
+    decided: ExecutionPlan | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
     patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
     runs: list[RunInfo] = field(default_factory=list)
@@ -43,27 +43,27 @@ class RunRecord:
 
 
 def decide(
-    choice: StrategyChoice,
+    choice: StrategySettings,
     spec: ModelSpec,
     file: FluxFile,
     work: Work,
     try_out: Callable[[Sidecar, Placement], RunInfo],
     *,
     sampler: str = "euler",
-    computing: Computing = PLAIN,
-) -> Decided:
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
+) -> ExecutionPlan:
     """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
-    choice = permitted(choice, work.steps, attention=computing.attention)
+    choice = permitted(choice, work.steps, attention=compute_options.attention)
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
         decision = Decision(strategy, choice.engine, "")
-        with ready_sidecar(spec, decision, devices, None, computing=uncompiled(computing)) as (
+        with ready_sidecar(spec, decision, devices, None, compute_options=uncompiled(compute_options)) as (
             sidecar,
             placement,
         ):
             return try_out(sidecar, placement)
 
-    return decide_with_trials(
+    return decide_by_trial_runs(
         choice,
         spec,
         file,
@@ -71,7 +71,7 @@ def decide(
         on_ranks,
         sampler=sampler,
         economy=economy(),
-        computing=computing,
+        compute_options=compute_options,
         say=say,
     )
 
@@ -83,7 +83,7 @@ def ready_sidecar(
     devices: tuple[str, ...],
     record: RunRecord | None,
     patches: WeightPatches = NO_PATCHES,
-    computing: Computing = PLAIN,
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
 ) -> Iterator[tuple[Sidecar, Placement]]:
     """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
@@ -99,7 +99,7 @@ def ready_sidecar(
                 record.loads.append(load)
             if record.patched is None or not load.patched.cached:
                 record.patched = load.patched
-        yield sidecar, Placement(decision.strategy, decision.engine, computing)
+        yield sidecar, Placement(decision.strategy, decision.engine, compute_options)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from comfy.cli_args import args
 
 from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.planner.decide import LOWVRAM, NOVRAM, Decided
+from ...parallel_backend.planner.decide import LOWVRAM, NOVRAM, ExecutionPlan
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
 
@@ -31,7 +31,7 @@ def make_room(spec: ModelSpec) -> bool:
     return True
 
 
-def size_on(device: torch.device, file: FluxFile, decided: Decided | None) -> int:
+def size_on(device: torch.device, file: FluxFile, decided: ExecutionPlan | None) -> int:
     """Bytes of weights that the ranks hold, or will hold, on one of ComfyUI's devices.
 
     Nothing on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.

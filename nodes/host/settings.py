@@ -10,7 +10,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ...parallel_backend.planner.rules import StrategyChoice
+from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.user_settings import SettingsFile, without_approximation
 
 _file = SettingsFile()
@@ -31,14 +31,14 @@ def _path() -> Path:
     return Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
 
 
-def default_choice() -> StrategyChoice:
+def default_choice() -> StrategySettings:
     """What a Strategy Selector would say where none is connected."""
-    return StrategyChoice(devices=setting("default_devices"))
+    return StrategySettings(devices=setting("default_devices"))
 
 
 def permitted(
-    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
-) -> StrategyChoice:
+    choice: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategySettings:
     """`choice` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
     if setting("allow_approximate"):
         return choice

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import is_cpu, resolve_devices
 from ...parallel_backend.models.flux.checkpoint import FluxFile
 from ...parallel_backend.models.flux.weight_bytes import Dtypes
-from ...parallel_backend.options import PLAIN, Computing
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.auto import image_work
-from ...parallel_backend.planner.decide import Decided
-from ...parallel_backend.planner.rules import StrategyChoice
+from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
@@ -46,7 +46,7 @@ CHOICE, RECORD = "parallel_strategy", "parallel_record"
 
 
 def make_stepwise_model(
-    spec: ModelSpec, file: FluxFile, choice: StrategyChoice, computing: Computing
+    spec: ModelSpec, file: FluxFile, choice: StrategySettings, compute_options: ComputeOptions
 ) -> comfy.model_patcher.ModelPatcher:
     """The MODEL of `spec`. Starts nothing: ranks start with the first sampling."""
     family = _family(file)
@@ -71,7 +71,7 @@ def make_stepwise_model(
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    patcher.model_options["transformer_options"] |= {CHOICE: choice, COMPUTING: computing}
+    patcher.model_options["transformer_options"] |= {CHOICE: choice, COMPUTING: compute_options}
     return patcher
 
 
@@ -111,7 +111,7 @@ class StepwiseFlux(nn.Module):
         self.in_channels, self.out_channels = file.dims.in_channels, file.dims.out_channels
         self.hidden_size, self.num_heads = file.dims.hidden, file.dims.heads
         watch(self, spec)
-        self._decided: tuple[tuple, Tensor | None, Decided] | None = (
+        self._decided: tuple[tuple, Tensor | None, ExecutionPlan] | None = (
             None  # its key, the run's sigmas, and what runs
         )
         for key, shape in file.original_shapes.items():
@@ -167,7 +167,7 @@ class StepwiseFlux(nn.Module):
             control,
             others,
             self.file.dims,
-            self._compute_dtype(options.get(CHOICE, StrategyChoice())),
+            self._compute_dtype(options.get(CHOICE, StrategySettings())),
             options.get("rope_options"),
         )
         refuse_effects(options, others)
@@ -182,8 +182,10 @@ class StepwiseFlux(nn.Module):
         if record is not None:
             record.decided = decided
         patches = options.get(PATCHES, NO_PATCHES)
-        computing = options.get(COMPUTING, PLAIN)
-        with ready_sidecar(self.spec, decided.decision, decided.devices, record, patches, computing) as (
+        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
+        with ready_sidecar(
+            self.spec, decided.decision, decided.devices, record, patches, compute_options
+        ) as (
             sidecar,
             placement,
         ):
@@ -194,18 +196,18 @@ class StepwiseFlux(nn.Module):
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)
 
-    def _compute_dtype(self, choice: StrategyChoice) -> torch.dtype:
+    def _compute_dtype(self, choice: StrategySettings) -> torch.dtype:
         on_cpu = is_cpu(resolve_devices(choice.devices))
         return getattr(torch, Dtypes.of(self.spec.weight_dtype, self.file.dtype, on_cpu).compute)
 
-    def _decide(self, request: PredictRequest, options: dict) -> Decided:
+    def _decide(self, request: PredictRequest, options: dict) -> ExecutionPlan:
         """Once for all like calls of a sampling run: what is measured meanwhile must not change it half-way."""
         rows = options.get("cond_or_uncond", [0])
-        choice, sigmas = options.get(CHOICE, StrategyChoice()), options.get("sample_sigmas")
+        choice, sigmas = options.get(CHOICE, StrategySettings()), options.get("sample_sigmas")
         shape = (max(1, len(request.x) // len(rows)), *request.x.shape[1:])
         text, has_cfg = request.conditioning.context.shape[1], len(set(rows)) > 1
-        computing = options.get(COMPUTING, PLAIN)
-        key = (choice, computing, shape, text, has_cfg)
+        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
+        key = (choice, compute_options, shape, text, has_cfg)
         if self._decided is not None and self._decided[0] == key and self._decided[1] is sigmas:
             return self._decided[2]
 
@@ -223,6 +225,6 @@ class StepwiseFlux(nn.Module):
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
             weight_dtype=self.spec.weight_dtype,
         )
-        decided = decide(choice, self.spec, self.file, work, try_out, computing=computing)
+        decided = decide(choice, self.spec, self.file, work, try_out, compute_options=compute_options)
         self._decided = (key, sigmas, decided)
         return decided

@@ -8,7 +8,7 @@ import comfy.model_patcher
 import torch
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.options import PLAIN
+from ...parallel_backend.options import DEFAULT_COMPUTE
 from ...parallel_backend.sidecar import pool
 from ..host.memory import make_room
 from .lora import weight_patches
@@ -87,7 +87,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are
             options = self.model_options["transformer_options"]
-            options[COMPUTING] = replace(options.get(COMPUTING, PLAIN), compile="blocks")
+            options[COMPUTING] = replace(options.get(COMPUTING, DEFAULT_COMPUTE), compile="blocks")
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 

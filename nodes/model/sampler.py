@@ -10,10 +10,10 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
-from ...parallel_backend.options import PLAIN
+from ...parallel_backend.options import DEFAULT_COMPUTE
 from ...parallel_backend.planner.auto import remember, work_of
 from ...parallel_backend.planner.calibrate import learn_links
-from ...parallel_backend.planner.rules import StrategyChoice
+from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
@@ -83,7 +83,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
             cache_threshold=self._record.cache_threshold or 0.0,
         )
-        choice = options.get(CHOICE, StrategyChoice())
+        choice = options.get(CHOICE, StrategySettings())
         if request.cache_threshold > 0:  # which PipeFusion, the other approximation, does not go with
             choice = replace(choice, approximation="never")
         work = work_of(network.file, request, network.spec.weight_dtype)
@@ -94,8 +94,8 @@ class ResidentSampler(comfy.samplers.Sampler):
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
 
-        computing = options.get(COMPUTING, PLAIN)
-        about = {"sampler": self._name, "computing": computing}
+        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
+        about = {"sampler": self._name, "computing": compute_options}
         decided = decide(choice, network.spec, network.file, work, try_out, **about)
         self._record.decided = decided
 
@@ -107,7 +107,7 @@ class ResidentSampler(comfy.samplers.Sampler):
 
         patches = options.get(PATCHES, NO_PATCHES)
         with ready_sidecar(
-            network.spec, decided.decision, decided.devices, self._record, patches, computing
+            network.spec, decided.decision, decided.devices, self._record, patches, compute_options
         ) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,

@@ -7,7 +7,7 @@ import threading
 from dataclasses import asdict
 
 from ...parallel_backend.errors import ParallelError
-from ...parallel_backend.observability.toasts import News, Toast
+from ...parallel_backend.observability.toasts import Notifier, Toast
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
@@ -27,7 +27,7 @@ def begin(server) -> None:
     def show(toast: Toast) -> None:
         server.send_sync(TOAST, asdict(toast))  # every open page, once
 
-    listen(News(show).hear)
+    listen(Notifier(show).hear)
     listen(IdleWatch(pool.all_sidecars, _timeouts).hear)
 
     async def start_ranks(app) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..wire.heartbeat import here
+from ..wire.heartbeat import heartbeat
 from .groups import Axis
 from .traffic_counter import Traffic
 
@@ -23,7 +23,7 @@ def all_to_all(
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
-    with here.inside("an all-to-all", axis.ranks):
+    with heartbeat.inside("an all-to-all", axis.ranks):
         dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=axis.group)
     return received
 
@@ -38,7 +38,7 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
         padded = torch.cat([mine, mine.new_zeros(largest - len(mine), *mine.shape[1:])])
     gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
     traffic.add(padded.numel() * (axis.size - 1), padded)
-    with here.inside("an all-gather", axis.ranks):
+    with heartbeat.inside("an all-gather", axis.ranks):
         dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
     if min(sizes) == largest:
         return gathered
@@ -51,7 +51,7 @@ def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tens
         return tensor
     if axis.index == source:
         traffic.add(tensor.numel() * (axis.size - 1), tensor)
-    with here.inside("a broadcast", axis.ranks):
+    with heartbeat.inside("a broadcast", axis.ranks):
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
@@ -63,7 +63,7 @@ def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
     """
     if axis.group is not None and tensor.numel():
         traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
-        with here.inside("an all-reduce", axis.ranks):
+        with heartbeat.inside("an all-reduce", axis.ranks):
             dist.all_reduce(tensor, group=axis.group)
     return tensor
 
@@ -88,7 +88,7 @@ def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traff
             )
         yield current
         if waiting:
-            with here.inside("a ring step", (ranks[index], ranks[(index - 1) % size])):
+            with heartbeat.inside("a ring step", (ranks[index], ranks[(index - 1) % size])):
                 for work in waiting:
                     work.wait()
         current = following

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
-from ..options import COMPILE_BACKEND, Compiled
+from ..options import COMPILE_BACKEND, CompileStats
 from .attention.patch_diffusers import SharedAttention, share_attention
 from .operators import AttentionOperator
 
@@ -121,13 +121,13 @@ class Compiler:
             **others,
         )
 
-    def take(self) -> Compiled:
+    def take(self) -> CompileStats:
         """What was done since this was asked last."""
-        done = Compiled(self._graphs, self._seconds, self.attention.uncompiled)
+        done = CompileStats(self._graphs, self._seconds, self.attention.uncompiled)
         self._graphs, self._seconds, self.attention.uncompiled = 0, 0.0, 0
         return done
 
-    def notes_on(self, done: Compiled) -> list[str]:
+    def notes_on(self, done: CompileStats) -> list[str]:
         """What went otherwise than a person asked for, in words."""
         if self._problem:
             return [f"torch.compile failed, so blocks ran uncompiled: {self._problem}; set compile to off"]

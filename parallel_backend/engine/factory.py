@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ..models.flux.module import FluxModel
-from ..options import Computing
+from ..options import ComputeOptions
 from ..requests import Placement
 from .attention.kernels import kernel_for
 from .attention.native import NativeAttention
@@ -26,17 +26,17 @@ def make_forward(
     `auto` is native: it is exact for every request and needs no import. Where xfuser is asked for, native stands behind
     it for what xfuser cannot compute exactly, and the notes say so.
     """
-    kernel = kernel_for(model.device, model.compute_dtype, placement.computing.attention)
-    blocks, notes = _blocks(model, placement.computing)
+    kernel = kernel_for(model.device, model.compute_dtype, placement.compute_options.attention)
+    blocks, notes = _blocks(model, placement.compute_options)
     layout = layouts.get(placement.strategy)
     forward = _make_forward(model, layout, placement.engine, kernel, blocks, layouts.traffic)
     forward.notes += notes_on_weights(layout) + notes
     return forward
 
 
-def _blocks(model: FluxModel, computing: Computing) -> tuple[Blocks, list[str]]:
+def _blocks(model: FluxModel, compute_options: ComputeOptions) -> tuple[Blocks, list[str]]:
     """How the blocks run, and what is to say about it."""
-    if not computing.compiles:
+    if not compute_options.compiles:
         return PlainBlocks(), []
     reason = why_not_compile(model.device.type)
     if reason is not None:

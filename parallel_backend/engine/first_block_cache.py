@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..models.flux.first_block import FIRST, Begun, first_block, last_layer, other_blocks
+from ..models.flux.first_block import FIRST, FirstBlockOutput, first_block, last_layer, other_blocks
 from ..requests import SamplerState
 from .collectives import all_gather
 from .forward import ParallelForward, Share
@@ -78,10 +78,10 @@ class CachedForward:
         for call in calls:
             forward.make_ready(call)
             begun.append(first_block(model, call.inputs))
-        forward.sit_out(share.idle, FIRST)
+        forward.join_gathers(share.idle, FIRST)
         if self._is_near(share, begun):
             self.reused += 1
-            forward.sit_out(share.idle, range(0))
+            forward.join_gathers(share.idle, range(0))
             outputs = []
             for call, one, (_, added) in zip(calls, begun, self._kept, strict=True):
                 outputs.append(forward.end(call, last_layer(model, one, added, call.inputs)))
@@ -93,10 +93,10 @@ class CachedForward:
             output, added = other_blocks(model, one, call.inputs)
             self._kept.append((one.change, added))
             outputs.append(forward.end(call, output))
-        forward.sit_out(share.idle, range(1, model.blocks[0].stop))
+        forward.join_gathers(share.idle, range(1, model.blocks[0].stop))
         return outputs
 
-    def _is_near(self, share: Share, begun: list[Begun]) -> bool:
+    def _is_near(self, share: Share, begun: list[FirstBlockOutput]) -> bool:
         """Whether no row of any rank changed too much; the same on all ranks. Collective but for the first call."""
         if self._kept is None:
             return False

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..layout import slice_of, split_sizes
 from ..models.flux.module import FluxModel
 from ..models.flux.packing import text_ids, unpack
 from ..options import APPROXIMATE_KERNELS
 from ..requests import LATENT_CHANNELS
-from ..shares import share, span
 from .attention.patch_diffusers import SharedAttention
 from .collectives import Traffic, all_gather
 from .compile import Blocks
@@ -27,7 +27,7 @@ class Engine(SharedAttention, Protocol):
     """An exact attention over the sequence axis. `plan` is set before each model call."""
 
     name: str
-    kernel: str  # that computes with this plan and mask, one of computing.ATTENTION_KERNELS
+    kernel: str  # that computes with this plan and mask, one of options.ATTENTION_KERNELS
     takes_masks: bool  # whether it has a `mask`, to be set with `plan`
     plan: TokenPlan
 
@@ -113,30 +113,30 @@ class ParallelForward:
             engine.prepare()
         axis = self.layout.row
         counts = [len(entry.x) for entry in rows]
-        shares = share(sum(counts), axis.size)
-        mine = span(shares, axis.index)
+        shares = split_sizes(sum(counts), axis.size)
+        mine = slice_of(shares, axis.index)
         parts = batched(take(rows, mine))
         idle = 0
         if self.model.gathers is not None:  # ranks gather weights from each other in every call
-            idle = max(len(batched(take(rows, span(shares, i)))) for i in range(axis.size)) - len(parts)
+            idle = max(len(batched(take(rows, slice_of(shares, i)))) for i in range(axis.size)) - len(parts)
         outputs = compute(Share(parts, mine.start, sum(counts), idle))
         like = rows[0].x
         empty = like.new_empty(0, LATENT_CHANNELS, *like.shape[2:], dtype=torch.float32)
         velocities = torch.cat(outputs) if outputs else empty
         return list(all_gather(velocities, shares, axis, self.traffic).split(counts))
 
-    def sit_out(self, calls: int, blocks: range | None = None) -> None:
+    def join_gathers(self, calls: int, blocks: range | None = None) -> None:
         """Gathers weights for calls, through `blocks` or all of them, that only other ranks make."""
         for _ in range(calls):
-            self.model.gathers.sit_out(blocks)
+            self.model.gathers.join_gathers(blocks)
 
-    def _velocities(self, share: Share) -> list[Tensor]:
+    def _velocities(self, work: Share) -> list[Tensor]:
         outputs = []
-        for part in share.parts:
+        for part in work.parts:
             call = self.begin(part)
             self.make_ready(call)
             outputs.append(self.end(call, self.model.velocity(**call.inputs)))
-        self.sit_out(share.idle)
+        self.join_gathers(work.idle)
         return outputs
 
     def begin(self, rows: Rows) -> TransformerCall:
@@ -147,7 +147,7 @@ class ParallelForward:
         plan = TokenPlan.split(
             prompt.context.shape[1], image_side.count, axis.size, self.layout.sequence_shares
         )
-        text, image = span(plan.text, axis.index), span(plan.image, axis.index)
+        text, image = slice_of(plan.text, axis.index), slice_of(plan.image, axis.index)
 
         residuals = ResidualShares(
             extras.residuals, image, image_side.count, self.device, self.model.compute_dtype

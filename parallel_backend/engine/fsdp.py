@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ..errors import RequestError
-from ..wire.heartbeat import here
+from ..wire.heartbeat import heartbeat
 from .groups import Axis
 from .traffic_counter import Traffic
 
@@ -68,7 +68,7 @@ class Sharding:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def sit_out(self, blocks: range | None = None) -> None:
+    def join_gathers(self, blocks: range | None = None) -> None:
         """Takes part in gathering the weights for a model call, through `blocks` or all, that only other ranks make."""
         for transformer in self._transformers:
             own = _blocks(transformer)
@@ -152,7 +152,7 @@ class _CountedGather:
         for peer in ((index + hop) % size for hop in range(1, size)):
             waiting.append(dist.irecv(shares[peer], ranks[peer], group=group))
             waiting.append(dist.isend(mine, ranks[peer], group=group))
-        with here.inside("a gather of weights", ranks):
+        with heartbeat.inside("a gather of weights", ranks):
             for work in waiting:
                 work.wait()
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..layout import AXES, Place
+from ..layout import AXES, RankCoordinates
 from ..strategy import ParallelStrategy
 from .traffic_counter import Traffic
 
@@ -60,8 +60,8 @@ class Layout:
     """The groups of one strategy that this rank is in.
 
     `row` shares out whole images (data x cfg), `pipe` the blocks of the model, `sequence` the tokens of one image
-    (ring x ulysses), `tensor` the heads and columns of each layer. `way_back` has the ranks of `pipe`: what the last
-    stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
+    (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: what the
+    last stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
     ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
     """
 
@@ -69,7 +69,7 @@ class Layout:
     world: World
     row: Axis
     pipe: Axis
-    way_back: Axis
+    return_group: Axis
     sequence: Axis
     ring: Axis
     ulysses: Axis
@@ -126,7 +126,7 @@ class Layouts:
                 self.world,
                 row=self._axis(strategy, ROW_AXES),
                 pipe=self._axis(strategy, ("pipefusion",)),
-                way_back=self._axis(strategy, ("pipefusion",), purpose="way back"),
+                return_group=self._axis(strategy, ("pipefusion",), purpose="way back"),
                 sequence=self._axis(strategy, SEQUENCE_AXES),
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),
@@ -160,5 +160,5 @@ def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple
     others = tuple(axis for axis in AXES if axis not in axes)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(strategy.world_size):
-        groups.setdefault(Place.of(strategy, rank).on(others), []).append(rank)
+        groups.setdefault(RankCoordinates.of(strategy, rank).on(others), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..layout import split_blocks
 from ..models.flux.checkpoint import inspect_flux
 from ..models.flux.module import FluxModel, load
 from ..requests import ModelSpec
-from ..stages import split_blocks
 from ..strategy import ParallelStrategy
 from .fsdp import Sharding
 from .groups import Layout, Layouts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shares import share, span
+from ..layout import slice_of, split_sizes
 from .token_split import TokenPlan
 
 
@@ -32,7 +32,7 @@ class PatchPlan:
         weights: tuple[float, ...] = (),
     ) -> PatchPlan:
         """At most one patch per image token. `weights`: how much each rank takes, empty for equal shares."""
-        sizes = share(image, min(patches, image))
+        sizes = split_sizes(image, min(patches, image))
         texts = (text, *[0] * (len(sizes) - 1))
         return cls(
             tuple(TokenPlan.split(t, n, degree, weights) for t, n in zip(texts, sizes, strict=True)), ulysses
@@ -63,7 +63,7 @@ class PatchPlan:
         them."""
         found, total, whole = [], sum(self.whole.text), self.whole
         for rank in range(len(whole.text)):
-            text = span(whole.text, rank)
+            text = slice_of(whole.text, rank)
             found += [*range(text.start, text.stop), *(total + token for token in self.image_tokens(rank))]
         return found
 

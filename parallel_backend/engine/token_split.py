@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..shares import share, span
+from ..layout import slice_of, split_sizes
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class TokenPlan:
     @classmethod
     def split(cls, text: int, image: int, degree: int, weights: tuple[float, ...] = ()) -> TokenPlan:
         """`weights`: how much each rank takes, empty for equal shares."""
-        texts = share(text, degree, weights)
+        texts = split_sizes(text, degree, weights)
         if not weights:
-            return cls(text=texts, image=share(image, degree)[::-1])
-        totals = share(text + image, degree, weights)
+            return cls(text=texts, image=split_sizes(image, degree)[::-1])
+        totals = split_sizes(text + image, degree, weights)
         images = tuple(total - own for total, own in zip(totals, texts, strict=True))
-        return cls(text=texts, image=images if min(images) >= 0 else share(image, degree, weights))
+        return cls(text=texts, image=images if min(images) >= 0 else split_sizes(image, degree, weights))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -38,6 +38,6 @@ class TokenPlan:
         """The tokens of text and image, numbered text first, rank by rank as an exchange brings them."""
         found, total = [], sum(self.text)
         for rank in range(len(self.text)):
-            text, image = span(self.text, rank), span(self.image, rank)
+            text, image = slice_of(self.text, rank), slice_of(self.image, rank)
             found += [*range(text.start, text.stop), *range(total + image.start, total + image.stop)]
         return found

@@ -18,7 +18,7 @@ IMAGE_DECODER_FLOP = 9.5e6
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockCounts:
     """`count` equal transformer blocks.
 
     `image_weights`, `text_weights`: multiply-adds per image / text token in the linear layers of one block.
@@ -45,7 +45,7 @@ class Family:
     name: str
     hidden: int
     heads: int
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[BlockCounts, ...]
     parameters: float
     text_tokens: int
     spatial: int = 16
@@ -85,7 +85,7 @@ class Family:
                 total += 4.0 * b.count * self.hidden * (image * image + image * text)
         return total
 
-    def split_tokens(self, image: int, text: int, blocks: Blocks) -> int:
+    def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
         """Tokens whose queries, keys and values move when the sequence is split over the ranks."""
         return image + text if blocks.attends == "joint" else image
 
@@ -96,21 +96,21 @@ def _square(hidden: int, per_token: float) -> float:
 
 def _joint(
     count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
-) -> Blocks:
+) -> BlockCounts:
     """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
     text = _square(text_hidden or hidden, text_weights or weights)
-    return Blocks(count, _square(hidden, weights), text)
+    return BlockCounts(count, _square(hidden, weights), text)
 
 
-def _single(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> Blocks:
+def _single(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
     """One stream of image and text tokens through the same layers."""
-    return Blocks(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
+    return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
 
 
-def _cross(count: int, hidden: int, feed_forward: float) -> Blocks:
+def _cross(count: int, hidden: int, feed_forward: float) -> BlockCounts:
     """Self-attention on the image (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
     own = 6.0 * hidden * hidden + 2.0 * hidden * feed_forward
-    return Blocks(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)
+    return BlockCounts(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)
 
 
 # Causal 3-D autoencoders with 128 channels at full size: about 15 MFLOP per pixel and frame, decoded in tiles that

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import PurePath
 
-from ..sidecar.events import Ended, Event, Failed, Loaded, Started, Stepped, listen
+from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped, listen
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins
@@ -93,7 +93,7 @@ def _facts(event: Event) -> dict[str, object] | None:
             "seconds": _rounded(event.seconds),
             "strategy": event.strategy.describe(),
         }
-    if isinstance(event, Failed):
+    if isinstance(event, RequestFailed):
         return {
             "rank": event.rank,
             "device": event.device,
@@ -118,7 +118,7 @@ def _facts(event: Event) -> dict[str, object] | None:
     return None
 
 
-def _cause(event: Failed) -> str:
+def _cause(event: RequestFailed) -> str:
     """In words; of an error that was raised on the rank only its kind, since its text may name files."""
     return event.cause.split(":", 1)[0] if event.reason in ("error", "device") else event.cause
 

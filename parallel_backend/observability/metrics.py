@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..errors import FAILURES
-from ..sidecar.events import Ended, Event, Failed, Loaded, Started, Stepped
+from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped
 from ..sidecar.sidecar import State
 from ..sidecar.status import GroupStatus
 from ..strategy import ParallelStrategy
@@ -105,7 +105,7 @@ class Metrics:
             self._ended(event)
         elif isinstance(event, Stepped):
             self._step_seconds.labels(_named(event.strategy)).observe(event.seconds)
-        elif isinstance(event, Failed):
+        elif isinstance(event, RequestFailed):
             self._failures.labels(event.device, event.reason).inc()
         elif isinstance(event, Loaded):
             self._load_seconds.observe(event.info.seconds)

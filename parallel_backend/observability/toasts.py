@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sidecar.device_health import FAILING, FailingDevices, left_out
-from ..sidecar.events import Ended, Event, Failed, Started
+from ..sidecar.events import Ended, Event, RequestFailed, Started
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 
@@ -22,7 +22,7 @@ class Toast:
     life: int | None = None
 
 
-class News:
+class Notifier:
     """Hears what happens (`hear` is a listener of events.py) and tells `show` what is news."""
 
     def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
@@ -37,7 +37,7 @@ class News:
             self._show(Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER))
         elif isinstance(event, Started):
             self._show(Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF))
-        elif isinstance(event, Failed) and event.broken:
+        elif isinstance(event, RequestFailed) and event.broken:
             self._show(
                 Toast(
                     "error",
@@ -46,7 +46,7 @@ class News:
                     f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
                 )
             )
-        if isinstance(event, (Failed, Ended)):
+        if isinstance(event, (RequestFailed, Ended)):
             self._look_for_failing(event.devices)
 
     def _look_for_failing(self, devices: tuple[str, ...]) -> None:

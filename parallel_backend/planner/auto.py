@@ -11,11 +11,11 @@ from dataclasses import replace
 from ..devices import is_cpu
 from ..errors import RequestError
 from ..models.flux.checkpoint import FluxFile
-from ..options import PLAIN, Computing
+from ..options import DEFAULT_COMPUTE, ComputeOptions
 from ..requests import ModelSpec, RunInfo, SampleRequest
 from .candidate_table import outlooks_of
 from .cost.communication import Candidate, Work
-from .cost.machine import Automatic, choose_here, flux_work, machine_of, neighbours_first
+from .cost.machine import AutoAdvice, choose_here, flux_work, model_machine, neighbours_first
 from .cost.model import DEFAULT, Machine, fixed_seconds
 from .history.records import (
     Kind,
@@ -28,12 +28,12 @@ from .history.records import (
     record,
     warm_step,
 )
-from .history.store import CalibrationStore
-from .machine.cards import Card, Link
+from .history.store import MeasurementStore
+from .machine.cards import Card, Interconnect
 from .machine.fingerprint import device_ids, device_key, take_fingerprint
 from .machine.probe import read_topology
 from .machine.topology import Topology
-from .ranking import Choice, choose
+from .ranking import Ranking, choose
 
 PIXELS_PER_LATENT = 8
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -43,11 +43,11 @@ CALLS = {"heun": 2}
 log = logging.getLogger(__name__)
 
 
-class Experience:
+class MeasurementHistory:
     """The measurements of a set of devices. `devices`: names in rank order; `topology`: what this process can see."""
 
     def __init__(
-        self, devices: Sequence[str], topology: Topology | None = None, store: CalibrationStore | None = None
+        self, devices: Sequence[str], topology: Topology | None = None, store: MeasurementStore | None = None
     ) -> None:
         self._devices = tuple(devices)
         seen = _visible() if topology is None else topology
@@ -59,7 +59,7 @@ class Experience:
             else seen.select([uuid for uuid in self._ids if uuid in known])
         )
         self.fingerprint = take_fingerprint(Topology((), source="none") if is_cpu(self._devices) else seen)
-        self._store = store or CalibrationStore(self.fingerprint)
+        self._store = store or MeasurementStore(self.fingerprint)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Experience:
         return self._ids
 
     @property
-    def store(self) -> CalibrationStore:
+    def store(self) -> MeasurementStore:
         return self._store
 
     def remember(
@@ -78,19 +78,19 @@ class Experience:
         info: RunInfo,
         *,
         sampler: str = "euler",
-        computing: Computing = PLAIN,
+        compute_options: ComputeOptions = DEFAULT_COMPUTE,
     ) -> bool:
         """Keeps the median warm step of a run on the first of these devices; whether it reached the disk.
 
         `computing`: what was asked for; a run whose blocks were not compiled after all counts as uncompiled.
         """
         if info.compiled is None:
-            computing = replace(computing, compile="off")
+            compute_options = replace(compute_options, compile="off")
         seconds = warm_step(info.step_seconds)
         if seconds is None or info.reused_calls:  # steps that skip blocks tell nothing of those that do not
             return False
         kind = Kind(
-            model=_model(spec, file, computing),
+            model=_model(spec, file, compute_options),
             work=WorkKey.of(work, CALLS.get(sampler, 1)),
             strategy=info.strategy,
             engine=info.engine,
@@ -108,8 +108,8 @@ class Experience:
         engine: str = "auto",
         approximation: str = "if_needed",
         memory_of: Callable[[Candidate], float] | None = None,
-        computing: Computing = PLAIN,
-    ) -> Automatic:
+        compute_options: ComputeOptions = DEFAULT_COMPUTE,
+    ) -> AutoAdvice:
         """The best strategy for `work` on these devices or the first few of them, by measurements and predictions.
 
         `choice` is None where the rule must decide: an unknown card, or a CPU on which one rank and several have not
@@ -117,7 +117,7 @@ class Experience:
         """
         known, now = self._store.read(), time.time()
         about = {
-            "model": _model(spec, file, computing),
+            "model": _model(spec, file, compute_options),
             "devices": self._ids,
             "now": now,
             "engine": "xfuser" if engine == "xfuser" else "native",
@@ -126,15 +126,15 @@ class Experience:
         if is_cpu(self._devices):
             seen = measured(known, work, calls=calls, **about)
             found = _among_measured(seen, work, len(self._devices), memory_of)
-            if found.choice is None and computing.compiles:  # compare them uncompiled, as trials do
-                about["model"] = _model(spec, file, replace(computing, compile="off"))
+            if found.choice is None and compute_options.compiles:  # compare them uncompiled, as trials do
+                about["model"] = _model(spec, file, replace(compute_options, compile="off"))
                 seen = measured(known, work, calls=calls, **about)
                 found = _among_measured(seen, work, len(self._devices), memory_of)
             return found
         try:
-            machine, _ = machine_of(self._topology)
+            machine, _ = model_machine(self._topology)
         except RequestError as error:
-            return Automatic(None, (str(error),))
+            return AutoAdvice(None, (str(error),))
         seen = measured(known, work, calls=calls, fixed_s=fixed_seconds(work, machine.card), **about)
         return choose_here(
             work,
@@ -143,7 +143,7 @@ class Experience:
             engine=engine,
             one_gpu_s=one_gpu_step(known, work, **about),
             measured=seen,
-            mode="compiled" if computing.compiles else "eager",
+            mode="compiled" if compute_options.compiles else "eager",
             calibrations=self._newest_calibration(known, now),
             approximation=approximation,
             memory_of=memory_of,
@@ -202,11 +202,13 @@ def remember(
     work: Work,
     info: RunInfo,
     sampler: str = "euler",
-    computing: Computing = PLAIN,
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
 ) -> None:
     """Experience.remember, which never costs a finished picture: whatever fails is only logged."""
     try:
-        Experience(devices).remember(spec, file, work, info, sampler=sampler, computing=computing)
+        MeasurementHistory(devices).remember(
+            spec, file, work, info, sampler=sampler, compute_options=compute_options
+        )
     except Exception:
         log.debug("a run's step times are not kept", exc_info=True)
 
@@ -225,29 +227,29 @@ def in_good_order(devices: Sequence[str]) -> tuple[str, ...]:
 
 def _among_measured(
     seen: Mapping[Candidate, float], work: Work, count: int, memory_of: Callable[[Candidate], float] | None
-) -> Automatic:
+) -> AutoAdvice:
     """The choice on a CPU, which has no data sheet: the fastest that was seen, once one rank and several were."""
     alone = seen.get(Candidate())
     if alone is None or len(seen) < 2:
-        return Automatic(None, ("On the CPU only a measurement tells; `bench` takes it.",))
+        return AutoAdvice(None, ("On the CPU only a measurement tells; `bench` takes it.",))
     # What the model needs to be asked at all; every candidate is measured, so nothing of it decides.
     rate = work.flop * work.steps / alone / 1e12 / DEFAULT.compiled
-    machine = Machine(Card("CPU", rate, memory=1e6, bandwidth=1e6), Link("gloo", "host", 10.0), count)
+    machine = Machine(Card("CPU", rate, memory=1e6, bandwidth=1e6), Interconnect("gloo", "host", 10.0), count)
     choice = choose(seen, work, machine, measured=seen, mode="compiled", memory_of=memory_of)
     outlooks = outlooks_of(choice, work.steps, fixed_s=0.0)
-    return Automatic(replace(choice, reason=_measured_reason(choice, work)), (), outlooks)
+    return AutoAdvice(replace(choice, reason=_measured_reason(choice, work)), (), outlooks)
 
 
-def _measured_reason(choice: Choice, work: Work) -> str:
+def _measured_reason(choice: Ranking, work: Work) -> str:
     ordered = [choice.best, *sorted(choice.ranked[1:], key=lambda e: e.seconds)]
     times = ", ".join(f"{e.candidate.describe()} {e.seconds / work.steps:.3g} s" for e in ordered[:4])
     name = choice.best.candidate.describe()
     return f"{name} on the CPU: measured before, a step takes {times}."
 
 
-def _model(spec: ModelSpec, file: FluxFile, computing: Computing) -> str:
+def _model(spec: ModelSpec, file: FluxFile, compute_options: ComputeOptions) -> str:
     # The dtype that ranks compute in follows from these and the device.
-    return model_key(file.dims, file.tensor_bytes, spec.weight_dtype, computing)
+    return model_key(file.dims, file.tensor_bytes, spec.weight_dtype, compute_options)
 
 
 @functools.cache

@@ -11,15 +11,15 @@ from ..errors import Cancelled
 from ..requests import Placement
 from ..sidecar.sidecar import Sidecar
 from ..wire.calibration import Calibration
-from .auto import Experience
+from .auto import MeasurementHistory
 from .history.records import calibration_of, with_calibration
-from .history.store import CalibrationStore
+from .history.store import MeasurementStore
 
 log = logging.getLogger(__name__)
 
 
 def calibrate_once(
-    sidecar: Sidecar, placement: Placement, store: CalibrationStore, device_ids: Sequence[str]
+    sidecar: Sidecar, placement: Placement, store: MeasurementStore, device_ids: Sequence[str]
 ) -> tuple[Calibration, ...]:
     """What the ranks measured over the groups of `placement`: kept from earlier, or measured now and kept.
 
@@ -44,7 +44,7 @@ def learn_links(sidecar: Sidecar, placement: Placement, say: Callable[[str], Non
     if len(devices) < 2 or is_cpu(devices):
         return
     try:
-        experience = Experience(devices)
+        experience = MeasurementHistory(devices)
         if calibration_of(experience.store.read(), experience.ids, placement.strategy, time.time()) is None:
             say("measuring the links between the devices, once for this strategy")
             calibrate_once(sidecar, placement, experience.store, experience.ids)

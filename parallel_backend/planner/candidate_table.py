@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ..strategy import ParallelStrategy
 from .history.records import candidate_of, strategy_of
-from .ranking import Choice, Ranked
+from .ranking import RankedCandidate, Ranking
 
 SHOWN = 8  # rows of a table that still fits under a node
 
 
 @dataclass(frozen=True)
-class Outlook:
+class CandidateEstimate:
     """One candidate. `step_s`: seconds of a step; `band`: of that prediction, 0.0 where it was measured before.
 
     `memory_bytes`: of the fullest device; `permitted`: False for an approximate one that was not asked for.
@@ -32,12 +32,12 @@ class Outlook:
         return self.band == 0.0
 
 
-def outlooks_of(choice: Choice, steps: int, fixed_s: float) -> tuple[Outlook, ...]:
+def outlooks_of(choice: Ranking, steps: int, fixed_s: float) -> tuple[CandidateEstimate, ...]:
     """All candidates of `choice`, in its order. `fixed_s`: seconds of a request that are not steps."""
     return tuple(_outlook(entry, steps, fixed_s, choice.band) for entry in choice.ranked)
 
 
-def table(outlooks: Iterable[Outlook], chosen: ParallelStrategy) -> tuple[Outlook, ...]:
+def table(outlooks: Iterable[CandidateEstimate], chosen: ParallelStrategy) -> tuple[CandidateEstimate, ...]:
     """At most SHOWN rows worth showing: the chosen one first, one device always among them."""
     own, rest = [], []
     for outlook in outlooks:
@@ -47,7 +47,7 @@ def table(outlooks: Iterable[Outlook], chosen: ParallelStrategy) -> tuple[Outloo
     return tuple(shown[: SHOWN - len(alone)] + alone)
 
 
-def expected(outlooks: Iterable[Outlook], strategy: ParallelStrategy) -> Outlook | None:
+def expected(outlooks: Iterable[CandidateEstimate], strategy: ParallelStrategy) -> CandidateEstimate | None:
     """What was foreseen for `strategy`; None where it was not among the candidates."""
     return next((o for o in outlooks if same(o.strategy, strategy)), None)
 
@@ -57,8 +57,8 @@ def same(one: ParallelStrategy, other: ParallelStrategy) -> bool:
     return candidate_of(one) == candidate_of(other) is not None
 
 
-def _outlook(entry: Ranked, steps: int, fixed_s: float, band: float) -> Outlook:
-    return Outlook(
+def _outlook(entry: RankedCandidate, steps: int, fixed_s: float, band: float) -> CandidateEstimate:
+    return CandidateEstimate(
         strategy=strategy_of(entry.candidate),
         step_s=max(0.0, entry.seconds - fixed_s) / steps,
         band=0.0 if entry.measured else band,

@@ -13,7 +13,7 @@ from ..strategy import ModelShape
 from .cost.communication import Work
 from .cost.model import MODES, Machine
 from .machine.cards import CARDS, LINKS, find_card, find_link
-from .ranking import APPROXIMATION, BAND_WITH_ONE_GPU, Choice, Ranked, choose, enumerate_candidates
+from .ranking import APPROXIMATION, BAND_WITH_ONE_GPU, RankedCandidate, Ranking, choose, enumerate_candidates
 
 MAX_GPUS = 64
 _SOURCES = "closed forms and data sheets; bands from published measurements, see docs/selector.md"
@@ -110,7 +110,7 @@ def _machine(args: argparse.Namespace) -> Machine:
     return Machine(card, find_link(args.link, card), args.gpus, (args.memory or 0) * 1e9)
 
 
-def _available(entry: Ranked, work: Work) -> bool:
+def _available(entry: RankedCandidate, work: Work) -> bool:
     """Whether this version of the pack can run it, beside what other engines can. It loads Flux.1 only."""
     if not work.family.name.startswith("flux1-"):
         return False
@@ -119,7 +119,7 @@ def _available(entry: Ranked, work: Work) -> bool:
     return not strategy.violations(shape, strategy.world_size)
 
 
-def _as_table(choice: Choice, shown, one: Ranked, work: Work, machine: Machine, mode: str) -> str:
+def _as_table(choice: Ranking, shown, one: RankedCandidate, work: Work, machine: Machine, mode: str) -> str:
     f = work.family
     size = f"{work.width}x{work.height}" + (f"x{work.frames} frames" if work.frames > 1 else "")
     linear, attention = (part / 1e12 for part in work.flop_parts)
@@ -155,7 +155,7 @@ def _band(seconds: float, band: float) -> tuple[float, float]:
     return seconds * (1 - band), seconds * (1 + band)
 
 
-def _as_json(choice: Choice, shown, one: Ranked, work: Work, machine: Machine) -> dict:
+def _as_json(choice: Ranking, shown, one: RankedCandidate, work: Work, machine: Machine) -> dict:
     return {
         "label": "predicted",
         "source": _SOURCES,

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 from ..devices import is_cpu, resolve_devices
 from ..models.flux.checkpoint import FluxFile
-from ..options import PLAIN, Computing
+from ..options import DEFAULT_COMPUTE, ComputeOptions
 from ..requests import ModelSpec
 from ..sidecar.device_health import FAILING, left_out
 from ..strategy import ModelShape, ParallelStrategy, RequestShape
-from .auto import PIXELS_PER_LATENT, Experience, in_good_order
-from .candidate_table import Outlook
+from .auto import PIXELS_PER_LATENT, MeasurementHistory, in_good_order
+from .candidate_table import CandidateEstimate
 from .cost.communication import Candidate, Work
-from .cost.machine import Automatic
+from .cost.machine import AutoAdvice
 from .history.records import strategy_of
-from .memory.fit import Plan, check_capacity, fits
+from .memory.fit import MemoryCheck, check_capacity, fits
 from .memory.model import Job, RankMemory, fullest_rank
 from .ranking import enumerate_candidates, rule_key
-from .rules import Decision, StrategyChoice, resolve
+from .rules import Decision, StrategySettings, resolve
 
 # ComfyUI's flags for little memory, and what `auto` makes of them: weights shared out over the devices, or in the
 # computer's memory as well.
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Decided:
+class ExecutionPlan:
     """`devices`: one per rank, in rank order; `memory`: predicted, of the fullest rank; `outlooks`: all candidates.
 
     `trials`: strategies to try for a step or two before deciding again, because only that can tell (on the CPU); the
@@ -40,41 +40,41 @@ class Decided:
     decision: Decision
     devices: tuple[str, ...]
     memory: RankMemory
-    outlooks: tuple[Outlook, ...] = ()
+    outlooks: tuple[CandidateEstimate, ...] = ()
     trials: tuple[ParallelStrategy, ...] = ()
 
 
 def decide(
-    choice: StrategyChoice,
+    choice: StrategySettings,
     spec: ModelSpec,
     file: FluxFile,
     work: Work,
     *,
     sampler: str = "euler",
     economy: str = "",
-    computing: Computing = PLAIN,
-) -> Decided:
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
+) -> ExecutionPlan:
     """The strategy for `work` with this model. Raises StrategyError or DeviceError before anything is started.
 
     `economy`: a flag of ComfyUI's, one of ECONOMIES, that asks `auto` to save devices' memory before time.
     """
     devices, failing = devices_in_use(choice)
     job = job_of(work)
-    advice, trials = _advice(choice, spec, file, work, devices, sampler, computing)
+    advice, trials = _advice(choice, spec, file, work, devices, sampler, compute_options)
     shape = RequestShape(batch=work.batch, has_cfg=work.rows == 2)
     decision = resolve(choice, file.shape, shape, devices, advice)
     if failing:
         decision = replace(decision, notes=(left_out(failing), *decision.notes))
     used = devices[: decision.strategy.world_size]
-    plan = Plan(file, spec.weight_dtype, decision.strategy, job, used)
+    plan = MemoryCheck(file, spec.weight_dtype, decision.strategy, job, used)
     if choice.mode == "auto":
         decision, plan = _economical(decision, plan, economy)
         if not fits(plan):
             decision, plan = _offloaded(decision, plan, "nothing faster fits in the memory of these devices")
-    return Decided(decision, used, check_capacity(plan), advice.outlooks, trials)
+    return ExecutionPlan(decision, used, check_capacity(plan), advice.outlooks, trials)
 
 
-def devices_in_use(choice: StrategyChoice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def devices_in_use(choice: StrategySettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The devices of `choice` in rank order, and those left out because ranks failed there. Raises DeviceError."""
     devices = resolve_devices(choice.devices)
     if choice.mode == "manual" or choice.device_shares:  # each place in a list means a device
@@ -97,22 +97,22 @@ def job_of(work: Work) -> Job:
 
 
 def _advice(
-    choice: StrategyChoice,
+    choice: StrategySettings,
     spec: ModelSpec,
     file: FluxFile,
     work: Work,
     devices: tuple[str, ...],
     sampler: str,
-    computing: Computing,
-) -> tuple[Automatic, tuple[ParallelStrategy, ...]]:
+    compute_options: ComputeOptions,
+) -> tuple[AutoAdvice, tuple[ParallelStrategy, ...]]:
     """What was measured and predicted, and what should be tried. Never the reason why a picture is not made."""
 
     def memory_of(candidate: Candidate) -> float:
-        plan = Plan(file, spec.weight_dtype, strategy_of(candidate), job_of(work), devices)
+        plan = MemoryCheck(file, spec.weight_dtype, strategy_of(candidate), job_of(work), devices)
         return fullest_rank(plan.memories).private_bytes
 
     try:
-        experience = Experience(devices)
+        experience = MeasurementHistory(devices)
         advice = experience.choose(
             spec,
             file,
@@ -121,11 +121,11 @@ def _advice(
             engine=choice.engine,
             approximation=choice.approximation,
             memory_of=memory_of,
-            computing=computing,
+            compute_options=compute_options,
         )
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)
-        return Automatic(None), ()
+        return AutoAdvice(None), ()
     if not is_cpu(devices) or advice.choice is not None:
         return advice, ()
     advice = replace(advice, notes=())  # that it takes a trial
@@ -149,7 +149,7 @@ def _trials(work: Work, model: ModelShape, count: int, engine: str) -> tuple[Par
     return tuple(c.strategy for c in sorted(candidates, key=rule_key, reverse=True))
 
 
-def _economical(decision: Decision, plan: Plan, economy: str) -> tuple[Decision, Plan]:
+def _economical(decision: Decision, plan: MemoryCheck, economy: str) -> tuple[Decision, MemoryCheck]:
     """With weights shared out, or in host memory as well, where ComfyUI was started to save memory."""
     if economy == NOVRAM:
         return _offloaded(decision, plan, f"ComfyUI runs with {economy}")
@@ -158,7 +158,7 @@ def _economical(decision: Decision, plan: Plan, economy: str) -> tuple[Decision,
     return _kept(decision, plan, f"shard_weights is on: ComfyUI runs with {economy}", shard_weights=True)
 
 
-def _offloaded(decision: Decision, plan: Plan, because: str) -> tuple[Decision, Plan]:
+def _offloaded(decision: Decision, plan: MemoryCheck, because: str) -> tuple[Decision, MemoryCheck]:
     """With the weights in host memory, where it fits so."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
@@ -168,7 +168,7 @@ def _offloaded(decision: Decision, plan: Plan, because: str) -> tuple[Decision, 
     return offloaded if fits(offloaded[1]) else (decision, plan)
 
 
-def _kept(decision: Decision, plan: Plan, note: str, **changes: bool) -> tuple[Decision, Plan]:
+def _kept(decision: Decision, plan: MemoryCheck, note: str, **changes: bool) -> tuple[Decision, MemoryCheck]:
     strategy = plan.strategy.replace(**changes)
     notes = (*decision.notes, note)
     return replace(decision, strategy=strategy, notes=notes), replace(plan, strategy=strategy)

@@ -25,7 +25,7 @@ BAND_WITHOUT = 0.60
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedCandidate:
     """One candidate in the ranking. `seconds`: of the whole request, measured where `measured`, else predicted."""
 
     prediction: Prediction
@@ -41,18 +41,18 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Ranking:
     """All candidates, and why the first is chosen, in one paragraph.
 
     Order: the chosen one, then by time the permitted ones, those not permitted, those that do not fit.
     """
 
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[RankedCandidate, ...]
     reason: str
     band: float
 
     @property
-    def best(self) -> Ranked:
+    def best(self) -> RankedCandidate:
         return self.ranked[0]
 
 
@@ -104,7 +104,7 @@ def choose(
     approximation: str = "if_needed",
     links_measured: bool = False,
     memory_of: Callable[[Candidate], float] | None = None,
-) -> Choice:
+) -> Ranking:
     """Ranks `candidates` for `work` on `machine`; raises StrategyError when none is given or none is permitted.
 
     `one_gpu_s`: measured seconds of a step on one device; `measured`: seconds of whole requests seen before, which
@@ -157,10 +157,10 @@ def choose(
     band = BAND_WITH_ONE_GPU if one_gpu_s or measured else BAND_WITHOUT
     entries = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
     rest = sorted(entries, key=lambda e: (not e.fits, not e.permitted, e.seconds))
-    return Choice((chosen, *rest), _reason(chosen, rule, rest, work, machine, band, forced), band)
+    return Ranking((chosen, *rest), _reason(chosen, rule, rest, work, machine, band, forced), band)
 
 
-def _outranks(entry: Ranked, rule: Ranked) -> bool:
+def _outranks(entry: RankedCandidate, rule: RankedCandidate) -> bool:
     gain = rule.seconds / entry.seconds
     if entry.measured and rule.measured:
         return gain > 1 + MEASURED_GAIN
@@ -171,14 +171,14 @@ def _outranks(entry: Ranked, rule: Ranked) -> bool:
     return min(gain, rule.prediction.gpu_s / entry.prediction.gpu_s) > 1 + PREDICTED_GAIN
 
 
-def _links_are_slow(exact: list[Ranked]) -> bool:
+def _links_are_slow(exact: list[RankedCandidate]) -> bool:
     rule = max(exact, key=lambda e: rule_key(e.candidate)).prediction
     return rule.transfer_s > SLOW_LINKS * rule.compute_s
 
 
 def _entries(
     predictions: list[Prediction], machine: Machine, measured: Mapping[Candidate, float]
-) -> list[Ranked]:
+) -> list[RankedCandidate]:
     # What was measured also tells how far the predictions are off for this work; the others are scaled by it.
     off = [measured[p.candidate] / p.total_s for p in predictions if p.candidate in measured]
     scale = median(off) if off else 1.0
@@ -187,7 +187,9 @@ def _entries(
         seen = measured.get(p.candidate)
         fits = seen is not None or p.memory_bytes <= machine.usable
         entries.append(
-            Ranked(p, seen or p.total_s * scale, seen is not None, fits, True, _why(p, fits, machine))
+            RankedCandidate(
+                p, seen or p.total_s * scale, seen is not None, fits, True, _why(p, fits, machine)
+            )
         )
     return entries
 
@@ -230,7 +232,7 @@ def _reason(chosen, rule, rest, work, machine, band, forced) -> str:
     return "; ".join(parts) + "."
 
 
-def _step(entry: Ranked, work: Work, band: float) -> str:
+def _step(entry: RankedCandidate, work: Work, band: float) -> str:
     seconds = entry.prediction.step_s
     if entry.measured:
         return (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import StrategyError
 from ..strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
-from .cost.machine import Automatic
+from .cost.machine import AutoAdvice
 from .machine.device_shares import read_shares, unequal_remark
 from .ranking import APPROXIMATION
 
@@ -14,7 +14,7 @@ MODES = ("auto", "manual")
 
 
 @dataclass(frozen=True)
-class StrategyChoice:
+class StrategySettings:
     """What a person set on StrategySelector.
 
     `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
@@ -55,11 +55,11 @@ class Decision:
 
 
 def resolve(
-    choice: StrategyChoice,
+    choice: StrategySettings,
     model: ModelShape,
     request: RequestShape,
     devices: tuple[str, ...],
-    advice: Automatic | None = None,
+    advice: AutoAdvice | None = None,
 ) -> Decision:
     """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks.
 

@@ -8,21 +8,21 @@ from dataclasses import replace
 
 from ..devices import resolve_devices
 from ..models.flux.checkpoint import FluxFile
-from ..options import PLAIN, Computing
+from ..options import DEFAULT_COMPUTE, ComputeOptions
 from ..requests import ModelSpec, RunInfo
 from ..strategy import ParallelStrategy
 from .auto import remember
 from .cost.communication import Work
-from .decide import Decided, decide
-from .rules import StrategyChoice
+from .decide import ExecutionPlan, decide
+from .rules import StrategySettings
 
 # Seconds that trying strategies may take: a person waits for it.
 TRIAL_SECONDS = 20.0
 TryOut = Callable[[ParallelStrategy, tuple[str, ...]], RunInfo]
 
 
-def decide_with_trials(
-    choice: StrategyChoice,
+def decide_by_trial_runs(
+    choice: StrategySettings,
     spec: ModelSpec,
     file: FluxFile,
     work: Work,
@@ -30,15 +30,15 @@ def decide_with_trials(
     *,
     sampler: str = "euler",
     economy: str = "",
-    computing: Computing = PLAIN,
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
     say: Callable[[str], None] = lambda text: None,
-) -> Decided:
+) -> ExecutionPlan:
     """As decide.decide. `try_out` runs at least two steps of `work` with a strategy on devices, one per rank.
 
     It must leave blocks uncompiled, as `uncompiled(computing)` has it: compiling for each strategy takes longer than
     the trial, and changes the times of all of them alike.
     """
-    about = {"sampler": sampler, "economy": economy, "computing": computing}
+    about = {"sampler": sampler, "economy": economy, "computing": compute_options}
     decided = decide(choice, spec, file, work, **about)
     if not decided.trials:
         return decided
@@ -50,7 +50,7 @@ def decide_with_trials(
         say(f"trying {strategy.describe()} ({number + 1} of {last + 1})")
         devices = resolve_devices(choice.devices)[: strategy.world_size]
         info = try_out(strategy, devices)
-        remember(devices, spec, file, work, info, sampler, uncompiled(computing))
+        remember(devices, spec, file, work, info, sampler, uncompiled(compute_options))
         tried += 1
     decided = decide(choice, spec, file, work, **about)
     note = (
@@ -61,6 +61,6 @@ def decide_with_trials(
     return replace(decided, decision=decision, trials=())
 
 
-def uncompiled(computing: Computing) -> Computing:
+def uncompiled(compute_options: ComputeOptions) -> ComputeOptions:
     """How trials compute what `computing` asks for."""
-    return replace(computing, compile="off")
+    return replace(compute_options, compile="off")

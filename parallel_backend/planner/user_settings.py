@@ -13,7 +13,7 @@ from pathlib import Path
 from ..devices import resolve_devices
 from ..errors import DeviceError, StrategyError
 from ..options import APPROXIMATE_KERNELS
-from .rules import StrategyChoice
+from .rules import StrategySettings
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
 
 
 def without_approximation(
-    choice: StrategyChoice, steps: int, *, step_cache: bool = False, attention: str = ""
-) -> StrategyChoice:
+    choice: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+) -> StrategySettings:
     """`choice` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
     hand is refused with StrategyError, since another picture than was asked for would be no answer either.
 

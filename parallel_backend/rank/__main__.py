@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def main(make_jobs=None) -> None:
     """Greets the parent, joins the group, serves requests until the link ends.
 
-    `make_jobs(setup)` gives the object that does the work; it is RankJobs unless a test brings its own.
+    `make_jobs(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
     """
     begun = time.perf_counter()
     parser = argparse.ArgumentParser()
@@ -27,7 +27,7 @@ def main(make_jobs=None) -> None:
     parser.add_argument(
         "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
     )
-    parser.add_argument("--whereabouts", type=int, required=True, help="the inherited page for notes")
+    parser.add_argument("--heartbeat", type=int, required=True, help="the inherited page for notes")
     arguments = parser.parse_args()
     faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
@@ -39,7 +39,7 @@ def main(make_jobs=None) -> None:
     link = Link.from_descriptor(arguments.fd)
     os.set_inheritable(arguments.fd, False)
     try:
-        jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.whereabouts)
+        jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.heartbeat)
         serve(link, arguments.epoch, jobs)
     except LinkClosed:
         _exit(0)
@@ -67,7 +67,7 @@ def _join(link, epoch: int, make_jobs, begun: float, page: int):
     import torch
 
     from ..wire.fault_injection import arm
-    from ..wire.heartbeat import here
+    from ..wire.heartbeat import heartbeat
     from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
     from .errors import failure
 
@@ -78,12 +78,12 @@ def _join(link, epoch: int, make_jobs, begun: float, page: int):
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
-    here.share(page, setup.rank)
-    arm(setup.rank, here)
+    heartbeat.share(page, setup.rank)
+    arm(setup.rank, heartbeat)
     try:
-        here.point("start")
+        heartbeat.point("start")
         if make_jobs is None:
-            from .worker import RankJobs as make_jobs
+            from .worker import RankWorker as make_jobs
         jobs = make_jobs(setup)
     except Exception as error:
         say(failure(error, setup.rank, setup.devices[setup.rank]))
@@ -107,12 +107,12 @@ def _receive(link, epoch: int):
 def serve(link, epoch: int, jobs) -> None:
     """Answers each request with exactly one terminal message; returns never, ends with LinkClosed."""
     from ..wire.deadlines import SEND
-    from ..wire.heartbeat import here
+    from ..wire.heartbeat import heartbeat
     from ..wire.protocol import Cancel, Envelope
     from ..wire.transport import close_all, pack_tensors
 
     while True:
-        here.point("idle")
+        heartbeat.point("idle")
         envelope, descriptors = _receive(link, epoch)
         if isinstance(envelope.message, Cancel):
             continue  # its request ended before it came
@@ -128,7 +128,7 @@ def _answer(link, envelope, descriptors, jobs):
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
-    from ..wire.heartbeat import here
+    from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         ApplyPatches,
         Calibrate,
@@ -149,7 +149,7 @@ def _answer(link, envelope, descriptors, jobs):
     from .step_boundary import StepBoundary
 
     message, world = envelope.message, jobs.world
-    here.steps_done(0)
+    heartbeat.steps_done(0)
 
     def say_compiling() -> None:
         link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)

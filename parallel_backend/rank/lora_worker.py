@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..models.flux.weights import FluxWeights
 
 
-class PatchJobs:
+class LoraWorker:
     """`all_good(error)`: whether no rank has one; collective. Factors stay in the memory that the parent made: one copy
     on the host for all ranks."""
 

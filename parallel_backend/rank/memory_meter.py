@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..wire.heartbeat import here
+from ..wire.heartbeat import heartbeat
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Meter:
+class MemoryMeter:
     """`chunks`: of the model that is held; `bytes_sent`: to other ranks so far, as a function."""
 
     def __init__(self, device: torch.device, bytes_sent: Callable[[], int]) -> None:
@@ -36,7 +36,7 @@ class Meter:
         else:
             resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
             working = (int(resident) - int(shared)) * _PAGE
-        here.holds(self._weights, working, self._bytes_sent())
+        heartbeat.holds(self._weights, working, self._bytes_sent())
 
 
 def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ..errors import Cancelled, TransportError
 from ..requests import SamplerState
-from ..wire.heartbeat import here
+from ..wire.heartbeat import heartbeat
 from ..wire.payloads import state_tensors
 from ..wire.protocol import Cancel, Envelope, Progress
 from ..wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
-from .memory_meter import Meter
+from .memory_meter import MemoryMeter
 
 STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
 
 
 @dataclass
-class _Question:
+class _CancelVote:
     """Whether to stop, on its way to all ranks. `event`: where the device was when it was asked."""
 
     flag: Tensor
@@ -36,7 +36,7 @@ class _Question:
         if self.event is not None:
             self.event.synchronize()
         if self.work is not None:
-            with here.inside("the agreement after a step", self.ranks):
+            with heartbeat.inside("the agreement after a step", self.ranks):
                 self.work.wait()
         return bool(self.flag.item())
 
@@ -60,7 +60,7 @@ class StepBoundary:
         steps: int,
         previews: bool,
         states: bool = False,
-        meter: Meter | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         self._link = link
         self._epoch = epoch
@@ -76,7 +76,7 @@ class StepBoundary:
         self._state: Callable[[], SamplerState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._request_begun = self._begun = time.perf_counter()
-        self._asked: deque[_Question] = deque()
+        self._asked: deque[_CancelVote] = deque()
         self._stopped = False
         self.seconds: list[float] = []
 
@@ -88,7 +88,7 @@ class StepBoundary:
         self._take_time()
         flag = self._flag()
         if self._control is not None:
-            with here.inside("the agreement after a step", self._ranks):
+            with heartbeat.inside("the agreement after a step", self._ranks):
                 dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
@@ -123,13 +123,13 @@ class StepBoundary:
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event is not None:
             event.record()
-        self._asked.append(_Question(flag, work, event, self._ranks))
+        self._asked.append(_CancelVote(flag, work, event, self._ranks))
         if len(self._asked) > lag:
             self._stopped |= self._asked.popleft().answer()
         return self._stopped
 
     def _note_down(self, steps: int) -> None:
-        here.steps_done(steps)
+        heartbeat.steps_done(steps)
         if self._meter is not None:
             self._meter.note()
 

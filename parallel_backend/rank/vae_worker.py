@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..engine.vae.decoder import BandedDecoder
 
 
-class VaeJobs:
+class VaeWorker:
     """One VAE at most, under the identity it was sent with. `all_good(error)`: whether no rank has one; collective."""
 
     def __init__(self, world: World, all_good: Callable[[Exception | None], bool]) -> None:

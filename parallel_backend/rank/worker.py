@@ -13,25 +13,25 @@ from torch import Tensor
 
 from ..engine.groups import Layouts, World
 from ..errors import DeviceError, RequestError
+from ..options import check_step_cache
 from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
-from ..step_cache import check_step_cache
 from ..strategy import ParallelStrategy
 from ..wire.calibration import Calibration
-from ..wire.heartbeat import here
+from ..wire.heartbeat import heartbeat
 from ..wire.payloads import Tensors, predict_parts, sample_request, take_state
 from ..wire.protocol import ApplyPatches, Calibrate, Predict, RankPatch, RankRun, Sample, Setup
 from .errors import PeerFailed, is_out_of_memory
-from .lora_worker import PatchJobs
-from .memory_meter import Meter
+from .lora_worker import LoraWorker
+from .memory_meter import MemoryMeter
 from .step_boundary import StepBoundary
-from .vae_worker import VaeJobs
+from .vae_worker import VaeWorker
 
 OnCompile = Callable[[], None]
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
 
-class RankJobs:
+class RankWorker:
     """The state that a rank keeps between requests: its place in the world, its model, the prompts it was sent."""
 
     def __init__(self, setup: Setup) -> None:
@@ -43,10 +43,10 @@ class RankJobs:
             backend=setup.backend,
             store_path=setup.rendezvous,
         )
-        self.vae = VaeJobs(self.world, lambda error: self._agree(error) == _GOOD)
-        self.patches = PatchJobs(lambda error: self._agree(error) == _GOOD)
+        self.vae = VaeWorker(self.world, lambda error: self._agree(error) == _GOOD)
+        self.patches = LoraWorker(lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
-        self.meter = Meter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
+        self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
         self._model = None
         self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
         self._forwards: dict[Placement, object] = {}
@@ -101,7 +101,7 @@ class RankJobs:
         begun = time.perf_counter()
         state = take_state(tensors)
         if state is not None:
-            here.steps_done(state.step)
+            heartbeat.steps_done(state.step)
         request = sample_request(message, tensors)
         forward = self._forward(message.placement, on_compile)
         sent = forward.bytes_sent
@@ -212,7 +212,7 @@ class RankJobs:
 
         error = None
         try:
-            kernel_for(self.world.device, self._model.compute_dtype, placement.computing.attention)
+            kernel_for(self.world.device, self._model.compute_dtype, placement.compute_options.attention)
         except Exception as failure:
             error = failure
         if self._agree(error) != _GOOD:
@@ -222,10 +222,10 @@ class RankJobs:
     def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
-            here.point("load")
-            here.loading(0.0)
+            heartbeat.point("load")
+            heartbeat.loading(0.0)
             model = self._read_model(spec, strategy)
-            here.loading(1.0)
+            heartbeat.loading(1.0)
             return model, None
         except Exception as error:
             return None, error
@@ -241,7 +241,7 @@ class RankJobs:
         mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
         flag = torch.tensor([mine], dtype=torch.int32)
         if self.world.control is not None:
-            with here.inside("the agreement on a load", range(self.world.world_size)):
+            with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
 
@@ -256,7 +256,7 @@ class RankJobs:
 
 def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankRun:
     compiled, notes = None, [*forward.notes]
-    wish = placement.computing.attention
+    wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
         reason = (
             "engine xfuser does not have it"

@@ -53,7 +53,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RequestFailed:
     """A rank failed; one that died idle is noticed with the next request. `cause`: in words; `crashed`: its process
     ended or hung, not an error that its code raised; `broken`: that was too often, the group does not start again by
     itself; `reason`: of errors.FAILURES."""
@@ -86,7 +86,7 @@ class Ended:
     images: int
 
 
-Event = Changed | Started | Loaded | Stepped | Failed | Ended
+Event = Changed | Started | Loaded | Stepped | RequestFailed | Ended
 Listener = Callable[[Event], None]
 
 _listeners: list[Listener] = []

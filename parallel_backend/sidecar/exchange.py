@@ -232,7 +232,7 @@ class Exchange:
             return self._kill(self._interrupt or self._first_failure())
         if self._interrupt is not None:
             return self._kill(self._interrupt)
-        notes = [self._group.whereabouts.read(rank) for rank in range(self._group.world_size)]
+        notes = [self._group.heartbeat.read(rank) for rank in range(self._group.world_size)]
         stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
         rank = stopped[0] if stopped else find_laggard(notes, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"

@@ -11,7 +11,7 @@ _UNLIMITED = 2**60  # bytes; a control group without a limit says something larg
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitStatus:
     """`words` for people; `reason`: of errors.FAILURES."""
 
     words: str
@@ -23,7 +23,7 @@ class Ending:
         return self.reason == "out_of_memory"
 
 
-def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> Ending:
+def describe_exit(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
     """`code`: as subprocess has it, negative for a signal. `oom_kills`: how many processes of this machine the system
     has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
     # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
@@ -42,7 +42,7 @@ def describe_ending(code: int, output: bytes, *, oom_kills: int | None, peak_byt
         words = f"exited with code {code}"
     tail = "\n".join(line[:500] for line in _last_words(output))
     reason = "out_of_memory" if out_of_memory else "signal" if code < 0 else "exit"
-    return Ending(f"{words}\n{tail}" if tail else words, reason)
+    return ExitStatus(f"{words}\n{tail}" if tail else words, reason)
 
 
 def _last_words(output: bytes) -> list[str]:

@@ -29,7 +29,7 @@ from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.protocol import NO_REQUEST, VERSION, Hello, Ready, Setup
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
-from .events import Changed, Ended, Failed, Started, tell
+from .events import Changed, Ended, RequestFailed, Started, tell
 from .exchange import USER_ERRORS, Exchange
 from .restart_policy import CrashHistory
 from .supervisor import RankGroup, get_supervisor, require_linux
@@ -55,7 +55,7 @@ class State(enum.Enum):
     BROKEN = "broken"
 
 
-class Turn:
+class Lease:
     """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
     it has none; `images`: that it makes."""
 
@@ -90,7 +90,7 @@ class Turn:
             time.sleep(deadlines.POLL)
 
 
-class WarmRanks:
+class RankGroupRunner:
     """Ranks that live from one request to the next, with one caller at a time.
 
     `forget` is called when they are gone, and what was known of their memory with them.
@@ -186,7 +186,7 @@ class WarmRanks:
     @contextmanager
     def turn(
         self, request: str, should_cancel: ShouldCancel | None = None, on_phase: OnPhase | None = None
-    ) -> Iterator[Turn]:
+    ) -> Iterator[Lease]:
         """Waits for this caller's turn; keeps count of failures. Which kind of `request` it is goes into Ended."""
         require_linux()
         if self._owner == threading.get_ident():
@@ -203,7 +203,7 @@ class WarmRanks:
             if on_phase is not None:
                 on_phase(text)
 
-        turn, result = Turn(request, self._cancel, should_cancel, phase), "failed"
+        turn, result = Lease(request, self._cancel, should_cancel, phase), "failed"
         try:
             if self.crashes.is_broken:
                 result = "refused"
@@ -233,7 +233,7 @@ class WarmRanks:
             self._lock.release()
             self._tell_end(turn, result)
 
-    def _tell_end(self, turn: Turn, result: str) -> None:
+    def _tell_end(self, turn: Lease, result: str) -> None:
         now = time.monotonic()
         cancel_s = None if turn.cancelled_at is None else now - turn.cancelled_at
         seconds = now - turn.begun
@@ -260,12 +260,12 @@ class WarmRanks:
         self._told = True
         cause = error.cause.split("\n", 1)[0]
         broken = self.crashes.is_broken
-        tell(Failed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
+        tell(RequestFailed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
 
     def through_a_crash(
         self,
         attempt: Callable[[], T],
-        turn: Turn,
+        turn: Lease,
         survive: Callable[[RankFailed, str], str] | None = None,
     ) -> T:
         """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
@@ -288,13 +288,13 @@ class WarmRanks:
             self._rest(turn)
             return attempt()
 
-    def _rest(self, turn: Turn) -> None:
+    def _rest(self, turn: Lease) -> None:
         """Gives a driver time to recover when this is not the first crash lately, twice as long each time."""
         earlier = self.crashes.count - 1
         if earlier > 0:
             turn.wait(time.monotonic() + deadlines.BACK_OFF * 2 ** (earlier - 1))
 
-    def start(self, turn: Turn) -> float:
+    def start(self, turn: Lease) -> float:
         """Starts the ranks, whether or not any were left; returns the seconds it took."""
         self.discard()
         begun = time.monotonic()
@@ -348,7 +348,7 @@ class WarmRanks:
 
     # Messages.
 
-    def exchange(self, turn: Turn, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
+    def exchange(self, turn: Lease, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
         """A new one with all ranks, which ends with `turn`."""
         if turn.cancelled():
             raise Cancelled("The request was cancelled before it reached the ranks.")

@@ -22,7 +22,7 @@ CHUNK_BYTES = 256 * 2**20  # of factors in one payload, which this process holds
 _CHUNK_TENSORS = MAX_TENSORS // 2  # leaves room for their names in a payload's header
 
 
-class PatchesOnRanks:
+class LorasOnRanks:
     """What the ranks of one sidecar hold beside the file: the changes in place, and the factors they keep."""
 
     def __init__(self) -> None:

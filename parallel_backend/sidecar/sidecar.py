@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Cancelled, CheckpointError, RankFailed, RequestError, StrategyError, TransportError
-from ..options import Compiled
+from ..options import CompileStats, check_step_cache
 from ..requests import (
     LoadInfo,
     ModelSpec,
@@ -23,7 +23,6 @@ from ..requests import (
     SampleResult,
     SleepInfo,
 )
-from ..step_cache import check_step_cache
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.calibration import Calibration
@@ -35,8 +34,8 @@ from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .compile_progress import CompileWatch
 from .events import Loaded, Stepped, tell
 from .exchange import USER_ERRORS, Exchange
-from .group import OnPhase, ShouldCancel, State, Turn, WarmRanks
-from .lora_client import PatchesOnRanks
+from .group import Lease, OnPhase, RankGroupRunner, ShouldCancel, State
+from .lora_client import LorasOnRanks
 from .prompt_cache import KnownPrompts
 from .resume import OnStep, SamplingJob
 from .status import GroupStatus, read_ranks
@@ -70,7 +69,7 @@ class Sidecar:
     def __init__(
         self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE, resumes: bool = True
     ) -> None:
-        self._ranks = WarmRanks(devices, rank_module, resumes=resumes, forget=self._forget_memory)
+        self._ranks = RankGroupRunner(devices, rank_module, resumes=resumes, forget=self._forget_memory)
         self.devices = self._ranks.devices
         self._resumes = resumes
         self._vae = VaeOnRanks(self.devices)
@@ -170,7 +169,7 @@ class Sidecar:
             turn.info = result.info
             return result
 
-    def _run(self, job: SamplingJob, message: Sample, turn: Turn) -> SampleResult:
+    def _run(self, job: SamplingJob, message: Sample, turn: Lease) -> SampleResult:
         """The job from where it is to its end, on ranks that hold its model."""
         seconds: list[float] = []
         compiling = CompileWatch(job.shape, turn.phase)
@@ -230,7 +229,7 @@ class Sidecar:
         request: PredictRequest,
         placement: Placement,
         patches: WeightPatches,
-        turn: Turn,
+        turn: Lease,
     ) -> tuple[Tensor, RunInfo]:
         self._ensure_ready(spec, placement.strategy, patches, turn)
         key, is_new = self._prompts.find(request.conditioning)
@@ -331,11 +330,11 @@ class Sidecar:
                 info = SleepInfo(self._ensure_loaded(*model, turn).seconds, 0)
             return info
 
-    def _wake(self, turn: Turn) -> SleepInfo:
+    def _wake(self, turn: Lease) -> SleepInfo:
         level, self._asleep, self._woken_with = self._asleep, 0, None
         return self._ask_all_to_move(Wake(), turn) if level == 1 else SleepInfo(0.0, 0)
 
-    def _ask_all_to_move(self, message: Sleep | Wake, turn: Turn) -> SleepInfo:
+    def _ask_all_to_move(self, message: Sleep | Wake, turn: Lease) -> SleepInfo:
         size = 0 if self._held is None else self._held.info.bytes
         # As with a load, ranks agree before they report.
         exchange = self._ranks.exchange(turn, survivable=USER_ERRORS | {"OutOfMemory"})
@@ -362,7 +361,7 @@ class Sidecar:
 
     # What a request needs first.
 
-    def _ensure_started(self, turn: Turn) -> float:
+    def _ensure_started(self, turn: Lease) -> float:
         if not self._ranks.running:
             return self._ranks.start(turn)
         if self._asleep:
@@ -375,7 +374,7 @@ class Sidecar:
         spec: ModelSpec,
         strategy: ParallelStrategy | None,
         patches: WeightPatches,
-        turn: Turn,
+        turn: Lease,
     ) -> LoadInfo:
         """The model is loaded and its weights changed by `patches`, and by nothing else."""
         info = self._ensure_loaded(spec, strategy, turn)
@@ -390,7 +389,7 @@ class Sidecar:
             raise
         return replace(info, patched=patched)
 
-    def _ensure_loaded(self, spec: ModelSpec, strategy: ParallelStrategy | None, turn: Turn) -> LoadInfo:
+    def _ensure_loaded(self, spec: ModelSpec, strategy: ParallelStrategy | None, turn: Lease) -> LoadInfo:
         weights = ParallelStrategy() if strategy is None else strategy.weights
         spec = replace(spec, path=str(Path(spec.path).absolute()))
         try:
@@ -430,7 +429,7 @@ class Sidecar:
     def _forget_model(self) -> None:
         self._held: _Held | None = None
         self._prompts = KnownPrompts()
-        self._patches = PatchesOnRanks()
+        self._patches = LorasOnRanks()
         # Seconds of earlier model calls by (placement, shape of x), for the next one's deadline.
         self._call_seconds: dict[tuple, collections.deque[float]] = collections.defaultdict(
             lambda: collections.deque(maxlen=20)
@@ -486,11 +485,11 @@ def _run_info(done: dict[int, Done], step_seconds: tuple[float, ...]) -> RunInfo
     )
 
 
-def _most(compiled: list[Compiled]) -> Compiled | None:
+def _most(compiled: list[CompileStats]) -> CompileStats | None:
     """Of all ranks, each of which compiles for itself at the same time."""
     if not compiled:
         return None
-    return Compiled(
+    return CompileStats(
         max(one.graphs for one in compiled),
         max(one.seconds for one in compiled),
         max(one.uncompiled for one in compiled),

@@ -47,7 +47,7 @@ def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
     if group is None:
         return ()
     try:
-        notes = [group.whereabouts.read(rank) for rank in range(group.world_size)]
+        notes = [group.heartbeat.read(rank) for rank in range(group.world_size)]
     except ValueError:  # the page was closed meanwhile
         return ()
     return tuple(

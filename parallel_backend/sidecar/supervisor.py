@@ -30,7 +30,7 @@ from ..wire import deadlines
 from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
 from .environment import rank_environment
-from .exit_status import Ending, count_oom_kills, describe_ending
+from .exit_status import ExitStatus, count_oom_kills, describe_exit
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "parallel_backend.rank"
@@ -46,7 +46,7 @@ class Death:
     """The first rank of a group that ended, and how."""
 
     rank: int
-    ending: Ending
+    ending: ExitStatus
 
     @property
     def cause(self) -> str:
@@ -91,7 +91,7 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def reap(self) -> Ending:
+    def reap(self) -> ExitStatus:
         """Collects the ended process and closes what belonged to it; says how it ended."""
         self.signal(signal.SIGKILL)  # compile workers and the like
         _, status, usage = os.wait4(self.pid, 0)
@@ -105,9 +105,7 @@ class RankProcess:
         oom_kills = count_oom_kills()
         if oom_kills is not None and self._oom_kills is not None:
             oom_kills -= self._oom_kills
-        return describe_ending(
-            code, bytes(self.output), oom_kills=oom_kills, peak_bytes=usage.ru_maxrss * 1024
-        )
+        return describe_exit(code, bytes(self.output), oom_kills=oom_kills, peak_bytes=usage.ru_maxrss * 1024)
 
 
 class RankGroup:
@@ -117,7 +115,7 @@ class RankGroup:
         self.epoch = epoch
         self.devices = devices
         self.directory = _make_directory()
-        self.whereabouts = Page()
+        self.heartbeat = Page()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
         self.death: Death | None = None
@@ -156,7 +154,7 @@ class RankGroup:
         """Closes the caller's ends, once the group is gone and nobody waits on it."""
         for link in self.links:
             link.close()
-        self.whereabouts.close()
+        self.heartbeat.close()
         os.close(self.alarm)
 
 
@@ -321,8 +319,8 @@ def require_linux() -> None:
 
 def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen:
     command = [sys.executable, "-m", module, "--fd", str(link.fileno()), "--parent", str(os.getpid())]
-    page = group.whereabouts.descriptor
-    command += ["--epoch", str(group.epoch), "--whereabouts", str(page)]
+    page = group.heartbeat.descriptor
+    command += ["--epoch", str(group.epoch), "--heartbeat", str(page)]
     return subprocess.Popen(
         command,
         cwd=PACK_ROOT,  # `-m` looks there first, whatever the folder is called

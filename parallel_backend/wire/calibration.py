@@ -39,7 +39,7 @@ class RankFacts:
 
     `device_uuid`: empty on the CPU; `peers`: per rank, whether this one can read its memory; `all_reduce_error`: the
     largest deviation of a sum over all ranks whose result is known; `kernel`: the attention kernel that half precision
-    would use here (computing.ATTENTION_KERNELS); `kernel_problem`: why it does not work, or empty.
+    would use here (options.ATTENTION_KERNELS); `kernel_problem`: why it does not work, or empty.
     """
 
     device_uuid: str

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .heartbeat import Whereabouts
+from .heartbeat import Heartbeat
 from .strict_json import from_json, parse
 
 VARIABLE = "PARALLEL_SAMPLING_FAULT"
@@ -44,14 +44,14 @@ class Fault:
         KINDS[self.kind]()
 
 
-def arm(rank: int, whereabouts: Whereabouts) -> None:
+def arm(rank: int, heartbeat: Heartbeat) -> None:
     """Has `whereabouts` meet the fault of the environment, if that is this rank's."""
     text = os.environ.get(VARIABLE)
     if not text:
         return
     fault = from_json(parse(text), Fault, VARIABLE)
     if fault.rank == rank:
-        whereabouts.observer = fault
+        heartbeat.observer = fault
 
 
 def _segfault() -> None:

@@ -35,13 +35,13 @@ COLLECTIVES = (
     "the agreement on a load",
 )
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
-# As in Note; `loaded` in thousandths.
+# As in RankBeat; `loaded` in thousandths.
 _NOTE = struct.Struct("<BBHIQQdQQQ")
 assert _NOTE.size * MOST_RANKS <= PAGE_BYTES
 
 
 @dataclass(frozen=True)
-class Note:
+class RankBeat:
     """What a rank noted down last. `step`: steps done in this request; `entered`: collectives so far; `waits_for`: the
     ranks of the collective, itself among them; `since`: time.monotonic() of the machine; `loaded`: how much of the
     model that it loads is there, 0 to 1; bytes on its device for weights and beside them, and sent to other ranks."""
@@ -58,7 +58,7 @@ class Note:
     sent_bytes: int = 0
 
 
-class Whereabouts:
+class Heartbeat:
     """This process's own notes; kept to itself until `share`. `observer` sees each collective before it is entered."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Whereabouts:
         if self.observer is not None:
             self.observer(name, self._step)
 
-    def inside(self, collective: str, ranks: tuple[int, ...] | range) -> Whereabouts:
+    def inside(self, collective: str, ranks: tuple[int, ...] | range) -> Heartbeat:
         """`with inside(...):` around what blocks; not nested."""
         if self.observer is not None:
             self.observer(collective, self._step)
@@ -134,7 +134,7 @@ def _bits(ranks: tuple[int, ...] | range) -> int:
     return sum(1 << rank for rank in ranks)
 
 
-here = Whereabouts()  # a process is one rank
+heartbeat = Heartbeat()  # a process is one rank
 
 
 class Page:
@@ -145,12 +145,12 @@ class Page:
         os.ftruncate(self.descriptor, PAGE_BYTES)
         self._page = mmap.mmap(self.descriptor, PAGE_BYTES)
 
-    def read(self, rank: int) -> Note:
+    def read(self, rank: int) -> RankBeat:
         """Whatever a rank wrote there is read as numbers; an unknown collective is none."""
         inside, code, loaded, step, entered, ranks, since, *holds = _NOTE.unpack_from(
             self._page, rank * _NOTE.size
         )
-        return Note(
+        return RankBeat(
             inside=inside == 1,
             collective=COLLECTIVES[code] if code < len(COLLECTIVES) else "",
             step=step,
@@ -168,7 +168,7 @@ class Page:
         os.close(self.descriptor)
 
 
-def find_laggard(notes: Sequence[Note], silent: Collection[int] | None = None) -> int:
+def find_laggard(notes: Sequence[RankBeat], silent: Collection[int] | None = None) -> int:
     """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
 
     `silent`: the ranks that still owe an answer, by default all; those that gave theirs are in no collective either.
@@ -191,12 +191,12 @@ def find_laggard(notes: Sequence[Note], silent: Collection[int] | None = None) -
     return min(ranks, key=lambda r: (notes[r].entered, r))
 
 
-def _together(notes: Sequence[Note], one: int, other: int) -> bool:
+def _together(notes: Sequence[RankBeat], one: int, other: int) -> bool:
     a, b = notes[one], notes[other]
     return one == other or (b.inside and a.collective == b.collective and a.waits_for == b.waits_for)
 
 
-def in_words(notes: Sequence[Note], rank: int) -> str:
+def in_words(notes: Sequence[RankBeat], rank: int) -> str:
     """Where `rank` is and who waits for it, for an error message; empty when it noted nothing down."""
     note = notes[rank]
     if not note.collective:

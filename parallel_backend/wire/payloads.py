@@ -7,8 +7,8 @@ import math
 import torch
 
 from ..errors import RequestError, TransportError
+from ..options import check_threshold
 from ..requests import Conditioning, Extras, PredictRequest, SampleRequest, SamplerState
-from ..step_cache import check_threshold
 from .protocol import Sample
 
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ import typing
 from dataclasses import dataclass
 
 from ..errors import TransportError
-from ..options import Compiled
+from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from .calibration import Calibration
@@ -188,7 +188,7 @@ class RankRun:
     model_calls: int = 0
     reused_calls: int = 0
     kernel: str = "torch"
-    compiled: Compiled | None = None
+    compiled: CompileStats | None = None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from parallel_backend.engine.patches import PatchPlan
-from parallel_backend.shares import share
-from parallel_backend.stages import split_blocks
+from parallel_backend.layout import split_blocks, split_sizes
 from parallel_backend.strategy import ParallelStrategy
 from tests.closed_forms.traffic import attention_elements
 
@@ -37,7 +36,7 @@ class PipelineTraffic:
         self._stages = strategy.pipefusion_degree
         row_and_stage, self._index = divmod(rank, self._u * self._r)
         row, self._stage = divmod(row_and_stage, self._stages)
-        self._row_sizes = share(rows, strategy.row_degree)
+        self._row_sizes = split_sizes(rows, strategy.row_degree)
         self._rows = self._row_sizes[row]
         chunks = split_blocks(double, single, (1.0,) * self._stages)[self._stage]
         self._layers = sum(map(len, chunks))
@@ -55,12 +54,12 @@ class PipelineTraffic:
         attention = attention_elements(
             plan.lengths, plan.lengths, self._index, self._u, self._r, self._hidden
         )
-        hops = self._sends * plan.lengths[self._index] * self._hidden
+        p2p = self._sends * plan.lengths[self._index] * self._hidden
         output = (self._u * self._r - 1) * max(plan.image) * self._patch_channels
         if self._stage == self._stages - 1:
             output += (self._stages - 1) * plan.image[self._index] * self._patch_channels
         rows = (self._strategy.row_degree - 1) * max(self._row_sizes) * self._latent_elements
-        return self._rows * ((self._layers * attention + hops) * self._element_size + output * 4) + rows * 4
+        return self._rows * ((self._layers * attention + p2p) * self._element_size + output * 4) + rows * 4
 
     def flowing(self, first: bool = False) -> int:
         """One model call by patches. `first`: without a whole image before it, so that less is recalled."""
@@ -72,8 +71,8 @@ class PipelineTraffic:
             attention = attention_elements(
                 patch.lengths, recalled, self._index, self._u, self._r, self._hidden
             )
-            hops = self._sends * patch.lengths[self._index] * self._hidden
-            total += self._rows * (self._layers * attention + hops) * self._element_size
+            p2p = self._sends * patch.lengths[self._index] * self._hidden
+            total += self._rows * (self._layers * attention + p2p) * self._element_size
             output = 0
             if self._stage == self._stages - 1:
                 output += self._rows * patch.image[self._index]

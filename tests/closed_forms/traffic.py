@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel_backend.engine.token_split import TokenPlan
-from parallel_backend.shares import share
+from parallel_backend.layout import split_sizes
 from parallel_backend.strategy import ParallelStrategy
 
 
@@ -52,7 +52,7 @@ def expected_bytes(
     sequence = u * r
     plan = TokenPlan.split(text, image, sequence)
     row_index, sequence_index = divmod(rank, sequence)
-    row_sizes = share(rows, strategy.row_degree)
+    row_sizes = split_sizes(rows, strategy.row_degree)
     n = row_sizes[row_index]
     per_layer = attention_elements(plan.lengths, plan.lengths, sequence_index, u, r, hidden)
     gather = (sequence - 1) * max(plan.image) * patch_channels if n else 0

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from math import prod
 
 from parallel_backend.engine.token_split import TokenPlan
+from parallel_backend.layout import split_sizes
 from parallel_backend.models.flux.keys import FluxDims, diffusers_shapes
-from parallel_backend.shares import share
 from parallel_backend.strategy import ParallelStrategy
 
 # Ends of the names of layers that tensor parallelism splits by rows of the weight, and by columns.
@@ -38,7 +38,7 @@ def tensor_bytes(
     ranks = strategy.tensor_degree
     row_index, sequence_index = divmod(rank // ranks, strategy.sequence_degree)
     tokens = TokenPlan.split(text, image, strategy.sequence_degree).lengths[sequence_index]
-    n = share(rows, strategy.row_degree)[row_index]
+    n = split_sizes(rows, strategy.row_degree)[row_index]
     sums = 2 * dims.double_blocks + dims.single_blocks
     joined = 12 * dims.double_blocks + 3 * dims.single_blocks
     return (2 * sums * tokens + joined) * dims.hidden * (ranks - 1) // ranks * n * element_size

@@ -78,7 +78,7 @@ def page(browser, measuring):
     assert [text for text in problems if "parallel" in text.lower()] == []
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item: pytest.WorkItem) -> None:
     """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
     server = "page" if "measuring" in item.fixturenames else "comfy"
     item.add_marker(pytest.mark.xdist_group(server))

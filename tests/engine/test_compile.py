@@ -11,7 +11,7 @@ from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RequestError
-from parallel_backend.options import COMPILE_BACKEND, Computing
+from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -65,7 +65,7 @@ def sample_both_ways(world, path, strategies):
     for strategy in strategies:
         model = load_under(ModelSpec(path), layouts, strategy)
         plain, compiled = (
-            make_forward(model, layouts, Placement(strategy, computing=Computing(mode)))
+            make_forward(model, layouts, Placement(strategy, compute_options=ComputeOptions(mode)))
             for mode in ("off", "blocks")
         )
         off, graphs, uncompiled = [], [], 0
@@ -105,7 +105,8 @@ def sample_many_sizes(world, path):
     layouts = Layouts(world)
     model = load_under(ModelSpec(path), layouts, ParallelStrategy())
     plain, compiled = (
-        make_forward(model, layouts, Placement(computing=Computing(mode))) for mode in ("off", "blocks")
+        make_forward(model, layouts, Placement(compute_options=ComputeOptions(mode)))
+        for mode in ("off", "blocks")
     )
     compiler, sizes = compiling.compiler(), [(2 * n, 30 - 2 * n) for n in range(4, 12)]
     for n, size in enumerate(sizes):
@@ -148,7 +149,8 @@ def sample_with_a_compiler_that_fails(world, path):
     layouts = Layouts(world)
     model = load_under(ModelSpec(path), layouts, ParallelStrategy())
     plain, compiled = (
-        make_forward(model, layouts, Placement(computing=Computing(mode))) for mode in ("off", "blocks")
+        make_forward(model, layouts, Placement(compute_options=ComputeOptions(mode)))
+        for mode in ("off", "blocks")
     )
     case = CASES[NAMES[0]]
     off = difference(denoise(compiled, case, Steps()), denoise(plain, case, Steps()))
@@ -158,7 +160,7 @@ def sample_with_a_compiler_that_fails(world, path):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 
     factory.compiler = does_not_start
-    notes += make_forward(model, layouts, Placement(computing=Computing("blocks"))).notes
+    notes += make_forward(model, layouts, Placement(compute_options=ComputeOptions("blocks"))).notes
     return [off, notes]
 
 
@@ -190,7 +192,7 @@ def test_without_a_c_compiler_blocks_run_uncompiled_and_the_remedy_is_said(weigh
 
 def notes_without_compiler(world, path):
     model = load_under(ModelSpec(path), Layouts(world), ParallelStrategy())
-    forward = make_forward(model, Layouts(world), Placement(computing=Computing("blocks")))
+    forward = make_forward(model, Layouts(world), Placement(compute_options=ComputeOptions("blocks")))
     return [forward.notes, type(forward._blocks).__name__]
 
 
@@ -201,7 +203,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     spec, case, said = ModelSpec(weights), request((8, 12), 1.0, 1), []
-    plain, compiled = (Placement(computing=Computing(mode)) for mode in ("off", "blocks"))
+    plain, compiled = (Placement(compute_options=ComputeOptions(mode)) for mode in ("off", "blocks"))
     with_ranks = Sidecar(("cpu:0",))
     try:
         expected = with_ranks.sample(spec, case, plain)
@@ -226,7 +228,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
         # What cannot run here is refused by the ranks, which stay.
         pids = with_ranks.pids
         with pytest.raises(RequestError, match="attention sage cannot run on cpu"):
-            with_ranks.sample(spec, case, Placement(computing=Computing(attention="sage")))
+            with_ranks.sample(spec, case, Placement(compute_options=ComputeOptions(attention="sage")))
         assert with_ranks.pids == pids
     finally:
         with_ranks.stop()

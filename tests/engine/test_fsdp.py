@@ -206,8 +206,8 @@ def order_of_gathers(world, path):
 
 def test_a_rank_without_rows_gathers_in_the_same_order(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
-    computing, idle = run_ranks(order_of_gathers, 2, str(path))
-    assert computing == idle and len(computing) == 1 + DOUBLE + SINGLE
+    compute_options, idle = run_ranks(order_of_gathers, 2, str(path))
+    assert compute_options == idle and len(compute_options) == 1 + DOUBLE + SINGLE
 
 
 def alone(world, path):

@@ -26,7 +26,7 @@ from parallel_backend.planner.cost.communication import Candidate
 from parallel_backend.planner.cost.machine import flux_work
 from parallel_backend.planner.cost.model import Machine
 from parallel_backend.planner.history.records import measured, model_key
-from parallel_backend.planner.history.store import VARIABLE, CalibrationStore
+from parallel_backend.planner.history.store import VARIABLE, MeasurementStore
 from parallel_backend.planner.machine.cards import CARDS, find_link
 from parallel_backend.planner.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.planner.machine.probe import read_topology
@@ -99,7 +99,7 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
     work = flux_work(
         file.dims, file.tensor_bytes, width=128, height=96, text=16, batch=1, has_cfg=True, steps=20
     )
-    known = CalibrationStore(take_fingerprint(Topology(()))).read()
+    known = MeasurementStore(take_fingerprint(Topology(()))).read()
     seen = measured(
         known,
         work,

@@ -13,7 +13,7 @@ from parallel_backend.observability import event_log
 from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar import events
-from parallel_backend.sidecar.events import Changed, Ended, Failed, Loaded, Started, Stepped, tell
+from parallel_backend.sidecar.events import Changed, Ended, Loaded, RequestFailed, Started, Stepped, tell
 from parallel_backend.strategy import ParallelStrategy
 
 TWO = ("cuda:0", "cuda:1")
@@ -23,8 +23,8 @@ STORY = (
     Changed(TWO),
     Loaded(TWO, ModelSpec("/home/me/secret/flux.safetensors"), LoadInfo(2.0, 24, False, "bf16", "bf16")),
     Stepped(TWO, 1, 28, 0.25, ULYSSES),
-    Failed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
-    Failed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
+    RequestFailed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
+    RequestFailed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
     Ended(TWO, "sample", "done", 9.0, None, RunInfo("native", ULYSSES, (0.25,), (7, 8)), ULYSSES, 2),
     Ended(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
 )

@@ -1,20 +1,20 @@
 """What becomes a toast, and that nothing becomes two."""
 
-from parallel_backend.observability.toasts import News
+from parallel_backend.observability.toasts import Notifier
 from parallel_backend.sidecar.device_health import FailingDevices
-from parallel_backend.sidecar.events import Changed, Ended, Failed, Started
+from parallel_backend.sidecar.events import Changed, Ended, RequestFailed, Started
 
 DEVICES = ("cuda:0", "cuda:1")
 DONE = Ended(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)
 
 
 def failed(broken=False):
-    return Failed(DEVICES, 1, "killed by signal 9", crashed=True, broken=broken, reason="signal")
+    return RequestFailed(DEVICES, 1, "killed by signal 9", crashed=True, broken=broken, reason="signal")
 
 
 def test_starts_failures_and_left_out_devices_are_told_once():
     toasts, failing = [], FailingDevices(clock=lambda: 0.0)
-    news = News(toasts.append, failing)
+    news = Notifier(toasts.append, failing)
 
     def hear(*events):
         toasts.clear()

@@ -9,9 +9,9 @@ import fake_nvml
 from parallel_backend.models.flux.checkpoint import FluxFile, inspect_flux
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.observability.bench.rounds import random_request
-from parallel_backend.options import Compiled, Computing
+from parallel_backend.options import CompileStats, ComputeOptions
 from parallel_backend.planner import auto as module
-from parallel_backend.planner.auto import Experience, remember, work_of
+from parallel_backend.planner.auto import MeasurementHistory, remember, work_of
 from parallel_backend.planner.history.records import with_calibration
 from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.machine.probe import read_topology
@@ -39,13 +39,13 @@ def run(strategy, seconds, engine="native"):
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
-    return Experience(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    return MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
 
 
 @pytest.fixture
 def cpus(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
-    return Experience(CPUS, Topology((), source="none"))
+    return MeasurementHistory(CPUS, Topology((), source="none"))
 
 
 def test_a_request_is_the_work_that_the_model_knows():
@@ -84,7 +84,7 @@ def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tm
     gpus.remember(SPEC, FILE, work_of(FILE, request()), run(ULYSSES, 9.0))
     work = work_of(FILE, request())
     assert gpus.choose(SPEC, FILE, work).choice.best.candidate.strategy == ONE
-    swapped = Experience(("cuda:1", "cuda:0"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    swapped = MeasurementHistory(("cuda:1", "cuda:0"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     for others in (
         gpus.choose(SPEC, replace(FILE, tensor_bytes=11_800_000_000), work),
         gpus.choose(replace(SPEC, weight_dtype="float16"), FILE, work),
@@ -97,18 +97,22 @@ def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tm
 
 
 def test_compiled_and_uncompiled_times_and_those_of_kernels_are_kept_apart(gpus, cpus):
-    work, compiled = work_of(FILE, request()), Computing("blocks")
+    work, compiled = work_of(FILE, request()), ComputeOptions("blocks")
     gpus.remember(SPEC, FILE, work, run(ONE, 0.1))
-    ran = replace(run(ULYSSES, 0.2), compiled=Compiled(0, 0.0, 0))
-    gpus.remember(SPEC, FILE, work, ran, computing=compiled)
-    for computing, seen in ((Computing(), ONE), (compiled, ULYSSES), (Computing(attention="sage"), None)):
-        ranked = gpus.choose(SPEC, FILE, work, computing=computing).choice.ranked
+    ran = replace(run(ULYSSES, 0.2), compiled=CompileStats(0, 0.0, 0))
+    gpus.remember(SPEC, FILE, work, ran, compute_options=compiled)
+    for compute_options, seen in (
+        (ComputeOptions(), ONE),
+        (compiled, ULYSSES),
+        (ComputeOptions(attention="sage"), None),
+    ):
+        ranked = gpus.choose(SPEC, FILE, work, compute_options=compute_options).choice.ranked
         assert [e.candidate.strategy for e in ranked if e.measured] == ([seen] if seen else [])
     # A CPU's trials run uncompiled; a machine without a compiler leaves blocks uncompiled.
     cpus.remember(SPEC, FILE, work, run(ONE, 0.5))
-    cpus.remember(SPEC, FILE, work, run(ULYSSES, 0.7), computing=compiled)
-    cpus.remember(SPEC, FILE, work, ran, computing=compiled)
-    assert cpus.choose(SPEC, FILE, work, computing=compiled).choice.best.candidate.strategy == ONE
+    cpus.remember(SPEC, FILE, work, run(ULYSSES, 0.7), compute_options=compiled)
+    cpus.remember(SPEC, FILE, work, ran, compute_options=compiled)
+    assert cpus.choose(SPEC, FILE, work, compute_options=compiled).choice.best.candidate.strategy == ONE
 
 
 def test_a_path_does_not_matter(gpus):
@@ -157,7 +161,7 @@ def test_a_card_without_a_data_sheet_leaves_it_to_the_rule(tmp_path, monkeypatch
     nvml = fake_nvml.two_4090()
     for board in nvml.boards:
         board.name = "NVIDIA Mystery 1"
-    seen = Experience(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
+    seen = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
     found = seen.choose(SPEC, FILE, work_of(FILE, request()))
     assert found.choice is None and "unknown to the cost model" in found.notes[0]
 

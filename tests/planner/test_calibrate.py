@@ -6,7 +6,7 @@ import pytest
 
 from parallel_backend.errors import Cancelled
 from parallel_backend.planner import calibrate as module
-from parallel_backend.planner.auto import Experience
+from parallel_backend.planner.auto import MeasurementHistory
 from parallel_backend.planner.calibrate import calibrate_once, learn_links
 from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.requests import Placement
@@ -20,7 +20,7 @@ RING = Placement(ParallelStrategy(ring_degree=2))
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    return Experience(CPUS).store
+    return MeasurementHistory(CPUS).store
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_each_strategy_is_measured_once_by_real_ranks(store, like_gpus, two_real
     assert len(said) == 1
     learn_links(sidecar, RING, said.append)
     assert len(said) == 2 and len(store.read().calibrated) == 2
-    known = calibrate_once(sidecar, RING, store, Experience(CPUS).ids)
+    known = calibrate_once(sidecar, RING, store, MeasurementHistory(CPUS).ids)
     assert [c.rank for c in known] == [0, 1]
 
 

@@ -10,13 +10,13 @@ from parallel_backend.models.flux.checkpoint import FluxFile
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner import auto as experience
 from parallel_backend.planner import decide as module
-from parallel_backend.planner.auto import Experience, image_work, in_good_order
+from parallel_backend.planner.auto import MeasurementHistory, image_work, in_good_order
 from parallel_backend.planner.candidate_table import expected, table
 from parallel_backend.planner.decide import LOWVRAM, NOVRAM, decide
 from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.machine import device_shares
 from parallel_backend.planner.machine.probe import read_topology
-from parallel_backend.planner.rules import StrategyChoice
+from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.sidecar.device_health import FAILING
 from parallel_backend.strategy import ParallelStrategy
@@ -52,7 +52,7 @@ def box(tmp_path, monkeypatch, store):
 
 def test_on_gpus_predictions_choose_and_every_candidate_is_told(box):
     box(fake_nvml.h100_nvswitch())
-    decided = decide(StrategyChoice(), SPEC, FILE, work(has_cfg=True))
+    decided = decide(StrategySettings(), SPEC, FILE, work(has_cfg=True))
     assert decided.decision.strategy.world_size == len(decided.devices) == 8
     assert decided.decision.strategy.cfg_degree == 2
     assert "h100" in decided.decision.reason and not decided.trials
@@ -65,22 +65,22 @@ def test_on_gpus_predictions_choose_and_every_candidate_is_told(box):
 
 def test_what_was_measured_overrules_and_is_expected_again(box):
     topology = box(fake_nvml.two_4090())
-    seen = Experience(("cuda:0", "cuda:1"), topology)
+    seen = MeasurementHistory(("cuda:0", "cuda:1"), topology)
     for strategy, seconds in ((ONE, 1.0), (ULYSSES, 1.5)):
         seen.remember(SPEC, FP8, work(FP8), RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
-    decided = decide(StrategyChoice(), SPEC, FP8, work(FP8))
+    decided = decide(StrategySettings(), SPEC, FP8, work(FP8))
     assert decided.decision.strategy == ONE and decided.devices == ("cuda:0",)
     outlook = expected(decided.outlooks, ONE)
     assert outlook.measured and outlook.step_s == pytest.approx(1.0)
     # By hand it is as asked for, and what was seen of it is told.
-    manual = decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FP8, work(FP8))
+    manual = decide(StrategySettings("manual", "all", ULYSSES), SPEC, FP8, work(FP8))
     assert manual.decision.strategy == ULYSSES
     assert expected(manual.outlooks, ULYSSES).step_s == pytest.approx(1.5)
 
 
 def test_weights_that_do_not_fit_are_sharded_exactly(box):
     box(fake_nvml.two_4090())
-    decided = decide(StrategyChoice(), SPEC, FILE, work())
+    decided = decide(StrategySettings(), SPEC, FILE, work())
     assert decided.decision.strategy.shard_weights or decided.decision.strategy.tensor_degree == 2
     assert decided.decision.strategy.pipefusion_degree == 1
     assert decided.memory.private_bytes < 24 * 2**30
@@ -88,30 +88,30 @@ def test_weights_that_do_not_fit_are_sharded_exactly(box):
 
 def test_one_card_that_is_too_small_offloads_and_says_so(box):
     box(fake_nvml.two_4090())
-    decided = decide(StrategyChoice(devices="0"), SPEC, FILE, work())
+    decided = decide(StrategySettings(devices="0"), SPEC, FILE, work())
     assert decided.decision.strategy.offload_weights and decided.devices == ("cuda:0",)
     assert any("offload_weights is on" in note for note in decided.decision.notes)
 
 
 def test_comfyuis_flags_for_little_memory_save_it_in_auto_and_not_by_hand(box):
     box(fake_nvml.h100_nvswitch())
-    usual = decide(StrategyChoice(), SPEC, FILE, work())
-    low = decide(StrategyChoice(), SPEC, FILE, work(), economy=LOWVRAM)
+    usual = decide(StrategySettings(), SPEC, FILE, work())
+    low = decide(StrategySettings(), SPEC, FILE, work(), economy=LOWVRAM)
     assert low.decision.strategy == usual.decision.strategy.replace(shard_weights=True)
     assert low.memory.weights < usual.memory.weights / 4
     assert "shard_weights is on: ComfyUI runs with --lowvram" in low.decision.notes
-    lowest = decide(StrategyChoice(), SPEC, FILE, work(), economy=NOVRAM)
+    lowest = decide(StrategySettings(), SPEC, FILE, work(), economy=NOVRAM)
     assert lowest.decision.strategy == low.decision.strategy.replace(offload_weights=True)
     assert lowest.memory.weights < low.memory.weights
-    by_hand = decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FILE, work(), economy=NOVRAM)
+    by_hand = decide(StrategySettings("manual", "all", ULYSSES), SPEC, FILE, work(), economy=NOVRAM)
     assert by_hand.decision.strategy == ULYSSES
-    one = decide(StrategyChoice(devices="0"), SPEC, FILE, work(), economy=LOWVRAM)
+    one = decide(StrategySettings(devices="0"), SPEC, FILE, work(), economy=LOWVRAM)
     assert one.decision.strategy == ONE  # nobody to share with
 
 
 def test_the_cpu_has_nothing_to_save(store):
     usual, low = (
-        decide(StrategyChoice(devices="cpu:2"), SPEC, FILE, work(), economy=e) for e in ("", LOWVRAM)
+        decide(StrategySettings(devices="cpu:2"), SPEC, FILE, work(), economy=e) for e in ("", LOWVRAM)
     )
     assert low.decision == usual.decision
 
@@ -119,7 +119,7 @@ def test_the_cpu_has_nothing_to_save(store):
 def test_by_hand_what_does_not_fit_is_refused_with_a_remedy(box):
     box(fake_nvml.two_4090())
     with pytest.raises(StrategyError, match="smallest change that would fit: shard_weights on"):
-        decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FILE, work(side=256))
+        decide(StrategySettings("manual", "all", ULYSSES), SPEC, FILE, work(side=256))
 
 
 def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
@@ -130,17 +130,17 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
     for one, other in (order[:2], order[2:]):
         uuids = [topology.devices[int(name[5:])].uuid for name in (one, other)]
         assert topology.pair(*uuids).path == "NVLINK"
-    assert decide(StrategyChoice(), SPEC, FP8, work(FP8)).devices == order
-    shared = decide(StrategyChoice(device_shares="4,3,2,1"), SPEC, FP8, work(FP8))
+    assert decide(StrategySettings(), SPEC, FP8, work(FP8)).devices == order
+    shared = decide(StrategySettings(device_shares="4,3,2,1"), SPEC, FP8, work(FP8))
     assert shared.devices == names[: len(shared.devices)]
 
 
 def test_on_the_cpu_only_a_trial_can_tell(store):
-    choice = StrategyChoice(devices="cpu:2")
+    choice = StrategySettings(devices="cpu:2")
     decided = decide(choice, SPEC, FP8, work(FP8, has_cfg=True, side=8))
     assert decided.decision.strategy == CFG  # the rule, until something was tried
     assert decided.trials == (CFG, ULYSSES, ParallelStrategy(ring_degree=2), ONE)
-    seen = Experience(("cpu:0", "cpu:1"))
+    seen = MeasurementHistory(("cpu:0", "cpu:1"))
     for strategy, seconds in ((CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6)):
         info = RunInfo("native", strategy, step_seconds=(9.0, seconds))
         seen.remember(SPEC, FP8, work(FP8, has_cfg=True, side=8), info)
@@ -152,16 +152,16 @@ def test_on_the_cpu_only_a_trial_can_tell(store):
 
 def test_nothing_is_tried_by_hand_on_one_rank_or_where_nothing_is_kept(store, monkeypatch):
     small = work(FP8, side=8)
-    assert not decide(StrategyChoice("manual", "cpu:2", ULYSSES), SPEC, FP8, small).trials
-    assert not decide(StrategyChoice(devices="cpu"), SPEC, FP8, small).trials
+    assert not decide(StrategySettings("manual", "cpu:2", ULYSSES), SPEC, FP8, small).trials
+    assert not decide(StrategySettings(devices="cpu"), SPEC, FP8, small).trials
     monkeypatch.setenv(VARIABLE, "off")
-    decided = decide(StrategyChoice(devices="cpu:2"), SPEC, FP8, small)
+    decided = decide(StrategySettings(devices="cpu:2"), SPEC, FP8, small)
     assert not decided.trials and decided.decision.strategy == ULYSSES
 
 
 def test_measurements_that_cannot_be_read_leave_it_to_the_rule(store, monkeypatch):
     monkeypatch.setattr(module, "Experience", lambda devices: 1 / 0)
-    decided = decide(StrategyChoice(devices="cpu:2"), SPEC, FP8, work(FP8, side=8))
+    decided = decide(StrategySettings(devices="cpu:2"), SPEC, FP8, work(FP8, side=8))
     assert decided.decision.strategy == ULYSSES and decided.outlooks == ()
 
 
@@ -169,10 +169,10 @@ def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
     box(fake_nvml.two_4090())
     FAILING.add("cuda:0", 2)
     try:
-        decided = decide(StrategyChoice(), SPEC, FP8, work(FP8))
+        decided = decide(StrategySettings(), SPEC, FP8, work(FP8))
         assert decided.devices == ("cuda:1",) and decided.decision.strategy == ONE
         assert decided.decision.notes[0].startswith("cuda:0 left out")
-        manual = decide(StrategyChoice("manual", "all", ULYSSES), SPEC, FP8, work(FP8))
+        manual = decide(StrategySettings("manual", "all", ULYSSES), SPEC, FP8, work(FP8))
         assert manual.devices == ("cuda:0", "cuda:1")
     finally:
         FAILING.clear()

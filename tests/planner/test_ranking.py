@@ -6,7 +6,7 @@ import fake_nvml
 from parallel_backend.errors import StrategyError
 from parallel_backend.models.catalog import find_family
 from parallel_backend.planner.cost.communication import Candidate, Work
-from parallel_backend.planner.cost.machine import machine_of
+from parallel_backend.planner.cost.machine import model_machine
 from parallel_backend.planner.cost.model import Machine
 from parallel_backend.planner.machine.cards import CARDS, LINKS, find_link
 from parallel_backend.planner.machine.probe import read_topology
@@ -76,7 +76,7 @@ BOXES = {
 @pytest.mark.parametrize("name", BOXES)
 def test_a_choice_for_each_box(name, tmp_path):
     shape, work, expected = BOXES[name]
-    machine, _ = machine_of(read_topology(shape(), sys_root=tmp_path))
+    machine, _ = model_machine(read_topology(shape(), sys_root=tmp_path))
     choice = _choose(work, machine, mode="compiled")
     best = choice.best
     assert best.fits and best.candidate.exact
@@ -87,7 +87,7 @@ def test_a_choice_for_each_box(name, tmp_path):
 
 
 def test_over_two_sockets_the_links_are_named_and_cfg_keeps_each_half_in_its_socket(tmp_path):
-    machine, _ = machine_of(read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path))
+    machine, _ = model_machine(read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path))
     choice = _choose(FLUX, machine, mode="compiled")
     four = next(e for e in choice.ranked if e.candidate == _candidate(ulysses=4))
     assert "links" in choice.reason and four.seconds < 1.5 * choice.best.seconds

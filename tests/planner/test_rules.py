@@ -3,11 +3,11 @@
 import pytest
 
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.rules import StrategyChoice, resolve
+from parallel_backend.planner.rules import StrategySettings, resolve
 from parallel_backend.strategy import ModelShape, ParallelStrategy, RequestShape
 
 FLUX = ModelShape(heads=24, blocks=57)
-PLAIN = RequestShape(batch=1, has_cfg=False)
+DEFAULT_COMPUTE = RequestShape(batch=1, has_cfg=False)
 WITH_CFG = RequestShape(batch=1, has_cfg=True)
 
 
@@ -18,67 +18,69 @@ def _devices(count):
 @pytest.mark.parametrize(
     ("count", "request_shape", "heads", "expected"),
     [
-        (1, PLAIN, 24, ParallelStrategy()),
+        (1, DEFAULT_COMPUTE, 24, ParallelStrategy()),
         (1, WITH_CFG, 24, ParallelStrategy()),
-        (2, PLAIN, 24, ParallelStrategy(ulysses_degree=2)),
+        (2, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=2)),
         (2, WITH_CFG, 24, ParallelStrategy(cfg_degree=2)),
         (3, WITH_CFG, 24, ParallelStrategy(ulysses_degree=3)),
         (4, WITH_CFG, 24, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
-        (4, PLAIN, 24, ParallelStrategy(ulysses_degree=4)),
-        (2, PLAIN, 3, ParallelStrategy(ring_degree=2)),
-        (4, PLAIN, 2, ParallelStrategy(ulysses_degree=2, ring_degree=2)),
-        (5, PLAIN, 24, ParallelStrategy(ring_degree=5)),
-        (8, PLAIN, 24, ParallelStrategy(ulysses_degree=8)),
+        (4, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=4)),
+        (2, DEFAULT_COMPUTE, 3, ParallelStrategy(ring_degree=2)),
+        (4, DEFAULT_COMPUTE, 2, ParallelStrategy(ulysses_degree=2, ring_degree=2)),
+        (5, DEFAULT_COMPUTE, 24, ParallelStrategy(ring_degree=5)),
+        (8, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=8)),
     ],
 )
 def test_auto_follows_the_rule(count, request_shape, heads, expected):
-    decision = resolve(StrategyChoice(), ModelShape(heads=heads, blocks=2), request_shape, _devices(count))
+    decision = resolve(StrategySettings(), ModelShape(heads=heads, blocks=2), request_shape, _devices(count))
     assert decision.strategy == expected
     assert decision.reason
     assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2), count)
 
 
 def test_the_reason_says_why_ring_was_needed():
-    decision = resolve(StrategyChoice(), ModelShape(heads=3, blocks=2), PLAIN, _devices(2))
+    decision = resolve(StrategySettings(), ModelShape(heads=3, blocks=2), DEFAULT_COMPUTE, _devices(2))
     assert "3 attention heads" in decision.reason
 
 
 def test_a_manual_strategy_is_taken_as_it_is():
-    choice = StrategyChoice("manual", "all", ParallelStrategy(ring_degree=2, ulysses_degree=2), "native")
-    decision = resolve(choice, FLUX, PLAIN, _devices(4))
+    choice = StrategySettings("manual", "all", ParallelStrategy(ring_degree=2, ulysses_degree=2), "native")
+    decision = resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(4))
     assert decision.strategy == choice.strategy
     assert decision.engine == "native"
     assert decision.notes == ()
 
 
 def test_a_manual_strategy_that_breaks_a_rule_is_refused():
-    choice = StrategyChoice("manual", "all", ParallelStrategy(ulysses_degree=4))
+    choice = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
     with pytest.raises(StrategyError, match="needs 4 devices and 1 is selected"):
-        resolve(choice, FLUX, PLAIN, _devices(1))
+        resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(1))
 
 
 def test_cfg_degree_without_cfg_moves_to_the_sequence_and_says_so():
-    choice = StrategyChoice("manual", "all", ParallelStrategy(cfg_degree=2, ulysses_degree=2))
-    decision = resolve(choice, FLUX, PLAIN, _devices(4))
+    choice = StrategySettings("manual", "all", ParallelStrategy(cfg_degree=2, ulysses_degree=2))
+    decision = resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(4))
     assert decision.strategy == ParallelStrategy(ulysses_degree=4)
     assert "cfg 1.0" in decision.notes[0]
 
 
 def test_data_degree_beyond_the_batch_moves_to_the_sequence():
-    choice = StrategyChoice("manual", "all", ParallelStrategy(data_degree=2))
-    decision = resolve(choice, ModelShape(heads=3, blocks=2), PLAIN, _devices(2))
+    choice = StrategySettings("manual", "all", ParallelStrategy(data_degree=2))
+    decision = resolve(choice, ModelShape(heads=3, blocks=2), DEFAULT_COMPUTE, _devices(2))
     assert decision.strategy == ParallelStrategy(ring_degree=2)
     assert "1 image" in decision.notes[0]
 
 
 def test_idle_devices_are_mentioned():
-    decision = resolve(StrategyChoice("manual", "all", ParallelStrategy()), FLUX, PLAIN, _devices(3))
+    decision = resolve(
+        StrategySettings("manual", "all", ParallelStrategy()), FLUX, DEFAULT_COMPUTE, _devices(3)
+    )
     assert "2 of the 3 selected devices stay idle" in decision.notes[0]
 
 
 def _manual(count, shares="", **settings):
-    choice = StrategyChoice("manual", "all", ParallelStrategy(**settings), device_shares=shares)
-    return resolve(choice, FLUX, PLAIN, _devices(count))
+    choice = StrategySettings("manual", "all", ParallelStrategy(**settings), device_shares=shares)
+    return resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(count))
 
 
 def test_sharding_gives_way_to_pipefusion_and_says_so():
@@ -100,12 +102,12 @@ def test_fewer_patches_than_stages_are_remarked_on():
 def test_shares_reach_the_strategy_in_both_modes():
     assert _manual(2, "3,1", ring_degree=2).strategy.device_shares == (3, 1)
     assert _manual(3, "3,1,1", ring_degree=2).strategy.device_shares == (3, 1)
-    automatic = resolve(StrategyChoice(device_shares="3,1"), FLUX, PLAIN, _devices(2))
+    automatic = resolve(StrategySettings(device_shares="3,1"), FLUX, DEFAULT_COMPUTE, _devices(2))
     assert automatic.strategy == ParallelStrategy(ulysses_degree=2, device_shares=(3, 1))
 
 
 def test_shares_that_change_nothing_are_dropped_and_said():
-    with_cfg = resolve(StrategyChoice(device_shares="3,1"), FLUX, WITH_CFG, _devices(2))
+    with_cfg = resolve(StrategySettings(device_shares="3,1"), FLUX, WITH_CFG, _devices(2))
     assert with_cfg.strategy == ParallelStrategy(cfg_degree=2)
     assert "device_shares changes nothing for CFG 2" in with_cfg.notes[0]
 
@@ -118,4 +120,4 @@ def test_shares_for_the_wrong_number_of_devices_are_refused():
 @pytest.mark.parametrize("bad", [{"mode": "magic"}, {"engine": "magic"}])
 def test_unknown_words_are_refused_when_the_choice_is_made(bad):
     with pytest.raises(StrategyError, match="magic"):
-        StrategyChoice(**bad)
+        StrategySettings(**bad)

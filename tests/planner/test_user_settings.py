@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.rules import StrategyChoice
+from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.user_settings import (
     PREFIX,
     SETTINGS,
@@ -82,11 +82,11 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
 
 
 def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all():
-    auto = StrategyChoice(approximation="allowed")
+    auto = StrategySettings(approximation="allowed")
     assert without_approximation(auto, 20).approximation == "never"
 
     def by_hand(**degrees):
-        return StrategyChoice(mode="manual", strategy=ParallelStrategy(**degrees))
+        return StrategySettings(mode="manual", strategy=ParallelStrategy(**degrees))
 
     for exact in (by_hand(ulysses_degree=2), by_hand(pipefusion_degree=2, warmup_steps=20)):
         assert without_approximation(exact, 20).strategy == exact.strategy

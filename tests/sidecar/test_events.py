@@ -3,7 +3,7 @@
 import pytest
 
 from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed
-from parallel_backend.sidecar.events import Changed, Ended, Failed, Loaded, Started, Stepped, listen
+from parallel_backend.sidecar.events import Changed, Ended, Loaded, RequestFailed, Started, Stepped, listen
 from scripted import CRASH, NO_MEMORY, scripted_request, two_ranks
 
 
@@ -43,7 +43,12 @@ def test_every_way_to_end_has_its_name(sidecar, weights, heard):
     with pytest.raises(RankFailed):
         sidecar.sample(weights, scripted_request(CRASH), two_ranks())
     failed, ended = facts(heard)[-2:]
-    assert (type(failed), failed.crashed, failed.broken, failed.device) == (Failed, True, False, "cpu:1")
+    assert (type(failed), failed.crashed, failed.broken, failed.device) == (
+        RequestFailed,
+        True,
+        False,
+        "cpu:1",
+    )
     assert failed.reason == "signal"
     assert ended.result == "failed"
     status = sidecar.status()

@@ -2,11 +2,11 @@
 
 import pytest
 
-from parallel_backend.sidecar.exit_status import count_oom_kills, describe_ending, host_memory_limit
+from parallel_backend.sidecar.exit_status import count_oom_kills, describe_exit, host_memory_limit
 
 
 def ending(code, output=b"", oom_kills=0, peak_bytes=3 * 2**30):
-    return describe_ending(code, output, oom_kills=oom_kills, peak_bytes=peak_bytes)
+    return describe_exit(code, output, oom_kills=oom_kills, peak_bytes=peak_bytes)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from parallel_backend.wire.heartbeat import (
     COLLECTIVES,
     MOST_RANKS,
     PAGE_BYTES,
-    Note,
+    Heartbeat,
     Page,
-    Whereabouts,
+    RankBeat,
     find_laggard,
     in_words,
 )
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def inside(collective, *ranks, entered=5):
-    return Note(True, collective, 2, entered, frozenset(ranks), 0.0)
+    return RankBeat(True, collective, 2, entered, frozenset(ranks), 0.0)
 
 
 def outside(collective="an all-to-all", entered=5, ranks=()):
-    return Note(False, collective, 2, entered, frozenset(ranks), 0.0)
+    return RankBeat(False, collective, 2, entered, frozenset(ranks), 0.0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def page():
 
 
 def test_the_parent_reads_what_a_rank_noted_down(page):
-    rank = Whereabouts()
+    rank = Heartbeat()
     rank.share(os.dup(page.descriptor), 1)
     rank.steps_done(3)
     with rank.inside("a ring step", (0, 1)):
@@ -53,7 +53,7 @@ def test_a_page_full_of_garbage_reads_as_numbers(page):
 
 
 def test_an_observer_meets_a_collective_before_it_is_entered(page):
-    rank = Whereabouts()
+    rank = Heartbeat()
     rank.share(os.dup(page.descriptor), 0)
     seen = []
     rank.observer = lambda name, step: seen.append((name, step, page.read(0).inside))

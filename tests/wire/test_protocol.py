@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.errors import TransportError
-from parallel_backend.options import Compiled
+from parallel_backend.options import CompileStats
 from parallel_backend.requests import LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
@@ -76,7 +76,7 @@ MESSAGES = [
     ),
     (Compiling(), 0),
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
-    (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=Compiled(2, 9.5, 0))), 1),
+    (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
     (KeepFactors(), 1),
     (ApplyPatches("1f"), 1),
     (Done(patch=RankPatch(seconds=0.5, touched=3)), 0),

@@ -83,7 +83,7 @@ def installed_packages() -> set[str]:
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, wish: str = "auto") -> str:
-    """The kernel `wish` (computing.ATTENTION_KERNELS), with auto the fastest exact one that is installed.
+    """The kernel `wish` (options.ATTENTION_KERNELS), with auto the fastest exact one that is installed.
 
     Raises RequestError for one that cannot run here.
     """

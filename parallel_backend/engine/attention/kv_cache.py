@@ -14,7 +14,7 @@ from torch import Tensor
 from ..patches import PatchPlan
 
 
-class KeyMemory:
+class KVCache:
     """The newest keys and values of all tokens that this member of a ring holds, per row, chunk and layer."""
 
     def __init__(self, ring_index: int, ring_size: int) -> None:
@@ -27,13 +27,13 @@ class KeyMemory:
         self._held.clear()
         self._complete = False
 
-    def whole(self, row: int, chunk: int, plan: PatchPlan, device: torch.device) -> Remembering:
+    def whole(self, row: int, chunk: int, plan: PatchPlan, device: torch.device) -> KVRecorder:
         """For a whole image: its keys and values are kept, and nothing is recalled."""
         self._complete = True
         order = torch.tensor(plan.order(self._ring_index), dtype=torch.long, device=device)
-        return Remembering(self._layers(row, chunk), sum(plan.held(self._ring_index)), order=order)
+        return KVRecorder(self._layers(row, chunk), sum(plan.held(self._ring_index)), order=order)
 
-    def patch(self, row: int, chunk: int, plan: PatchPlan, patch: int, *, first: bool) -> Remembering:
+    def patch(self, row: int, chunk: int, plan: PatchPlan, patch: int, *, first: bool) -> KVRecorder:
         """For one patch: its keys and values replace the older ones, and all are recalled.
 
         `first`: in the first model call by patches. If no whole image went before, patches are left out there that have
@@ -43,7 +43,7 @@ class KeyMemory:
         last = patch + 1 if first and not self._complete else len(held)
         lengths = tuple(sum(plan.held(member)[:last]) for member in range(self._ring_size))
         slot = slice(sum(held[:patch]), sum(held[: patch + 1]))
-        return Remembering(
+        return KVRecorder(
             self._layers(row, chunk), sum(held), slot=slot, lengths=lengths, own=self._ring_index
         )
 
@@ -52,7 +52,7 @@ class KeyMemory:
 
 
 @dataclass
-class Remembering:
+class KVRecorder:
     """The memory as the layers of one chunk meet it, one after another.
 
     `total`: keys that this member can hold; `order`: of a whole image, see PatchPlan.order; `slot`: where a patch's

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...shares import span
+from ...layout import slice_of
 from ..collectives import Traffic, all_to_all, ring_shares
 from ..groups import Layout
 from ..token_split import TokenPlan
 from .kernels import TORCH, attend, attend_with_lse, merge
-from .kv_cache import Remembering
+from .kv_cache import KVRecorder
 
 
 class NativeAttention:
@@ -37,7 +37,7 @@ class NativeAttention:
         self._traffic = traffic
         self.plan = TokenPlan.split(0, 0, layout.sequence.size)
         self.mask: Tensor | None = None
-        self.memory: Remembering | None = None  # of PipeFusion, for the chunk that runs next
+        self.memory: KVRecorder | None = None  # of PipeFusion, for the chunk that runs next
 
     @property
     def kernel(self) -> str:
@@ -111,7 +111,7 @@ class NativeAttention:
             key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
             mask = self.mask
             if mask is not None:
-                mask = mask[:, :, span(sizes, index), span(sizes, (index - hop) % len(sizes))]
+                mask = mask[:, :, slice_of(sizes, index), slice_of(sizes, (index - hop) % len(sizes))]
             yield attend_with_lse(query, key, value, mask)
 
 

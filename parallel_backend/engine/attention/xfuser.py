@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...wire.heartbeat import here
+from ...wire.heartbeat import heartbeat
 from ..collectives import Traffic, all_gather
 from ..groups import Layout
 from ..token_split import TokenPlan
@@ -71,7 +71,7 @@ class XfuserAttention:
         return torch.cat([out[:, :common], out[:, mine : mine + 1]], dim=1)
 
     def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
-        with here.inside("xfuser's attention", self._axis.ranks):
+        with heartbeat.inside("xfuser's attention", self._axis.ranks):
             return self._xfuser.usp.USP(*main, **joint, backend=self._backend)
 
     def _count(self, query: Tensor, common: int, surplus: int) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...layout import slice_of, split_sizes
 from ...models.flux.module import FluxModel
 from ...models.flux.packing import token_grid, unpack
 from ...options import APPROXIMATE_KERNELS
 from ...requests import LATENT_CHANNELS
-from ...shares import share, span
 from ..attention.native import NativeAttention
 from ..collectives import Traffic, all_gather, broadcast
 from ..compile import Blocks
@@ -22,8 +22,8 @@ from ..groups import Layout
 from ..image_tokens import image_tokens
 from ..patches import PatchPlan
 from ..rows import Rows, take
-from .schedule import PatchFlow, Sampling
-from .stage import Cut, Item, Stage
+from .schedule import PipeFusionSchedule, Sampling
+from .stage import RowShard, Stage, WorkItem
 
 
 class PipelineForward:
@@ -65,7 +65,7 @@ class PipelineForward:
 
     @property
     def kernel(self) -> str:
-        """Which computed attention last (computing.ATTENTION_KERNELS)."""
+        """Which computed attention last (options.ATTENTION_KERNELS)."""
         return self._attention.kernel
 
     @property
@@ -90,13 +90,13 @@ class PipelineForward:
     def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
         """The first stage's latent on every stage. `like`: any tensor of its shape."""
         latent = torch.empty_like(like) if latent is None else latent
-        return broadcast(latent.contiguous(), 0, self._layout.way_back, self._traffic)
+        return broadcast(latent.contiguous(), 0, self._layout.return_group, self._traffic)
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         self._use()
         self._whole = True
         counts = [len(entry.x) for entry in rows]
-        shares = share(sum(counts), self._layout.row.size)
+        shares = split_sizes(sum(counts), self._layout.row.size)
         mine = self._own(rows, shares)
         cuts = self._cut(mine, [entry.sigma for entry in mine], first=sum(shares[: self._layout.row.index]))
         sides = [image_tokens(entry) for entry in mine]
@@ -104,7 +104,7 @@ class PipelineForward:
         outputs: list[Tensor] = []
         for begin in range(0, len(cuts), self.stages):
             self._stage.turn(
-                [Item((cut,)) for cut in cuts[begin : begin + self.stages]],
+                [WorkItem((cut,)) for cut in cuts[begin : begin + self.stages]],
                 enter=lambda item, cut: tokens[cut.number][:, cut.tokens],
                 leave=lambda item, cut, image: outputs.append(image),
             )
@@ -128,15 +128,19 @@ class PipelineForward:
         """
         self._use()
         batch = len(rows[0].x)
-        shares = share(batch * len(rows), self._layout.row.size)
+        shares = split_sizes(batch * len(rows), self._layout.row.size)
         mine = self._own(rows, shares)
         cuts = self._cut(
             mine, [sigmas[0].reshape(1)] * len(mine), first=sum(shares[: self._layout.row.index])
         )
         grid = token_grid(*rows[0].x.shape[-2:])
-        patches = share(grid[0] * grid[1], min(self._layout.strategy.pipeline_patches, grid[0] * grid[1]))
+        patches = split_sizes(
+            grid[0] * grid[1], min(self._layout.strategy.pipeline_patches, grid[0] * grid[1])
+        )
         self._whole = len(patches) == 1
-        flow = PatchFlow(self._stage, self._layout, self._traffic, sampling, cuts, shares, batch, patches)
+        flow = PipeFusionSchedule(
+            self._stage, self._layout, self._traffic, sampling, cuts, shares, batch, patches
+        )
         return flow.run(sigmas)
 
     def _use(self) -> None:
@@ -145,10 +149,10 @@ class PipelineForward:
 
     def _own(self, rows: list[Rows], shares: tuple[int, ...]) -> list[Rows]:
         """This pipeline's rows, one by one."""
-        wanted = span(shares, self._layout.row.index)
+        wanted = slice_of(shares, self._layout.row.index)
         return [row for i in range(wanted.start, wanted.stop) for row in take(rows, slice(i, i + 1))]
 
-    def _cut(self, rows: list[Rows], sigmas: list[Tensor], first: int) -> list[Cut]:
+    def _cut(self, rows: list[Rows], sigmas: list[Tensor], first: int) -> list[RowShard]:
         sequence, strategy = self._layout.sequence, self._layout.strategy
         cuts = []
         for i, (entry, sigma) in enumerate(zip(rows, sigmas, strict=True)):
@@ -163,10 +167,10 @@ class PipelineForward:
             )
             tokens = torch.tensor(plan.image_tokens(sequence.index), dtype=torch.long, device=self.device)
             ids = side.ids[tokens]
-            cuts.append(Cut(first + i, entry.conditioning, sigma, plan, tokens, ids, entry.extras))
+            cuts.append(RowShard(first + i, entry.conditioning, sigma, plan, tokens, ids, entry.extras))
         return cuts
 
-    def _on_all_stages(self, cuts: list[Cut], outputs: list[Tensor]) -> Iterator[Tensor]:
+    def _on_all_stages(self, cuts: list[RowShard], outputs: list[Tensor]) -> Iterator[Tensor]:
         """The last stage's outputs, [1, n, 64] float32 of each row with its tokens in the image's order."""
         sequence = self._layout.sequence
         for i, cut in enumerate(cuts):
@@ -174,9 +178,9 @@ class PipelineForward:
             image = (
                 outputs[i].contiguous()
                 if self._stage.is_last
-                else self._stage.empty_output(Item((cut,)), cut)
+                else self._stage.empty_output(WorkItem((cut,)), cut)
             )
-            image = broadcast(image, self.stages - 1, self._layout.way_back, self._traffic)
+            image = broadcast(image, self.stages - 1, self._layout.return_group, self._traffic)
             if sequence.size > 1:
                 image = all_gather(image.transpose(0, 1), sizes, sequence, self._traffic).transpose(0, 1)
             order = [token for rank in range(sequence.size) for token in cut.plan.image_tokens(rank)]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from ...wire.heartbeat import here
+from ...wire.heartbeat import heartbeat
 from ..collectives import Traffic
 from ..groups import Axis
 
 
 @dataclass
-class Arriving:
+class PendingRecv:
     """A message on its way here; `taken` waits for it."""
 
     tensor: Tensor
@@ -23,12 +23,12 @@ class Arriving:
 
     def taken(self) -> Tensor:
         if self.work is not None:
-            with here.inside("a PipeFusion hop", self.ranks):
+            with heartbeat.inside("a PipeFusion hop", self.ranks):
                 self.work.wait()
         return self.tensor
 
 
-class Hops:
+class P2PChannel:
     """What this rank sends to others of `axis` and receives from them.
 
     A message without elements is not sent: both sides know its size. Handles of messages on their way are kept, since
@@ -53,13 +53,13 @@ class Hops:
         if len(self._leaving) > self._most:
             self._leaving.popleft()[0].wait()
 
-    def receive(self, tensor: Tensor, source: int) -> Arriving:
+    def receive(self, tensor: Tensor, source: int) -> PendingRecv:
         """Begins to fill `tensor` with the next message of `source`, an index in the axis."""
         if not tensor.numel():
-            return Arriving(tensor, None)
+            return PendingRecv(tensor, None)
         ranks = self._axis.ranks
         work = dist.irecv(tensor, ranks[source], self._axis.group)
-        return Arriving(tensor, work, (ranks[self._axis.index], ranks[source]))
+        return PendingRecv(tensor, work, (ranks[self._axis.index], ranks[source]))
 
     def end_turn(self) -> None:
         """Waits until everything that was sent before the turn which ends now has left, so that its memory is free.

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...shares import span
+from ...layout import slice_of
 from ..collectives import Traffic, all_gather
 from ..groups import Layout
-from .p2p import Arriving
-from .stage import Cut, Item, Stage
+from .p2p import PendingRecv
+from .stage import RowShard, Stage, WorkItem
 
 
 class Sampling(Protocol):
@@ -29,7 +29,7 @@ class Sampling(Protocol):
         """Asked on every rank equally often, twice a patch; all get the same answers."""
 
 
-class PatchFlow:
+class PipeFusionSchedule:
     """One run of patches on one rank. `cuts`: the rows of this pipeline; `shares`: how many each pipeline has;
     `batch`: images, each a row for every prompt; `patches`: image tokens of each patch."""
 
@@ -39,7 +39,7 @@ class PatchFlow:
         layout: Layout,
         traffic: Traffic,
         sampling: Sampling,
-        cuts: Sequence[Cut],
+        cuts: Sequence[RowShard],
         shares: tuple[int, ...],
         batch: int,
         patches: tuple[int, ...],
@@ -53,8 +53,8 @@ class PatchFlow:
         self._batch = batch
         self._patches = patches
         self._stopped = False
-        self._returning: dict[Item, list[Arriving]] = {}  # in the order in which they come back
-        self._entered: dict[Item, Tensor] = {}
+        self._returning: dict[WorkItem, list[PendingRecv]] = {}  # in the order in which they come back
+        self._entered: dict[WorkItem, Tensor] = {}
 
     def run(self, sigmas: Sequence[Tensor]) -> bool:
         """False when it was stopped."""
@@ -74,27 +74,27 @@ class PatchFlow:
         self._stage.settle()
         return not self._stopped
 
-    def _items(self, sigmas: Sequence[Tensor]) -> Iterator[Item]:
+    def _items(self, sigmas: Sequence[Tensor]) -> Iterator[WorkItem]:
         for evaluation, sigma in enumerate(sigmas):
             cuts = tuple(replace(cut, sigma=sigma.reshape(1)) for cut in self._cuts)
             for patch in range(len(self._patches)):
-                yield Item(cuts, patch, evaluation)
+                yield WorkItem(cuts, patch, evaluation)
 
-    def _before(self, chunk: int, item: Item) -> bool:
+    def _before(self, chunk: int, item: WorkItem) -> bool:
         self._stopped |= self._sampling.is_stopped()
         if self._stage.is_first and chunk == 0:
             for earlier in [other for other in self._returning if item.needs(other)]:
                 self._take_back(earlier)
             if not self._stopped:
-                self._entered[item] = self._sampling.enter(span(self._patches, item.patch))
+                self._entered[item] = self._sampling.enter(slice_of(self._patches, item.patch))
         return not self._stopped
 
-    def _enter(self, item: Item, cut: Cut) -> Tensor:
+    def _enter(self, item: WorkItem, cut: RowShard) -> Tensor:
         image = cut.number % self._batch
-        own = span(item.plan(cut).image, self._layout.sequence.index)
+        own = slice_of(item.plan(cut).image, self._layout.sequence.index)
         return self._entered[item][image : image + 1, own]
 
-    def _expect(self, turn: Sequence[Item]) -> None:
+    def _expect(self, turn: Sequence[WorkItem]) -> None:
         """Asks for what the last stage will return of this turn."""
         last = self._layout.pipe.size - 1
         for item in turn:
@@ -103,7 +103,7 @@ class PatchFlow:
                 self._stage.back.receive(self._stage.empty_output(item, cut), last) for cut in item.cuts
             ]
 
-    def _take_back(self, item: Item) -> None:
+    def _take_back(self, item: WorkItem) -> None:
         """Waits for the velocities of a patch, brings those of all rows together and hands them to the sampler."""
         shares = [arriving.taken() for arriving in self._returning.pop(item)]
         if self._stopped:
@@ -119,12 +119,12 @@ class PatchFlow:
             0, self._patches[item.patch], self._stage.output_channels, device=self._stage.device
         )
         rows = all_gather(torch.cat(complete or [nothing]), self._shares, row, self._traffic)
-        self._sampling.leave(span(self._patches, item.patch), list(rows.split(self._batch)))
+        self._sampling.leave(slice_of(self._patches, item.patch), list(rows.split(self._batch)))
 
 
-def turns(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+def turns(items: Iterator[WorkItem], size: int) -> Iterator[list[WorkItem]]:
     """`items` in order, up to `size` to a turn, but none beside one that it needs."""
-    turn: list[Item] = []
+    turn: list[WorkItem] = []
     for item in items:
         if len(turn) == size or any(item.needs(other) for other in turn):
             yield turn

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...layout import slice_of
 from ...models.flux.module import FluxModel, Residuals
 from ...models.flux.packing import text_ids
 from ...requests import Conditioning, Extras
-from ...shares import span
-from ..attention.kv_cache import KeyMemory
+from ..attention.kv_cache import KVCache
 from ..attention.native import NativeAttention
 from ..collectives import Traffic
 from ..groups import Layout
 from ..image_tokens import ResidualShares, mask_in_order
 from ..patches import PatchPlan
 from ..token_split import TokenPlan
-from .p2p import Arriving, Hops
+from .p2p import P2PChannel, PendingRecv
 
 CHUNKS = 2  # the most that a stage holds
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class RowShard:
     """One row as this pipeline computes it. `number`: of the row among all; sigma [1] float32.
 
     `tokens`: this rank's image tokens, patch after patch; `ids` [n, 3]: of these. `extras`: of whole images only.
@@ -46,24 +46,24 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class WorkItem:
     """What flows: some rows, whole (`patch` None) or one patch of each. `evaluation` numbers a run's model calls."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[RowShard, ...]
     patch: int | None = None
     evaluation: int = 0
 
-    def needs(self, other: Item) -> bool:
+    def needs(self, other: WorkItem) -> bool:
         """Whether it starts from what `other` gives."""
         return self.patch == other.patch and self.evaluation == other.evaluation + 1
 
-    def plan(self, cut: Cut) -> TokenPlan:
+    def plan(self, cut: RowShard) -> TokenPlan:
         return cut.plan.whole if self.patch is None else cut.plan.patches[self.patch]
 
 
 # The tokens [1, n, channels] with which a row starts, on the first stage; where those go that the last one gives.
-Enter = Callable[[Item, Cut], Tensor]
-Leave = Callable[[Item, Cut, Tensor], None]
+Enter = Callable[[WorkItem, RowShard], Tensor]
+Leave = Callable[[WorkItem, RowShard, Tensor], None]
 
 
 class Stage:
@@ -76,9 +76,9 @@ class Stage:
         self._attention = attention
         self._sequence = layout.sequence
         self._pipe = layout.pipe
-        self.onward = Hops(layout.pipe, traffic)
-        self.back = Hops(layout.way_back, traffic)
-        self.memory = KeyMemory(layout.ring.index, layout.ring.size)
+        self.onward = P2PChannel(layout.pipe, traffic)
+        self.back = P2PChannel(layout.return_group, traffic)
+        self.memory = KVCache(layout.ring.index, layout.ring.size)
         self.remembers = False  # whether whole images leave their keys and values for patches
 
     @property
@@ -98,7 +98,7 @@ class Stage:
         """Of an image token that leaves the model."""
         return self._model.file.dims.out_channels
 
-    def empty_output(self, item: Item, cut: Cut) -> Tensor:
+    def empty_output(self, item: WorkItem, cut: RowShard) -> Tensor:
         """An empty [1, n, 64] float32: this rank's image tokens as they leave the last stage."""
         return torch.empty(
             1, item.plan(cut).image[self._sequence.index], self.output_channels, device=self.device
@@ -106,11 +106,11 @@ class Stage:
 
     def turn(
         self,
-        items: Sequence[Item],
+        items: Sequence[WorkItem],
         enter: Enter,
         leave: Leave,
         *,
-        before: Callable[[int, Item], bool] = lambda chunk, item: True,
+        before: Callable[[int, WorkItem], bool] = lambda chunk, item: True,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         """Takes `items`, none of which needs another, through this stage.
@@ -125,7 +125,7 @@ class Stage:
             for item in items
             for cut in item.cuts
         ]
-        asked: list[Arriving] = []
+        asked: list[PendingRecv] = []
 
         def ask(count: int) -> None:
             for chunk, item, cut in coming[:count]:
@@ -155,28 +155,28 @@ class Stage:
         self.onward.settle()
         self.back.settle()
 
-    def _entering(self, item: Item, cut: Cut, enter: Enter) -> tuple[Tensor, Tensor]:
+    def _entering(self, item: WorkItem, cut: RowShard, enter: Enter) -> tuple[Tensor, Tensor]:
         """(image tokens, text) of this rank that go into the first chunk."""
-        return enter(item, cut), cut.prompt.context[:, span(item.plan(cut).text, self._sequence.index)]
+        return enter(item, cut), cut.prompt.context[:, slice_of(item.plan(cut).text, self._sequence.index)]
 
-    def _ask(self, chunk: int, item: Item, cut: Cut) -> Arriving:
+    def _ask(self, chunk: int, item: WorkItem, cut: RowShard) -> PendingRecv:
         message = self._message(item, cut)
         if self.is_first:
             return self.back.receive(message, self._pipe.size - 1)
         return self.onward.receive(message, self._pipe.index - 1)
 
-    def _message(self, item: Item, cut: Cut) -> Tensor:
+    def _message(self, item: WorkItem, cut: RowShard) -> Tensor:
         """An empty [t + n, 1, hidden]: text and image tokens of this rank between two chunks."""
         tokens = item.plan(cut).lengths[self._sequence.index]
         shape = (tokens, 1, self._model.file.dims.hidden)
         return torch.empty(shape, dtype=self._model.compute_dtype, device=self._model.device)
 
-    def _split(self, item: Item, cut: Cut, message: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, item: WorkItem, cut: RowShard, message: Tensor) -> tuple[Tensor, Tensor]:
         text = item.plan(cut).text[self._sequence.index]
         return message[text:].transpose(0, 1), message[:text].transpose(0, 1)
 
     def _through(
-        self, chunk: int, item: Item, cut: Cut, image: Tensor, text: Tensor
+        self, chunk: int, item: WorkItem, cut: RowShard, image: Tensor, text: Tensor
     ) -> tuple[Tensor, Tensor]:
         plan = item.plan(cut)
         self._attention.plan = plan
@@ -194,25 +194,25 @@ class Stage:
             residuals=self._residuals(cut),
         )
 
-    def _mask(self, cut: Cut) -> Tensor | None:
+    def _mask(self, cut: RowShard) -> Tensor | None:
         if cut.extras.mask is None:
             return None
         return mask_in_order(
             cut.extras.mask, cut.plan.whole_order, self._model.compute_dtype, self._model.device
         )
 
-    def _residuals(self, cut: Cut) -> Residuals | None:
+    def _residuals(self, cut: RowShard) -> Residuals | None:
         if not cut.extras.residuals:
             return None
         own, count = cut.tokens.cpu(), sum(cut.plan.whole.image)
 
         return ResidualShares(cut.extras.residuals, own, count, self._model.device, self._model.compute_dtype)
 
-    def _own(self, patch: int, cut: Cut) -> slice:
+    def _own(self, patch: int, cut: RowShard) -> slice:
         """Where a patch's tokens lie among this rank's."""
-        return span(tuple(p.image[self._sequence.index] for p in cut.plan.patches), patch)
+        return slice_of(tuple(p.image[self._sequence.index] for p in cut.plan.patches), patch)
 
-    def _remembering(self, chunk: int, item: Item, cut: Cut):
+    def _remembering(self, chunk: int, item: WorkItem, cut: RowShard):
         if item.patch is not None:
             return self.memory.patch(cut.number, chunk, cut.plan, item.patch, first=item.evaluation == 0)
         if self.remembers:
@@ -220,7 +220,7 @@ class Stage:
         return None
 
     def _hand_on(
-        self, chunk: int, item: Item, cut: Cut, outputs: tuple[Tensor, Tensor] | None, leave: Leave
+        self, chunk: int, item: WorkItem, cut: RowShard, outputs: tuple[Tensor, Tensor] | None, leave: Leave
     ) -> None:
         """`outputs`: (image, text), or None where nothing was computed and the message is only due."""
         if self.is_last and chunk == len(self._model.chunks) - 1:

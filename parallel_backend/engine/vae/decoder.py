@@ -9,9 +9,9 @@ import torch.distributed as dist
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
+from ...layout import slice_of, split_sizes
 from ...models.vae.keys import VaeDims
 from ...models.vae.module import VaeModel
-from ...shares import share, span
 from ..collectives import Traffic, all_to_all
 from ..groups import Axis, World
 from .row_bands import Bands, split_rows
@@ -50,7 +50,7 @@ class BandedDecoder:
 
     def rows(self, height: int, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Latent rows that each rank computes of an image with `height` of them."""
-        return share(height, self._world.world_size, shares)
+        return split_sizes(height, self._world.world_size, shares)
 
     @torch.inference_mode()
     def __call__(
@@ -69,7 +69,7 @@ class BandedDecoder:
             if rows[world.rank]:
                 axis = Axis(active, active.index(world.rank), group)
                 self._bands.share_out(axis, tuple(rows[rank] for rank in active), world.device)
-                band = latent[None, :, span(rows, world.rank)].to(world.device, self._vae.compute_dtype)
+                band = latent[None, :, slice_of(rows, world.rank)].to(world.device, self._vae.compute_dtype)
                 image = self._vae.decoder(band)[0].permute(1, 2, 0).contiguous()
             else:
                 for _ in range(self.parts):

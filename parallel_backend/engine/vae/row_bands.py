@@ -15,7 +15,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from ...errors import RequestError
-from ...wire.heartbeat import here
+from ...wire.heartbeat import heartbeat
 from ..collectives import Traffic, all_gather
 from ..groups import Axis
 
@@ -67,7 +67,7 @@ class Bands:
         neighbours = axis.ranks[max(axis.index - 1, 0) : axis.index + 2]
 
         def wait() -> tuple[Tensor | None, Tensor | None]:
-            with here.inside("an exchange of edge rows", neighbours):
+            with heartbeat.inside("an exchange of edge rows", neighbours):
                 for work in works:
                     work.wait()
             operations.clear()  # held until here: what they send must outlive the sending
@@ -154,13 +154,13 @@ def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     means, variances = [], []
     for part in x.split(each * -(-groups // slices), dim=1):
         part = part.float().contiguous()
-        here = part.shape[1] // each
+        heartbeat = part.shape[1] // each
         per_image = part[0].numel() // part.shape[1]
         _, mean, rstd = torch.native_group_norm(
-            part, None, None, batch, part.shape[1], per_image, here, eps=0.0
+            part, None, None, batch, part.shape[1], per_image, heartbeat, eps=0.0
         )
-        means.append(mean.view(batch, here))
-        variances.append(rstd.view(batch, here) ** -2)
+        means.append(mean.view(batch, heartbeat))
+        variances.append(rstd.view(batch, heartbeat) ** -2)
     return torch.cat(means, dim=1).float(), torch.cat(variances, dim=1).float()
 
 

@@ -19,7 +19,7 @@ FIRST = range(1)
 
 
 @dataclass
-class Begun:
+class FirstBlockOutput:
     """What left the first block: text [r, t, hidden] and image [r, n, hidden]. `change`: what it added to the image."""
 
     text: Tensor
@@ -27,7 +27,7 @@ class Begun:
     change: Tensor
 
 
-def first_block(model: FluxModel, inputs: dict[str, object]) -> Begun:
+def first_block(model: FluxModel, inputs: dict[str, object]) -> FirstBlockOutput:
     """The first block's part of a model call. `inputs`: the arguments of FluxModel.velocity, without residuals."""
     block, begun = model.transformer.transformer_blocks[0], []
 
@@ -35,7 +35,7 @@ def first_block(model: FluxModel, inputs: dict[str, object]) -> Begun:
         text, image = block(
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, **others
         )
-        begun.append(Begun(text, image, image - hidden_states))
+        begun.append(FirstBlockOutput(text, image, image - hidden_states))
         return text, image
 
     with _only(model, FIRST, [noted], []):
@@ -43,7 +43,9 @@ def first_block(model: FluxModel, inputs: dict[str, object]) -> Begun:
     return begun.pop()
 
 
-def other_blocks(model: FluxModel, begun: Begun, inputs: dict[str, object]) -> tuple[Tensor, Tensor]:
+def other_blocks(
+    model: FluxModel, begun: FirstBlockOutput, inputs: dict[str, object]
+) -> tuple[Tensor, Tensor]:
     """All that follows the first block: (the model's output, what the blocks added to the image [r, n, hidden])."""
     transformer = model.transformer
     doubles = [_given(begun.text, begun.image), *list(transformer.transformer_blocks)[1:]]
@@ -62,7 +64,7 @@ def other_blocks(model: FluxModel, begun: Begun, inputs: dict[str, object]) -> t
     return output, added.pop()
 
 
-def last_layer(model: FluxModel, begun: Begun, added: Tensor, inputs: dict[str, object]) -> Tensor:
+def last_layer(model: FluxModel, begun: FirstBlockOutput, added: Tensor, inputs: dict[str, object]) -> Tensor:
     """The model's output if the other blocks added `added` to the image. Nobody reads the text any more."""
     with _only(model, range(0), [_given(begun.text, begun.image + added)], []):
         return model.velocity(**inputs)

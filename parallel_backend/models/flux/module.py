@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
 from ...requests import WEIGHT_DTYPES, ModelSpec
-from ...wire.heartbeat import here
+from ...wire.heartbeat import heartbeat
 from ..block_list import BlockList
 from ..casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
@@ -40,7 +40,7 @@ Shard = Callable[[FluxTransformer2DModel], dict[str, tuple[Tensor, slice]]]
 class Gathers(Protocol):
     """How the ranks that share the weights out gather them for their calls. `blocks`: numbered doubles first."""
 
-    def sit_out(self, blocks: range | None = None) -> None:
+    def join_gathers(self, blocks: range | None = None) -> None:
         """Takes part in what a call, through `blocks` or all of them, gathers where only other ranks make it."""
 
     def only(self, blocks: range) -> AbstractContextManager[None]:
@@ -230,7 +230,7 @@ def load(
     stage = stage or (whole,)
 
     def progress(part: float) -> None:
-        here.loading((len(chunks) + part) / len(stage))
+        heartbeat.loading((len(chunks) + part) / len(stage))
 
     for blocks in stage:
         chunk, parts = _build(parameters, blocks, device, shard, progress)

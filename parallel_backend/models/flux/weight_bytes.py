@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...layout import Place
-from ...shares import share
-from ...stages import split_blocks
+from ...layout import RankCoordinates, split_blocks, split_sizes
 from ...strategy import ParallelStrategy
 from .keys import FluxDims, diffusers_shapes
 
@@ -113,7 +111,7 @@ def held_weights(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
 ) -> HeldWeights:
     """What `rank` holds of a model under `strategy`."""
-    place = Place.of(strategy, rank)
+    place = RankCoordinates.of(strategy, rank)
     alike = strategy.row_degree * strategy.sequence_degree
     sharded = strategy.shards and (alike > 1 or not on_cpu)
     blocks = _blocks_of(dims, strategy, place)
@@ -146,28 +144,28 @@ def held_weights(
     )
 
 
-def stage_shares(strategy: ParallelStrategy, place: Place) -> tuple[float, ...]:
+def stage_shares(strategy: ParallelStrategy, place: RankCoordinates) -> tuple[float, ...]:
     """How much of the blocks each stage of the rank's pipeline takes."""
     return (
         tuple(sum(stage) for stage in place.pipeline_shares(strategy)) or (1.0,) * strategy.pipefusion_degree
     )
 
 
-def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: Place) -> tuple[range, ...]:
+def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
     """The rank's chunks of blocks, numbered doubles first."""
     if strategy.pipefusion_degree == 1:
         return (range(dims.double_blocks + dims.single_blocks),)
     return split_blocks(dims.double_blocks, dims.single_blocks, stage_shares(strategy, place))[place.stage]
 
 
-def token_shares(strategy: ParallelStrategy, place: Place, total: int) -> tuple[int, ...]:
+def token_shares(strategy: ParallelStrategy, place: RankCoordinates, total: int) -> tuple[int, ...]:
     """`total` tokens over the sequence axis, by device_shares where there are any."""
     grid = place.pipeline_shares(strategy)
     weights = tuple(sum(stages) for stages in zip(*grid, strict=True))
-    return share(total, strategy.sequence_degree, weights)
+    return split_sizes(total, strategy.sequence_degree, weights)
 
 
-def _blocks_of(dims: FluxDims, strategy: ParallelStrategy, place: Place) -> frozenset[int]:
+def _blocks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> frozenset[int]:
     return frozenset(block for chunk in chunks_of(dims, strategy, place) for block in chunk)
 
 

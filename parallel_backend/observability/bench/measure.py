@@ -9,9 +9,9 @@ from dataclasses import replace
 from ...devices import is_cpu, resolve_devices
 from ...errors import RequestError, StrategyError
 from ...models.flux.checkpoint import FluxFile, inspect_flux
-from ...planner.auto import Experience, work_of
+from ...planner.auto import MeasurementHistory, work_of
 from ...planner.cost.communication import Work
-from ...planner.cost.machine import machine_of
+from ...planner.cost.machine import model_machine
 from ...planner.cost.model import Machine, predict
 from ...planner.history.records import candidate_of
 from ...planner.machine.fingerprint import cores, cpu_name
@@ -72,7 +72,7 @@ def measure(
         rounds=rounds,
         device_bytes=min((d.memory for d in topology.devices), default=0),
     )
-    experience = Experience(names, seen)
+    experience = MeasurementHistory(names, seen)
     machine = _machine(topology)
     left_out: dict[ParallelStrategy, str] = {}
     if machine is not None and strategies.strip().lower() in _UNNAMED:  # what a person names is tried
@@ -120,7 +120,7 @@ def _selected(seen: Topology, names: tuple[str, ...]) -> Topology:
 def _machine(topology: Topology) -> Machine | None:
     """The devices as the cost model knows them; None for a CPU, or a card without a data sheet."""
     try:
-        return machine_of(topology)[0]
+        return model_machine(topology)[0]
     except RequestError:
         return None
 

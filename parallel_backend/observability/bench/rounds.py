@@ -10,7 +10,7 @@ import torch
 
 from ...errors import Cancelled, ParallelError
 from ...models.flux.checkpoint import FluxFile
-from ...planner.auto import Experience, work_of
+from ...planner.auto import MeasurementHistory, work_of
 from ...planner.calibrate import calibrate_once
 from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
@@ -73,7 +73,7 @@ def fits_side_by_side(job: Job, strategies: Sequence[ParallelStrategy]) -> bool:
 
 
 def run_rounds(
-    job: Job, strategies: Sequence[ParallelStrategy], experience: Experience, say: Say
+    job: Job, strategies: Sequence[ParallelStrategy], experience: MeasurementHistory, say: Say
 ) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
     together = fits_side_by_side(job, strategies)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ...models.catalog import Family
 from ...strategy import DEGREES, ParallelStrategy
-from ..machine.cards import Link, Load
+from ..machine.cards import Interconnect, LinkLoad
 
 ACTIVATION_BYTES = 2  # bf16 activations
 
@@ -89,7 +89,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Transfer:
     """All messages of one kind in one step. `sent`: bytes from one rank; `calls`: collectives or hops it joins."""
 
     kind: str  # "ulysses", "ring", "tensor", "pipefusion", "weights" or "rows"
@@ -97,7 +97,7 @@ class Exchange:
     sent: float
 
 
-def exchanges(work: Work, candidate: Candidate) -> tuple[Exchange, ...]:
+def exchanges(work: Work, candidate: Candidate) -> tuple[Transfer, ...]:
     """Everything a rank sends in one step under `candidate` (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
     s, f = candidate.strategy, work.family
     rows = -(-work.all_rows // s.row_degree)
@@ -120,21 +120,21 @@ def exchanges(work: Work, candidate: Candidate) -> tuple[Exchange, ...]:
         reduces += blocks.reduces * blocks.count * per_stage
     count = f.block_count * per_stage
     if ulysses > 1:
-        found.append(Exchange("ulysses", round(4 * count), sent["ulysses"]))
+        found.append(Transfer("ulysses", round(4 * count), sent["ulysses"]))
     if ring > 1:
-        found.append(Exchange("ring", round(count * (ring - 1)), sent["ring"]))
+        found.append(Transfer("ring", round(count * (ring - 1)), sent["ring"]))
     if tensor > 1:
-        found.append(Exchange("tensor", round(reduces), sent["tensor"]))
+        found.append(Transfer("tensor", round(reduces), sent["tensor"]))
     if s.pipefusion_degree > 1:
         tokens = (work.image_tokens + work.text_tokens) / s.sequence_degree
         sent_on = rows * tokens * f.hidden * ACTIVATION_BYTES
-        found.append(Exchange("pipefusion", candidate.patch_count, sent_on))
+        found.append(Transfer("pipefusion", candidate.patch_count, sent_on))
     if candidate.shard_weights and s.world_size > 1:
         share = work.weight_bytes / (tensor * s.pipefusion_degree) / s.world_size
-        found.append(Exchange("weights", round(count), share * (s.world_size - 1)))
+        found.append(Transfer("weights", round(count), share * (s.world_size - 1)))
     if s.row_degree > 1:
         latent = work.image_tokens * 64 * 4 * rows  # one patch: 64 numbers in fp32
-        found.append(Exchange("rows", 1, latent * (s.row_degree - 1)))
+        found.append(Transfer("rows", 1, latent * (s.row_degree - 1)))
     return tuple(found)
 
 
@@ -151,7 +151,7 @@ def axis_groups(strategy: ParallelStrategy, axis: str) -> list[list[int]]:
 
 
 @lru_cache(maxsize=4096)
-def unit_load(link: Link, strategy: ParallelStrategy, kind: str) -> Load:
+def unit_load(link: Interconnect, strategy: ParallelStrategy, kind: str) -> LinkLoad:
     """What an exchange of one byte per rank puts on the link when all groups of the strategy run it together."""
     if kind == "ulysses":
         groups = axis_groups(strategy, "ulysses_degree")

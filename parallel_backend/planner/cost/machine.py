@@ -9,11 +9,11 @@ from ...errors import RequestError
 from ...models.catalog import Family, flux_family
 from ...strategy import ModelShape, ParallelStrategy
 from ...wire.calibration import Calibration
-from ..candidate_table import Outlook, outlooks_of
+from ..candidate_table import CandidateEstimate, outlooks_of
 from ..history.records import strategy_of
-from ..machine.cards import Card, Domain, Link, find_card
+from ..machine.cards import Card, Domain, Interconnect, find_card
 from ..machine.topology import PATHS, Topology
-from ..ranking import Choice, choose, enumerate_candidates
+from ..ranking import Ranking, choose, enumerate_candidates
 from .communication import Candidate, Work
 from .measured_links import measured_constants
 from .model import DEFAULT, USABLE_MEMORY, Machine, fixed_seconds
@@ -24,7 +24,7 @@ SOCKET_LINK = 32.0
 USUAL_PCIE = 32.0
 
 
-def machine_of(topology: Topology) -> tuple[Machine, tuple[str, ...]]:
+def model_machine(topology: Topology) -> tuple[Machine, tuple[str, ...]]:
     """(machine, notes) for equal shares over all devices. Raises RequestError where there is nothing to model.
 
     With cards that differ, the slowest decides the time and the smallest the memory.
@@ -65,23 +65,25 @@ def _joinable(topology: Topology) -> int:
     return len(topology.devices)
 
 
-def link_of(topology: Topology, card: Card) -> Link:
+def link_of(topology: Topology, card: Card) -> Interconnect:
     """The link that the paths between the devices amount to, ranks in the devices' order."""
     pairs = [pair for _, _, pair in topology.pairs]
     pcie = min((d.pcie for d in topology.devices if d.pcie), default=USUAL_PCIE)
     if not pairs:
-        return Link("one device", "pcie", pcie)
+        return Interconnect("one device", "pcie", pcie)
     if all(p.path == "NVSWITCH" for p in pairs) or all(p.path == "NVLINK" for p in pairs):
         rate = min(p.rate for p in pairs)
-        return Link(f"{topology.kind} {rate:.0f} GB/s", "nvlink", rate)
+        return Interconnect(f"{topology.kind} {rate:.0f} GB/s", "nvlink", rate)
     if any(p.path in ("NVSWITCH", "NVLINK") for p in pairs):
         size = _domain(topology, "NVLINK")
         rate = max(p.rate for p in pairs)
         if size > 1:
             outside = Domain(size, pcie, crossing=True)
-            return Link(f"NVLink in groups of {size}, else PCIe", "nvlink", rate, (outside,))
+            return Interconnect(f"NVLink in groups of {size}, else PCIe", "nvlink", rate, (outside,))
     if any(p.peer is False for p in pairs):
-        return Link(f"PCIe {pcie:.0f} GB/s without peer access", "host", pcie, (), host_total=4 * pcie)
+        return Interconnect(
+            f"PCIe {pcie:.0f} GB/s without peer access", "host", pcie, (), host_total=4 * pcie
+        )
     domains = []
     if (size := _domain(topology, "PXB")) > 1:
         domains.append(Domain(size, pcie))
@@ -89,7 +91,7 @@ def link_of(topology: Topology, card: Card) -> Link:
         domains.append(Domain(size, SOCKET_LINK, crossing=True))
     elif topology.kind == "SYS" and size == 1:
         domains.append(Domain(1, SOCKET_LINK, crossing=True))
-    return Link(f"PCIe {pcie:.0f} GB/s ({topology.kind})", "pcie", pcie, tuple(domains))
+    return Interconnect(f"PCIe {pcie:.0f} GB/s ({topology.kind})", "pcie", pcie, tuple(domains))
 
 
 def _domain(topology: Topology, at_least: str) -> int:
@@ -129,15 +131,15 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Automatic:
+class AutoAdvice:
     """`choice` is None where nothing can be predicted (CPU, unknown card): the rule decides. `notes`: in words.
 
     `outlooks`: the candidates of `choice` for a person, in its order.
     """
 
-    choice: Choice | None
+    choice: Ranking | None
     notes: tuple[str, ...] = ()
-    outlooks: tuple[Outlook, ...] = ()
+    outlooks: tuple[CandidateEstimate, ...] = ()
 
     @property
     def strategy(self) -> ParallelStrategy | None:
@@ -174,16 +176,16 @@ def choose_here(
     calibrations: Sequence[Calibration] = (),
     approximation: str = "if_needed",
     memory_of: Callable[[Candidate], float] | None = None,
-) -> Automatic:
+) -> AutoAdvice:
     """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order.
 
     `calibrations`: what the ranks measured of the links between these devices, one entry per rank; then `approximation`
     "allowed" may choose PipeFusion for speed. `memory_of`: as choice.choose takes it.
     """
     try:
-        machine, notes = machine_of(topology)
+        machine, notes = model_machine(topology)
     except RequestError as error:
-        return Automatic(None, (str(error),))
+        return AutoAdvice(None, (str(error),))
     candidates = [
         c
         for c in enumerate_candidates(work, machine.count)
@@ -202,4 +204,4 @@ def choose_here(
         memory_of=memory_of,
     )
     fixed_s = fixed_seconds(work, machine.card)
-    return Automatic(choice, (*topology.notes, *notes), outlooks_of(choice, work.steps, fixed_s))
+    return AutoAdvice(choice, (*topology.notes, *notes), outlooks_of(choice, work.steps, fixed_s))

@@ -8,7 +8,7 @@ from statistics import median
 
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
-from ..machine.cards import Link
+from ..machine.cards import Interconnect
 from .communication import unit_load
 from .model import DEFAULT, Constants
 
@@ -16,7 +16,9 @@ from .model import DEFAULT, Constants
 _LEAST, _MOST = 1e-4, 2.0
 
 
-def measured_constants(ranks: Sequence[Calibration], link: Link, constants: Constants = DEFAULT) -> Constants:
+def measured_constants(
+    ranks: Sequence[Calibration], link: Interconnect, constants: Constants = DEFAULT
+) -> Constants:
     """`constants` with what `ranks` measured: the share of `link`'s rates that is reached, and a collective's latency.
 
     The link keeps its levels: both shares, within and across sockets, are scaled by how far the all-to-all (else the

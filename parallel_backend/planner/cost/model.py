@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..machine.cards import Card, Link
+from ..machine.cards import Card, Interconnect
 from .communication import Candidate, Work, exchanges, unit_load
 
 MODES = ("eager", "compiled")
@@ -78,7 +78,7 @@ class Machine:
     """`count` equal cards on one link. `memory`: bytes per card that may be used, the card's own unless given."""
 
     card: Card
-    link: Link
+    link: Interconnect
     count: int
     memory: float = 0.0
 
@@ -226,7 +226,7 @@ def compute_share(work: Work, candidate: Candidate) -> float:
     return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
 
 
-def _reached(link: Link, constants: Constants) -> float:
+def _reached(link: Interconnect, constants: Constants) -> float:
     return {
         "nvlink": constants.reached_nvlink,
         "pcie": constants.reached_pcie,

@@ -11,7 +11,7 @@ from statistics import median
 
 from ...models.catalog import Family
 from ...models.flux.keys import FluxDims
-from ...options import PLAIN, Computing
+from ...options import DEFAULT_COMPUTE, ComputeOptions
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.calibration import Calibration
 from ..cost.communication import Candidate, Work
@@ -83,11 +83,14 @@ class Measurements:
 
 
 def model_key(
-    dims: FluxDims, tensor_bytes: int, weight_dtype: str = "auto", computing: Computing = PLAIN
+    dims: FluxDims,
+    tensor_bytes: int,
+    weight_dtype: str = "auto",
+    compute_options: ComputeOptions = DEFAULT_COMPUTE,
 ) -> str:
     """Stands for a model by its sizes and how it is computed, not by its file's name: fine-tunes take equally long."""
     parts = [*(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), weight_dtype]
-    return hashed("flux", *parts, *(f"{k}={v}" for k, v in asdict(computing).items()))
+    return hashed("flux", *parts, *(f"{k}={v}" for k, v in asdict(compute_options).items()))
 
 
 def warm_step(step_seconds: Sequence[float]) -> float | None:

@@ -45,7 +45,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(home, ".cache", FOLDER) if home else None
 
 
-class CalibrationStore:
+class MeasurementStore:
     """The measurements of one fingerprint on disk. Any number of processes may use it at once."""
 
     def __init__(self, fingerprint: Fingerprint, folder: Path | None = None) -> None:

@@ -97,7 +97,7 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class Load:
+class LinkLoad:
     """Bytes on the busiest card's port, on the busiest way out of each kind of domain, and altogether."""
 
     port: float
@@ -106,7 +106,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """How the cards of a box reach each other. `rate`: nominal GB/s one way per card, to its nearest neighbours.
 
     `domains`: nested groups with a shared way out, smallest first (a PCIe switch, a socket, a node). `kind`: which
@@ -120,7 +120,7 @@ class Link:
     domains: tuple[Domain, ...] = ()
     host_total: float = 0.0
 
-    def load(self, traffic: Iterable[tuple[int, int, float]]) -> Load:
+    def load(self, traffic: Iterable[tuple[int, int, float]]) -> LinkLoad:
         """What messages (source rank, target rank, bytes) that start together put on each shared resource."""
         out: dict[int, float] = {}
         leaving: dict[tuple[int, int], float] = {}
@@ -134,9 +134,9 @@ class Link:
         for (size, _), sent in leaving.items():
             busiest[size] = max(busiest.get(size, 0.0), sent)
         ways = tuple((d, busiest[d.size]) for d in self.domains if d.size in busiest)
-        return Load(max(out.values(), default=0.0), ways, sum(out.values()))
+        return LinkLoad(max(out.values(), default=0.0), ways, sum(out.values()))
 
-    def seconds(self, load: Load, reached: float, reached_outside: float) -> float:
+    def seconds(self, load: LinkLoad, reached: float, reached_outside: float) -> float:
         """How long `load` takes: the busiest of a card's own port, the ways out of the domains, the host's memory.
 
         `reached`: share of the nominal rates that is reached; `reached_outside`: on a way to another socket or node.
@@ -150,33 +150,33 @@ class Link:
 
 # Two cards share a switch or host bridge with one x16 slot's rate upwards, four share a socket; the sockets are joined
 # by two or three UPI/xGMI links (about 20 GB/s each way each), over which peer traffic is known to be slow.
-def _pcie(name: str, rate: float) -> Link:
-    return Link(name, "pcie", rate, (Domain(2, rate), Domain(4, rate, crossing=True)))
+def _pcie(name: str, rate: float) -> Interconnect:
+    return Interconnect(name, "pcie", rate, (Domain(2, rate), Domain(4, rate, crossing=True)))
 
 
-def _no_peer(name: str, rate: float) -> Link:
+def _no_peer(name: str, rate: float) -> Interconnect:
     """Each transfer is a copy to host memory and one back; one socket moves about 100 GB/s for all cards."""
-    return Link(name, "host", rate, (), host_total=4 * rate)
+    return Interconnect(name, "host", rate, (), host_total=4 * rate)
 
 
 LINKS = {
     link.name: link
     for link in (
-        Link("nvlink3", "nvlink", 300),
-        Link("nvlink4", "nvlink", 450),
-        Link("nvlink5", "nvlink", 900),
-        Link("xgmi", "nvlink", 448),
-        Link("nvlink-pairs", "nvlink", 56, (Domain(2, 32, crossing=True),)),
+        Interconnect("nvlink3", "nvlink", 300),
+        Interconnect("nvlink4", "nvlink", 450),
+        Interconnect("nvlink5", "nvlink", 900),
+        Interconnect("xgmi", "nvlink", 448),
+        Interconnect("nvlink-pairs", "nvlink", 56, (Domain(2, 32, crossing=True),)),
         _pcie("pcie3", 16),
         _pcie("pcie4", 32),
         _pcie("pcie5", 64),
         _no_peer("pcie3-nop2p", 16),
         _no_peer("pcie4-nop2p", 32),
         _no_peer("pcie5-nop2p", 64),
-        Link(
+        Interconnect(
             "nvlink4+ib", "nvlink", 450, (Domain(8, 400, crossing=True),)
         ),  # eight NDR adapters of 50 GB/s a node
-        Link(
+        Interconnect(
             "pcie4+eth",
             "pcie",
             32,
@@ -186,7 +186,7 @@ LINKS = {
 }
 
 
-def find_link(name: str, card: Card) -> Link:
+def find_link(name: str, card: Card) -> Interconnect:
     """The link called `name` between cards of this kind: one of LINKS, or `nvlink` / `pcie` for the card's own.
 
     A PCIe link of cards that have no peer access goes through the host. Raises RequestError naming the known ones.
@@ -199,7 +199,7 @@ def find_link(name: str, card: Card) -> Link:
             )
         if card.nvlink < 100:  # a bridge joins two cards
             return replace(LINKS["nvlink-pairs"], rate=card.nvlink)
-        return Link(f"nvlink {card.nvlink:.0f} GB/s", "nvlink", card.nvlink)
+        return Interconnect(f"nvlink {card.nvlink:.0f} GB/s", "nvlink", card.nvlink)
     if text in ("pcie", "pcie-nop2p", "pcie-sys", "pcie+eth"):
         if text == "pcie+eth":
             return LINKS["pcie4+eth"]

@@ -19,7 +19,7 @@ _FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryCheck:
     """What is about to run, as far as its memory goes. `devices`: one per rank of `strategy`."""
 
     file: FluxFile
@@ -41,7 +41,7 @@ class Plan:
         )
 
 
-def check_capacity(plan: Plan, sizes: tuple[int, ...] | None = None) -> RankMemory:
+def check_capacity(plan: MemoryCheck, sizes: tuple[int, ...] | None = None) -> RankMemory:
     """The fullest rank of `plan`. Raises StrategyError when it cannot fit, with the smallest change that does.
 
     `sizes`: bytes of each device, or of the computer's memory that ranks on the CPU share; 0 where nobody could tell.
@@ -57,11 +57,11 @@ def check_capacity(plan: Plan, sizes: tuple[int, ...] | None = None) -> RankMemo
     )
 
 
-def fits(plan: Plan, sizes: tuple[int, ...] | None = None) -> bool:
+def fits(plan: MemoryCheck, sizes: tuple[int, ...] | None = None) -> bool:
     return _overfull(plan, _sizes(plan.devices) if sizes is None else sizes) is None
 
 
-def _overfull(plan: Plan, sizes: tuple[int, ...]) -> str | None:
+def _overfull(plan: MemoryCheck, sizes: tuple[int, ...]) -> str | None:
     """What is too full, in words."""
     memories = plan.memories
     if is_cpu(plan.devices):
@@ -81,7 +81,7 @@ def _overfull(plan: Plan, sizes: tuple[int, ...]) -> str | None:
     return None
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def _changes(plan: MemoryCheck) -> Iterator[tuple[str, MemoryCheck]]:
     """Changes in words, from those that give the same picture as fast to those that give another one."""
     strategy, job = plan.strategy, plan.job
     alike = strategy.row_degree * strategy.sequence_degree

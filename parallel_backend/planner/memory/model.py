@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...layout import Place
+from ...layout import RankCoordinates, split_sizes
 from ...models.flux.activation_bytes import FP32, Call, Moment, double_block, single_block
 from ...models.flux.keys import FluxDims
 from ...models.flux.weight_bytes import ITEMSIZE, Dtypes, Part, chunks_of, held_weights, token_shares
-from ...shares import share
 from ...strategy import ParallelStrategy
-from .pipeline_messages import Messages, Turn
+from .pipeline_messages import Messages, PipelineRound
 
 # A CUDA context, NCCL's channels and the allocator's slack, on each GPU: an allowance, not measured here.
 GPU_BASE_BYTES = 1_500_000_000
@@ -123,9 +122,9 @@ def fullest_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
 def _of_rank(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, job: Job, rank: int, *, on_cpu: bool
 ) -> RankMemory:
-    place = Place.of(strategy, rank)
+    place = RankCoordinates.of(strategy, rank)
     weights = held_weights(dims, dtypes, strategy, rank, on_cpu=on_cpu)
-    rows = share(job.images * job.prompts, strategy.row_degree)[place.row(strategy)]
+    rows = split_sizes(job.images * job.prompts, strategy.row_degree)[place.row(strategy)]
     if strategy.pipefusion_degree > 1:
         runs = list(_pipeline_runs(dims, dtypes, strategy, job, place, rows))
     else:
@@ -183,7 +182,7 @@ def _call(
     dims: FluxDims,
     dtypes: Dtypes,
     strategy: ParallelStrategy,
-    place: Place,
+    place: RankCoordinates,
     rows: int,
     text: int,
     image: int,
@@ -211,13 +210,13 @@ def _call(
 
 
 def _pipeline_runs(
-    dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, job: Job, place: Place, rows: int
+    dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, job: Job, place: RankCoordinates, rows: int
 ) -> Iterator[_Run]:
     """Whole images while warming up, one row after the other, and patches after that."""
     if not rows:
         return
     stages, chunks = strategy.pipefusion_degree, chunks_of(dims, strategy, place)
-    turn = Turn(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
+    turn = PipelineRound(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
     whole = _call(dims, dtypes, strategy, place, 1, job.text_tokens, job.image_tokens)
     output = whole.image * PATCH_CHANNELS * FP32  # of one row, as it leaves the model
     # Keys and values of a layer for every token that this member of the ring holds, for its share of the heads.

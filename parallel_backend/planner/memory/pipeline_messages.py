@@ -21,7 +21,7 @@ class Messages:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PipelineRound:
     """A turn on a stage with `chunks` chunks of blocks: all items through the first, then all through the second."""
 
     chunks: int

@@ -10,7 +10,7 @@ from ...models.flux.checkpoint import FluxFile
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
-from ..rules import StrategyChoice
+from ..rules import StrategySettings
 from .preview import FLUX, Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
@@ -42,16 +42,16 @@ class SelectorInputs:
     approximation: str = "if_needed"
 
     @classmethod
-    def of(cls, choice: StrategyChoice) -> SelectorInputs:
+    def of(cls, choice: StrategySettings) -> SelectorInputs:
         """Those that give `choice`; degrees as they were set, whatever became of them."""
         given = {name: getattr(choice.strategy, name) for name in _OF_STRATEGY}
         others = ("mode", "devices", "engine", "device_shares", "approximation")
         return cls(**given, **{name: getattr(choice, name) for name in others})
 
-    def choice(self) -> StrategyChoice:
+    def choice(self) -> StrategySettings:
         """Raises StrategyError for words that no list has."""
         strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
-        return StrategyChoice(
+        return StrategySettings(
             self.mode, self.devices, strategy, self.engine, self.device_shares, self.approximation
         )
 

@@ -11,10 +11,10 @@ from ...models.flux.keys import FLUX_DEV
 from ...sidecar.device_health import left_out
 from ...strategy import ModelShape, ParallelStrategy, RequestShape
 from ..decide import devices_in_use
-from ..memory.fit import Plan, check_capacity, fits
+from ..memory.fit import MemoryCheck, check_capacity, fits
 from ..memory.model import Job, fullest_rank, predict_memory
-from ..rules import StrategyChoice, resolve
-from .rank_diagram import Seat, seats_of
+from ..rules import StrategySettings, resolve
+from .rank_diagram import DeviceAssignment, seats_of
 
 # Stands for the model where nobody knows it; a published file is as large as its 12 billion parameters in bf16.
 FLUX = FluxFile("Flux.1", "original", "", FLUX_DEV, "bfloat16", tensor_bytes=23_800_000_000)
@@ -32,7 +32,7 @@ class Case:
 
     title: str
     strategy: ParallelStrategy
-    seats: tuple[Seat, ...]
+    seats: tuple[DeviceAssignment, ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Preview:
     memory: str
 
 
-def preview(choice: StrategyChoice, file: FluxFile | None = None, weight_dtype: str = "auto") -> Preview:
+def preview(choice: StrategySettings, file: FluxFile | None = None, weight_dtype: str = "auto") -> Preview:
     """Raises StrategyError or DeviceError for what cannot run: with `file`, by that model's own rules too.
 
     Without, `manual` is held to the rules of any model, and `auto` and the memory are told for Flux.1.
@@ -59,7 +59,7 @@ def preview(choice: StrategyChoice, file: FluxFile | None = None, weight_dtype: 
 
 
 def _manual(
-    choice: StrategyChoice, devices: tuple[str, ...], file: FluxFile | None, weight_dtype: str
+    choice: StrategySettings, devices: tuple[str, ...], file: FluxFile | None, weight_dtype: str
 ) -> Preview:
     decision = resolve(choice, _ANY_MODEL if file is None else file.shape, _ANY_REQUEST, devices)
     strategy, model = decision.strategy, file or FLUX
@@ -78,7 +78,7 @@ def _manual(
 
 
 def _auto(
-    choice: StrategyChoice,
+    choice: StrategySettings,
     devices: tuple[str, ...],
     failing: tuple[str, ...],
     file: FluxFile | None,
@@ -98,7 +98,7 @@ def _auto(
         said.append(f"By the rule for {model.name} without a negative prompt: {plain.reason}")
         said.append(f"With one: {with_cfg.reason}")
     notes = tuple(dict.fromkeys([*([left_out(failing)] if failing else []), *plain.notes, *with_cfg.notes]))
-    if file is not None and not fits(Plan(model, weight_dtype, plain.strategy, _SQUARE, devices)):
+    if file is not None and not fits(MemoryCheck(model, weight_dtype, plain.strategy, _SQUARE, devices)):
         notes += (
             f"At {_SIZE} that does not fit in the memory of these devices: auto then shards the weights or keeps "
             f"them in host memory.",
@@ -135,7 +135,7 @@ def _capacity(
     model: FluxFile, weight_dtype: str, strategy: ParallelStrategy, devices: tuple[str, ...]
 ) -> tuple[str, ...]:
     try:
-        check_capacity(Plan(model, weight_dtype, strategy, _SQUARE, devices[: strategy.world_size]))
+        check_capacity(MemoryCheck(model, weight_dtype, strategy, _SQUARE, devices[: strategy.world_size]))
     except StrategyError as error:
         return (f"At {_SIZE}: {error}",)
     return ()

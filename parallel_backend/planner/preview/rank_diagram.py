@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...layout import Place
+from ...layout import RankCoordinates, slice_of, split_sizes
 from ...models.flux.keys import FluxDims
 from ...models.flux.weight_bytes import chunks_of, token_shares
-from ...shares import share, span
 from ...strategy import ParallelStrategy
 
 PROMPTS = ("cond", "uncond")
@@ -22,7 +21,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Seat:
+class DeviceAssignment:
     """One device. `rank`: None where it stays idle; `roles`: for each axis that is split, slowest axis first."""
 
     device: str
@@ -40,7 +39,7 @@ class Seat:
 
 def seats_of(
     strategy: ParallelStrategy, devices: tuple[str, ...], dims: FluxDims, *, images: int = 0, prompts: int = 0
-) -> tuple[Seat, ...]:
+) -> tuple[DeviceAssignment, ...]:
     """One seat for each of `devices`, those in use first: device i is rank i.
 
     `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy can share out.
@@ -48,14 +47,17 @@ def seats_of(
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
     used = devices[: strategy.world_size]
     seats = [
-        Seat(device, rank, tuple(_roles(strategy, rank, dims, images, prompts)))
+        DeviceAssignment(device, rank, tuple(_roles(strategy, rank, dims, images, prompts)))
         for rank, device in enumerate(used)
     ]
-    return (*seats, *(Seat(device, None, (Role("idle", "idle"),)) for device in devices[len(used) :]))
+    return (
+        *seats,
+        *(DeviceAssignment(device, None, (Role("idle", "idle"),)) for device in devices[len(used) :]),
+    )
 
 
 def _roles(strategy: ParallelStrategy, rank: int, dims: FluxDims, images: int, prompts: int):
-    place = Place.of(strategy, rank)
+    place = RankCoordinates.of(strategy, rank)
     if strategy.row_degree > 1:
         yield Role("rows", _rows(strategy, place, images, prompts))
     if strategy.pipefusion_degree > 1:
@@ -74,9 +76,9 @@ def _roles(strategy: ParallelStrategy, rank: int, dims: FluxDims, images: int, p
         yield Role("share", f"{tenths / 10:.0f} % of the tokens")
 
 
-def _rows(strategy: ParallelStrategy, place: Place, images: int, prompts: int) -> str:
+def _rows(strategy: ParallelStrategy, place: RankCoordinates, images: int, prompts: int) -> str:
     """Rows are the images of the positive prompt, then those of the negative one, shared out in runs."""
-    part = span(share(images * prompts, strategy.row_degree), place.row(strategy))
+    part = slice_of(split_sizes(images * prompts, strategy.row_degree), place.row(strategy))
     found = []
     for prompt in range(prompts):
         first, last = max(part.start, prompt * images), min(part.stop, (prompt + 1) * images)

@@ -12,11 +12,11 @@ from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.pipefusion.schedule import turns
-from parallel_backend.engine.pipefusion.stage import Item
+from parallel_backend.engine.pipefusion.stage import WorkItem
 from parallel_backend.errors import Cancelled
+from parallel_backend.layout import split_sizes
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
-from parallel_backend.shares import share
 from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
 from ranks import run_ranks
@@ -166,7 +166,7 @@ def test_flowing_patches_equal_the_papers_algorithm_in_one_process(flowing_resul
     request, model = CASES[case], subject[2]
     height, width = request.noise.shape[-2:]
     tokens = height * width // 4
-    patches = share(tokens, min(tokens, strategy.pipeline_patches))
+    patches = split_sizes(tokens, min(tokens, strategy.pipeline_patches))
     expected = patchwise_sample(model, request, strategy.warmup_steps, patches)
     for results in flowing_results(strategy.world_size):
         difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
@@ -271,7 +271,7 @@ def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
 
 
 def test_no_turn_holds_an_item_beside_one_that_it_needs():
-    items = [Item((), patch, evaluation) for evaluation in range(3) for patch in range(3)]
+    items = [WorkItem((), patch, evaluation) for evaluation in range(3) for patch in range(3)]
     sizes = [len(turn) for turn in turns(iter(items), 2)]
     assert sizes == [2, 2, 2, 2, 1]
     assert [len(turn) for turn in turns(iter(items), 4)] == [3, 3, 3]

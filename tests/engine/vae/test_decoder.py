@@ -13,8 +13,8 @@ from parallel_backend.engine.vae import row_bands as bands_module
 from parallel_backend.engine.vae.decoder import BandedDecoder
 from parallel_backend.engine.vae.row_bands import Bands, split_rows
 from parallel_backend.errors import RequestError
+from parallel_backend.layout import split_sizes
 from parallel_backend.models.vae.module import load_vae
-from parallel_backend.shares import share
 from ranks import run_ranks
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
@@ -82,7 +82,7 @@ def test_the_image_is_that_of_the_unsplit_decoder(dims, ranks, size, shares):
     latent = random_latent(dims, *size)[0]
     results = run_ranks(decode, ranks, dims, latent, shares)
     assert relative(results[0][0], whole(dims, latent)) <= TOLERANCE
-    rows = share(size[0], ranks, shares)
+    rows = split_sizes(size[0], ranks, shares)
     for rank, (_, sent, parts) in enumerate(results):
         assert sent == expected_decode_bytes(dims, rows, rank, width=size[1])
         assert parts == 2 + dims.resnets * len(dims.widths)

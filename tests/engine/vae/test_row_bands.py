@@ -8,7 +8,7 @@ from parallel_backend.engine.collectives import Traffic
 from parallel_backend.engine.groups import Axis
 from parallel_backend.engine.vae import row_bands as bands_module
 from parallel_backend.engine.vae.row_bands import Bands, split_rows
-from parallel_backend.shares import share, span
+from parallel_backend.layout import slice_of, split_sizes
 from ranks import run_ranks
 
 
@@ -17,11 +17,11 @@ def on_bands(world, layer, x, shares=(), scale=1):
     n = world.world_size
     bands = Bands(Traffic())
     axis = Axis(tuple(range(n)), world.rank, world.group)
-    bands.share_out(axis, share(x.shape[2] // scale, n, shares), world.device)
+    bands.share_out(axis, split_sizes(x.shape[2] // scale, n, shares), world.device)
     split_rows(nn.Sequential(layer), bands)
     rows = tuple(scale * count for count in bands.rows)
     with torch.inference_mode():
-        return layer(x[:, :, span(rows, world.rank)])
+        return layer(x[:, :, slice_of(rows, world.rank)])
 
 
 def together(ranks, layer, x, *args):

@@ -5,7 +5,7 @@ import pytest
 import fake_nvml
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner.cost.communication import Candidate, unit_load
-from parallel_backend.planner.cost.machine import choose_here, flux_work, link_of, machine_of
+from parallel_backend.planner.cost.machine import choose_here, flux_work, link_of, model_machine
 from parallel_backend.planner.cost.measured_links import measured_constants
 from parallel_backend.planner.cost.model import DEFAULT, predict
 from parallel_backend.planner.machine.cards import LINKS
@@ -68,7 +68,7 @@ def test_links_that_turn_out_slow_change_the_choice(tmp_path):
 def test_fast_links_are_trusted_too(tmp_path):
     box = read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path)
     work = flux_work(FLUX_DEV, 11_900_000_000, **REQUEST)
-    machine, _ = machine_of(box)
+    machine, _ = model_machine(box)
     rule = Candidate(ParallelStrategy(ulysses_degree=8))
     before = predict(work, rule, machine)
     constants = measured_constants(calibrations(rule.strategy, 20e9), link_of(box, machine.card))

@@ -10,7 +10,7 @@ from parallel_backend.errors import RequestError
 from parallel_backend.models.catalog import FAMILIES, find_family, guess_family, split_name
 from parallel_backend.planner.cost.communication import Candidate, Work, axis_groups, exchanges, unit_load
 from parallel_backend.planner.cost.model import DEFAULT, Machine, compute_share, memory_per_rank, predict
-from parallel_backend.planner.machine.cards import CARDS, LINKS, Domain, Link, find_card, find_link
+from parallel_backend.planner.machine.cards import CARDS, LINKS, Domain, Interconnect, find_card, find_link
 from parallel_backend.strategy import ParallelStrategy
 
 FLUX = Work(find_family("flux1-dev"))
@@ -129,7 +129,7 @@ def test_groups_follow_the_rank_layout():
 
 
 def test_a_shared_way_out_is_slower_than_each_cards_port():
-    link = Link("test", "pcie", 10.0, (Domain(2, 10.0),))
+    link = Interconnect("test", "pcie", 10.0, (Domain(2, 10.0),))
     alone = ParallelStrategy(ulysses_degree=2)
     crossing = ParallelStrategy(ulysses_degree=4)
     inside = link.seconds(unit_load(link, alone, "ulysses"), 1.0, 1.0)

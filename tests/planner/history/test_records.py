@@ -8,7 +8,7 @@ import fake_nvml
 from parallel_backend.models.catalog import find_family
 from parallel_backend.models.flux.keys import FluxDims
 from parallel_backend.planner.cost.communication import Candidate, Work
-from parallel_backend.planner.cost.machine import machine_of
+from parallel_backend.planner.cost.machine import model_machine
 from parallel_backend.planner.history.records import (
     KEPT_CALIBRATIONS,
     KEPT_KINDS,
@@ -137,7 +137,7 @@ def test_candidates_are_spelt_as_the_choice_spells_them():
 
 def test_what_was_seen_outranks_the_model_in_the_choice(tmp_path):
     work = dataclasses.replace(WORK, storage=1.0)  # fp8 fits one such card
-    machine, _ = machine_of(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    machine, _ = model_machine(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     candidates = enumerate_candidates(work, 2, sharded=False)
     assert choose(candidates, work, machine).best.candidate == Candidate(ULYSSES)
     found = known((kind(ParallelStrategy()), 1.0), (kind(), 1.3))

@@ -12,7 +12,7 @@ import pytest
 
 from parallel_backend.planner.history import store as calibration_store
 from parallel_backend.planner.history.records import Kind, Measurements, WorkKey, record, with_calibration
-from parallel_backend.planner.history.store import VARIABLE, CalibrationStore, cache_folder
+from parallel_backend.planner.history.store import VARIABLE, MeasurementStore, cache_folder
 from parallel_backend.planner.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.planner.machine.topology import Topology
 from parallel_backend.strategy import ParallelStrategy
@@ -34,26 +34,26 @@ def full() -> Measurements:
 
 @pytest.fixture
 def store(tmp_path):
-    return CalibrationStore(BOX, tmp_path / "cache")
+    return MeasurementStore(BOX, tmp_path / "cache")
 
 
 def test_what_is_kept_comes_back_whole(store, tmp_path):
     assert store.read() == Measurements()
     assert store.update(lambda known: full())
     assert store.read() == full()
-    assert CalibrationStore(BOX, tmp_path / "cache").read() == full()
+    assert MeasurementStore(BOX, tmp_path / "cache").read() == full()
 
 
 def test_another_machine_or_version_finds_nothing(store, tmp_path):
     store.update(lambda known: full())
     assert (
-        CalibrationStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache").read()
+        MeasurementStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache").read()
         == Measurements()
     )
 
 
 def _write(folder, name, count):
-    store = CalibrationStore(BOX, Path(folder))
+    store = MeasurementStore(BOX, Path(folder))
     for i in range(count):
         assert store.update(lambda known, i=i: record(known, kind(f"{name}{i}"), 1.0, NOW))
         time.sleep(0.002)  # no picture is this fast; without it one writer can keep the other from its turn
@@ -119,14 +119,14 @@ def test_an_entry_that_cannot_be_true_costs_only_itself(store, alter):
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    store = CalibrationStore(BOX, tmp_path / "file" / "cache")
+    store = MeasurementStore(BOX, tmp_path / "file" / "cache")
     assert not store.update(lambda known: full())
     assert store.read() == Measurements()
 
 
 def _write_on_full_disk(folder, pipe):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    pipe.send(CalibrationStore(BOX, Path(folder)).update(lambda known: record(full(), kind("b"), 1.0, NOW)))
+    pipe.send(MeasurementStore(BOX, Path(folder)).update(lambda known: record(full(), kind("b"), 1.0, NOW)))
 
 
 def test_a_full_disk_keeps_the_old_file(store, tmp_path):
@@ -177,14 +177,14 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    store = CalibrationStore(BOX)
+    store = MeasurementStore(BOX)
     assert store.path is None and store.read() == Measurements() and not store.update(lambda known: full())
 
 
 def test_nothing_private_is_kept(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    store = CalibrationStore(take_fingerprint(Topology(())))
+    store = MeasurementStore(take_fingerprint(Topology(())))
     assert store.path.is_relative_to(tmp_path)
     store.update(lambda known: full())
     text = store.path.read_text()

@@ -7,7 +7,7 @@ import pytest
 from parallel_backend.errors import StrategyError
 from parallel_backend.models.flux.checkpoint import FluxFile
 from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.memory.fit import Plan, check_capacity, fits, host_memory
+from parallel_backend.planner.memory.fit import MemoryCheck, check_capacity, fits, host_memory
 from parallel_backend.planner.memory.model import Job
 from parallel_backend.strategy import ParallelStrategy
 
@@ -17,9 +17,9 @@ SQUARE = Job(128, 128)
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
-def plan(strategy=ULYSSES, job=SQUARE, weight_dtype="auto", devices=None) -> Plan:
+def plan(strategy=ULYSSES, job=SQUARE, weight_dtype="auto", devices=None) -> MemoryCheck:
     names = devices or tuple(f"cuda:{i}" for i in range(strategy.world_size))
-    return Plan(FILE, weight_dtype, strategy, job, names)
+    return MemoryCheck(FILE, weight_dtype, strategy, job, names)
 
 
 def refusal(size_gib: float, **what) -> str:

@@ -17,7 +17,7 @@ from parallel_backend.planner.preview.form import (
     read_inputs,
 )
 from parallel_backend.planner.preview.preview import FLUX, preview
-from parallel_backend.planner.rules import StrategyChoice
+from parallel_backend.planner.rules import StrategySettings
 
 
 def _check(find_file=lambda loader: None, **inputs):
@@ -119,7 +119,7 @@ def test_without_a_model_only_the_rules_of_any_model_count():
 
 
 def test_defaults_are_those_of_a_choice():
-    assert SelectorInputs().choice() == StrategyChoice()
+    assert SelectorInputs().choice() == StrategySettings()
     inputs = SelectorInputs("manual", "cpu:2", cfg_degree=2, shard_weights=True, device_shares="2,1")
     assert SelectorInputs.of(inputs.choice()) == inputs
 

@@ -7,10 +7,10 @@ import torch
 
 from parallel_backend.engine.groups import ROW_AXES, rank_groups
 from parallel_backend.engine.rows import Rows, take
+from parallel_backend.layout import slice_of, split_sizes
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner.preview.rank_diagram import PROMPTS, seats_of
 from parallel_backend.requests import Conditioning
-from parallel_backend.shares import share, span
 from parallel_backend.strategy import ParallelStrategy
 
 # The engine's axis and the start of the words for it.
@@ -59,10 +59,10 @@ def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, p
         Rows(torch.arange(images).reshape(-1, 1, 1, 1) + 10 * p, torch.zeros(images), empty)
         for p in range(prompts)
     ]
-    sizes = share(images * prompts, strategy.row_degree)
+    sizes = split_sizes(images * prompts, strategy.row_degree)
     for group in rank_groups(strategy, ROW_AXES):
         for index, rank in enumerate(group):
-            taken = [int(x) for entry in take(rows, span(sizes, index)) for x in entry.x.flatten()]
+            taken = [int(x) for entry in take(rows, slice_of(sizes, index)) for x in entry.x.flatten()]
             assert _numbers(_roles(seats[rank]).get("rows"), images, prompts) == taken
 
 

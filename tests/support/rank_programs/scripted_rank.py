@@ -25,8 +25,8 @@ sys.modules[_engine.__name__] = _engine
 
 from parallel_backend.errors import CheckpointError  # noqa: E402
 from parallel_backend.rank.__main__ import main  # noqa: E402
-from parallel_backend.rank.worker import RankJobs  # noqa: E402
-from parallel_backend.wire.heartbeat import here  # noqa: E402
+from parallel_backend.rank.worker import RankWorker  # noqa: E402
+from parallel_backend.wire.heartbeat import heartbeat  # noqa: E402
 from tests.support.scripted import CRASH, FLOOD, NO_MEMORY, RAISE, RAISE_ALL, SLOW, STUCK  # noqa: E402
 
 
@@ -54,7 +54,7 @@ class ScriptedForward:
         behave(int(rows[0].conditioning.pooled[0, 0]), self.world.rank, self.calls)
         share = torch.tensor([self.scale / self.world.world_size])
         if self.world.control is not None:
-            with here.inside("an all-reduce", range(self.world.world_size)):
+            with heartbeat.inside("an all-reduce", range(self.world.world_size)):
                 dist.all_reduce(share, group=self.world.control)
         self.bytes_sent += share.nbytes
         return [row.x.float() * share * row.conditioning.context.float().mean() for row in rows]
@@ -79,7 +79,7 @@ def behave(code, rank, calls):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class ScriptedJobs(RankJobs):
+class ScriptedJobs(RankWorker):
     def _read_model(self, spec, strategy):
         script = Path(spec.path).read_text().split()
         if script[0] == "refused" and self.world.rank == int(script[1]):
