@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from graphs import Graph
 
 STEPS = r"([A-Za-z]+(?: \d| device)) ([\d.e-]+) s"

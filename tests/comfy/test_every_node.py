@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import OURS, STOCK, Graph
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed
+from graphs import OURS, STOCK, Graph
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32

@@ -6,10 +6,10 @@ from math import prod
 
 import pytest
 import torch
-from graphs import AXES, OURS, STOCK, Graph
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed
+from graphs import AXES, OURS, STOCK, Graph
 from lora_files import LAYOUTS, write_loras
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32

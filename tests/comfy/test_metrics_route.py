@@ -8,8 +8,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from graphs import Graph
 from prometheus_client.parser import text_string_to_metric_families
+
+from graphs import Graph
 
 ROUTE = "/parallel_sampling/metrics"
 _SEEDS = itertools.count(701)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import OURS, STOCK, Graph
 from safetensors.torch import save_file
 
 from comfyui_client import PromptFailed
+from graphs import OURS, STOCK, Graph
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from graphs import Graph
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed, PromptInterrupted
+from graphs import Graph
 from tiny_vae import dims_of, write_vae
 
 DIMS = {"flux": dims_of(), "sd": dims_of(post_quant=True, channels=4)}

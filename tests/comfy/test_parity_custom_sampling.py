@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from graphs import OURS, STOCK, Graph
 from safetensors.torch import load_file
+
+from graphs import OURS, STOCK, Graph
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 

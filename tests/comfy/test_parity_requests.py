@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from graphs import AXES, OURS, STOCK, Graph
 from safetensors.torch import load_file
+
+from graphs import AXES, OURS, STOCK, Graph
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 WAYS = ("stock", "stepwise", "parallel sampler")

@@ -9,8 +9,9 @@ import urllib.request
 
 import pytest
 import torch
-from graphs import OURS, STOCK, Graph
 from safetensors.torch import load_file
+
+from graphs import OURS, STOCK, Graph
 
 _SEEDS = itertools.count(100)  # another seed, another run
 

@@ -9,6 +9,7 @@ import random
 from urllib.parse import urlsplit
 
 import pytest
+
 from graphs import Graph
 
 ROUTE = "/parallel_sampling/ranks"

@@ -7,9 +7,9 @@ import time
 import urllib.request
 
 import pytest
-from graphs import Graph
 
 from comfyui_client import PromptFailed
+from graphs import Graph
 from tiny_vae import dims_of, write_vae
 
 VAE = "tiny_settings.safetensors"

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from graphs import Graph
 
 EVENT = "parallel_sampling.status"

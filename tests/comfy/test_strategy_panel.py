@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from graphs import Graph
 
 from comfy_harness import ROOT
+from graphs import Graph
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")

@@ -1,0 +1,44 @@
+"""The providers of models as data: who reads a file's header, and who loads it in a rank. Imported when first asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..errors import RequestError
+from .model_file import ModelFile
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
+    and without the library that computes; `load`: the same in a rank's half, from a ModelSpec to a LoadedModel."""
+
+    name: str
+    inspect: str
+    load: str
+
+
+PROVIDERS = (Provider("flux", inspect="flux.checkpoint:inspect_flux", load="flux.module:load"),)
+
+
+def provider_of(family: str) -> Provider:
+    """The provider of ModelSpec.family; empty for the first one. Raises RequestError for a name that none has."""
+    for provider in PROVIDERS:
+        if family in ("", provider.name):
+            return provider
+    known = ", ".join(provider.name for provider in PROVIDERS)
+    raise RequestError(f"model family {family!r} is unknown; this version knows {known}.")
+
+
+def inspect_model(path: str, family: str = "") -> ModelFile:
+    """What the file at `path` holds, by its header. Raises CheckpointError for a file that is refused."""
+    return imported(provider_of(family).inspect)(path)
+
+
+def imported(reference: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(f".{module}", __package__), name)
