@@ -18,11 +18,12 @@ from statistics import mean, median
 import torch
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.planner.auto import work_of
+from parallel_backend.models.registry import inspect_model
+from parallel_backend.planner.decide import find_machine, job_from_request, plan_by_trial_runs
+from parallel_backend.planner.history.measurement_history import open_history
 from parallel_backend.planner.history.store import VARIABLE
+from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.planner.trials import decide_by_trial_runs
 from parallel_backend.requests import Placement, RunInfo, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def _chosen(spec, request: SampleRequest, ranks: int) -> ParallelStrategy:
-    file = inspect_flux(spec.path)
+    job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
     trial = replace(request, sigmas=torch.linspace(*request.sigmas[:2].tolist(), 4))
 
     def try_out(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
@@ -82,8 +83,10 @@ def _chosen(spec, request: SampleRequest, ranks: int) -> ParallelStrategy:
         finally:
             sidecar.stop()
 
-    choice = StrategySettings(devices=f"cpu:{ranks}")
-    return decide_by_trial_runs(choice, spec, file, work_of(file, request), try_out).decision.strategy
+    settings = StrategySettings(devices=f"cpu:{ranks}")
+    machine = find_machine(settings)
+    history = open_history(machine.devices)
+    return plan_by_trial_runs(settings, job, machine, history, try_out).decision.strategy
 
 
 def _measured(spec, request: SampleRequest, rounds: int) -> dict[ParallelStrategy, float]:

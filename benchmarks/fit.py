@@ -38,27 +38,26 @@ def one_gpu_step(row: Row, seconds: float, constants: Constants) -> float:
     """Seconds of one denoising step inside a published one-device time, its fixed part taken off."""
     if row.per_step:
         return seconds
-    fixed = fixed_seconds(row.work, row.machine.card, constants) if row.with_fixed else 0.0
-    return (seconds - min(fixed, 0.3 * seconds)) / row.work.steps
+    fixed = fixed_seconds(row.job, row.machine.card, constants) if row.with_fixed else 0.0
+    return (seconds - min(fixed, 0.3 * seconds)) / row.job.steps
 
 
 def predict_seconds(row: Row, constants: Constants, one_gpu: float | None) -> float:
     """What the model says the row's number is; `one_gpu`: that number on one device, if it is known."""
-    step, work = None, row.work
+    step, job = None, row.job
     if one_gpu and not row.stated:
         # The size or the steps are unknown: as many steps of the usual size as a card of this rate can have done.
-        usual = cost_model.one_gpu_step(work, row.machine.card, constants, row.mode)
-        fixed = fixed_seconds(work, row.machine.card, constants) if row.with_fixed else 0.0
-        work = replace(work, steps=max(1, round((one_gpu - min(fixed, 0.3 * one_gpu)) / usual)))
-        row = replace(row, work=work)
+        usual = cost_model.one_gpu_step(job, row.machine.card, constants)
+        fixed = fixed_seconds(job, row.machine.card, constants) if row.with_fixed else 0.0
+        job = replace(job, steps=max(1, round((one_gpu - min(fixed, 0.3 * one_gpu)) / usual)))
+        row = replace(row, job=job)
     if one_gpu:
         step = one_gpu_step(row, one_gpu, constants)
     p = predict(
-        work,
-        row.candidate,
+        job,
+        row.strategy,
         row.machine,
-        constants,
-        mode=row.mode,
+        row.constants(constants),
         one_gpu_s=step,
     )
     if row.per_step:
@@ -66,7 +65,7 @@ def predict_seconds(row: Row, constants: Constants, one_gpu: float | None) -> fl
     fixed = p.fixed_s if row.with_fixed else 0.0
     if one_gpu and row.with_fixed:
         fixed = min(fixed, 0.3 * one_gpu)
-    return p.step_s * work.steps + fixed
+    return p.step_s * job.steps + fixed
 
 
 def fit(rows: list[Row]) -> Constants:
@@ -103,12 +102,16 @@ def fit(rows: list[Row]) -> Constants:
     return best
 
 
+def _mode(row: Row) -> str:
+    return "compiled" if row.job.model.compute_options.compiles else "eager"
+
+
 def _rates(rows: list[Row]) -> dict[str, float]:
     """Median share of the peak rate that published one-device runs reach, per mode."""
     reached = defaultdict(list)
     for row in rows:
-        known = row.stated and row.machine.card.known and row.work.family.known
+        known = row.stated and row.machine.card.known and row.job.model.family.known
         if row.gpus == 1 and row.seconds and known:
             step = one_gpu_step(row, row.seconds, PRIOR)
-            reached[row.mode].append(row.work.flop / step / (row.machine.card.tflops * 1e12))
+            reached[_mode(row)].append(row.job.flop / step / (row.machine.card.tflops * 1e12))
     return {mode: min(1.0, median(values)) for mode, values in reached.items() if len(values) > 2}

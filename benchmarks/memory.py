@@ -8,7 +8,7 @@ so that imports, threads and first uses of libraries are in the baseline:
   that read every weight, less the sum before it;
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
-- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against memory_model. The
+- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory/model.py. The
   ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is what
   the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
   and glibc keeps freed memory in its heap.
@@ -24,10 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from subject import SIZES, TEXT_TOKENS, finish, prompt, random_flux, sample_request
+from subject import SIZES, finish, prompt, random_flux, sample_request
 
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.planner.memory.model import CPU_BASE_BYTES, Job, predict_memory
+from parallel_backend.models.registry import inspect_model
+from parallel_backend.planner.decide import job_from_request
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.memory.rank_memory import CPU_BASE_BYTES
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -112,11 +114,8 @@ def _predicted_over_measured(
     spec: ModelSpec, strategy: ParallelStrategy, request: SampleRequest
 ) -> list[float]:
     """Of each rank."""
-    file = inspect_flux(spec.path)
-    height, width = request.noise.shape[-2:]
-    prompts = len(request.prompts)
-    job = Job(height, width, TEXT_TOKENS, len(request.noise), prompts, steps=STEPS)
-    predicted = predict_memory(file.dims, file.dtype, strategy, job, on_cpu=True)
+    job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
+    predicted = job.model.memory(job, strategy, on_cpu=True)
     with _warm_ranks(strategy, request.cfg) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
         with _peaks(sidecar.pids) as peaks:

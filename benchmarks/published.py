@@ -1,4 +1,4 @@
-"""Published measurements as works, machines and candidates of the cost model; groups of strategies on the same work."""
+"""Published measurements as jobs, machines and strategies of the cost model; groups of strategies for the same job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel_backend.errors import RequestError
 from parallel_backend.models.catalog import WEIGHT_BYTES, guess_family, split_name
-from parallel_backend.planner.cost.communication import Candidate, Work
-from parallel_backend.planner.cost.model import Machine
+from parallel_backend.options import ComputeOptions
+from parallel_backend.planner.cost.model import Constants, Machine
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CatalogModel
 from parallel_backend.planner.machine.cards import Card, find_card, find_link
 from parallel_backend.strategy import ParallelStrategy
 
@@ -31,22 +33,28 @@ class Row:
     """One measurement. `seconds`: of the whole run, or of one step or block where `per_step`; None: only a speed-up."""
 
     source: str
-    key: tuple[str, ...]  # what must be equal for two rows to be the same work
-    candidate: Candidate
-    work: Work
+    key: tuple[str, ...]  # what must be equal for two rows to be the same job
+    strategy: ParallelStrategy
+    job: Job
     machine: Machine
     seconds: float | None
     speedup: float | None
-    mode: str
     per_step: bool
     with_fixed: bool
     label: str
     failed: bool = False  # it was tried and ran out of memory
     stated: bool = True  # False: the source does not say the size or the steps
+    gathered_ring: bool = (
+        False  # keys and values are gathered before attention, not passed round while it runs
+    )
 
     @property
     def gpus(self) -> int:
-        return self.candidate.strategy.world_size
+        return self.strategy.world_size
+
+    def constants(self, known: Constants) -> Constants:
+        """`known` as they hold for it: a gathered ring hides nothing behind attention."""
+        return known.replace(ring_overlap=0.0) if self.gathered_ring else known
 
     @property
     def family_of_source(self) -> str:
@@ -56,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Measured strategies on the same work with at most `count` devices; `contested`: two or more use them all."""
+    """Measured strategies for the same job with at most `count` devices; `contested`: two or more use them all."""
 
     source: str
     count: int
@@ -97,8 +105,8 @@ def _row(record: dict[str, str]) -> Row | str:
     failed = bool(OUT_OF_MEMORY.search(f"{record['mode']} {record.get('note') or ''}"))
     if not seconds and not speedup and not failed:
         return "neither a time nor a speed-up"
-    work = _work(record)
-    if not work.family.is_transformer and strategy.world_size > strategy.row_degree:
+    job = _job(record)
+    if not job.model.family.is_transformer and strategy.world_size > strategy.row_degree:
         return "a UNet can only be split by rows"
     card = _card(record)
     sized = bool(re.fullmatch(r"\d+x\d+", record["resolution"]))
@@ -106,21 +114,21 @@ def _row(record: dict[str, str]) -> Row | str:
     return Row(
         source=record["source"],
         key=(*(record[k] for k in keys), record.get("true_cfg", "")),
-        candidate=Candidate(strategy, gathered_ring=record.get("ring_impl") == "allgather"),
-        work=work,
+        strategy=strategy,
+        job=job,
         machine=Machine(card, _link(record, card), strategy.world_size, _memory(record)),
         seconds=seconds,
         speedup=speedup,
-        mode="compiled" if any(word in record["mode"] for word in COMPILED) else "eager",
         per_step=record["measure"] in ("step", "block"),
         with_fixed=record["measure"] == "e2e" and sized,
         label=f"{record['source']} {record['model']} {record['gpu']} {record['interconnect']} {record['mode']}",
         failed=failed and not seconds and not speedup,
         stated=sized and _whole(record["steps"], 0) > 0,
+        gathered_ring=record.get("ring_impl") == "allgather",
     )
 
 
-def _work(record: dict[str, str]) -> Work:
+def _job(record: dict[str, str]) -> Job:
     family = guess_family(record["model"])
     width, height, frames = family.default_size
     if size := re.fullmatch(r"(\d+)x(\d+)", record["resolution"]):
@@ -128,14 +136,14 @@ def _work(record: dict[str, str]) -> Work:
     _, storage = split_name(record["model"])
     if "fp8" in record["mode"]:
         storage = "fp8"
-    return Work(
-        family,
+    compiled = any(word in record["mode"] for word in COMPILED)
+    return Job(
+        CatalogModel(family, WEIGHT_BYTES[storage], ComputeOptions("blocks" if compiled else "off")),
         width,
         height,
         _whole(record["frames"], frames),
-        rows=min(2, _whole(record.get("true_cfg"), 1)),
+        prompts=min(2, _whole(record.get("true_cfg"), 1)),
         steps=_whole(record["steps"], family.default_steps),
-        storage=WEIGHT_BYTES[storage],
     )
 
 
@@ -176,22 +184,22 @@ def _whole(text: str | None, otherwise: int) -> int:
 
 
 def find_one_gpu(rows: list[Row]) -> dict[tuple[str, ...], float]:
-    """Seconds on one device per work, as published by the same source."""
+    """Seconds on one device per job, as published by the same source."""
     return {row.key: row.seconds for row in rows if row.gpus == 1 and row.seconds}
 
 
 def find_groups(rows: list[Row]) -> list[Group]:
-    """For each work and device count: every strategy measured there, on that many devices or fewer, if two or more."""
-    works = defaultdict(list)
+    """For each job and device count: every strategy measured there, on that many devices or fewer, if two or more."""
+    jobs = defaultdict(list)
     for row in rows:
-        works[row.key].append(row)
+        jobs[row.key].append(row)
     groups = []
-    for same in works.values():
+    for same in jobs.values():
         timed = [row for row in same if row.seconds] or [row for row in same if row.speedup]
         failed = [row for row in same if row.failed]
         for count in sorted({row.gpus for row in timed if row.gpus > 1}):
             members = [row for row in failed + timed if row.gpus <= count]
-            distinct = {row.candidate: row for row in members}
+            distinct = {(row.strategy, row.gathered_ring): row for row in members}
             if len(distinct) > 1:
                 groups.append(Group(same[0].source, count, tuple(distinct.values())))
     return groups

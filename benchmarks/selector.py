@@ -21,8 +21,8 @@ from statistics import mean, median
 from fit import fit, predict_seconds
 from published import DATA, Group, Row, find_groups, find_one_gpu, read_rows, time_of
 
-from parallel_backend.planner.cost.model import Constants
-from parallel_backend.planner.ranking import choose, rule_key
+from parallel_backend.planner.cost.model import Constants, predict
+from parallel_backend.planner.ranking import Evidence, rank_predictions, rule_key
 
 # Regret of choosing what ran out of memory: the run has to be done again, at the least.
 FAILED = 1.0
@@ -68,23 +68,17 @@ def constants_without(rows: list[Row]) -> dict[str, Constants]:
     return {name: fit([row for row in rows if row.family_of_source != name]) for name in families}
 
 
-def decide(group: Group, constants: Constants) -> Outcome:
+def choose(group: Group, constants: Constants) -> Outcome:
     """The choice among the group's measured strategies, from what is known before anything ran."""
     first = group.rows[0]
     memory = max(row.machine.memory for row in group.rows)
     machine = replace(first.machine, count=group.count, memory=memory)
-    rows = {row.candidate: row for row in group.rows}
-    choice = choose(
-        rows,
-        first.work,
-        machine,
-        constants=constants,
-        mode=first.mode,
-        approximation="allowed",
-        links_measured=True,
-    )
-    chosen = rows[choice.best.candidate]
-    rule = rows[max(rows, key=rule_key)]
+    predictions = [predict(first.job, row.strategy, machine, row.constants(constants)) for row in group.rows]
+    evidence = Evidence(links_measured=True)
+    ranking = rank_predictions(predictions, first.job, machine, evidence, approximation="allowed")
+    best = ranking.best.prediction
+    chosen = next(row for row, own in zip(group.rows, predictions, strict=True) if own is best)
+    rule = max(group.rows, key=lambda row: rule_key(row.strategy))
     return Outcome(group, chosen, rule, min(group.rows, key=time_of))
 
 
@@ -106,7 +100,11 @@ def one_gpu_errors(rows: list[Row], fitted: dict[str, Constants]) -> list[float]
     return [
         abs(predict_seconds(row, fitted[row.family_of_source], None) / row.seconds - 1)
         for row in rows
-        if row.gpus == 1 and row.seconds and row.stated and row.machine.card.known and row.work.family.known
+        if row.gpus == 1
+        and row.seconds
+        and row.stated
+        and row.machine.card.known
+        and row.job.model.family.known
     ]
 
 
@@ -147,7 +145,7 @@ def main() -> None:
     # A file of new rows is predicted with what the published ones teach, its own source always left out.
     teaching = rows if args.data.resolve() == DATA.resolve() else rows + read_rows(DATA)[0]
     fitted = constants_without(teaching)
-    outcomes = [decide(group, fitted[group.rows[0].family_of_source]) for group in find_groups(rows)]
+    outcomes = [choose(group, fitted[group.rows[0].family_of_source]) for group in find_groups(rows)]
     speedups = predict_speedups(rows, fitted)
     report(outcomes, speedups, left_out, args.details)
     if alone := one_gpu_errors(rows, fitted):
@@ -184,13 +182,13 @@ def report(outcomes: list[Outcome], speedups: list[SpeedUp], left_out: list[str]
         return
     for o in outcomes:
         print(
-            f"{o.group.rows[0].label}, {o.group.count} GPUs: chose {o.chosen.candidate.describe()} "
-            f"(regret {o.regret:.1%}), rule {o.rule.candidate.describe()} ({o.rule_regret:.1%}), "
-            f"best {o.best.candidate.describe()}"
+            f"{o.group.rows[0].label}, {o.group.count} GPUs: chose {o.chosen.strategy.describe()} "
+            f"(regret {o.regret:.1%}), rule {o.rule.strategy.describe()} ({o.rule_regret:.1%}), "
+            f"best {o.best.strategy.describe()}"
         )
     for s in sorted(speedups, key=lambda s: -s.error):
         print(
-            f"{s.row.label}: {s.row.candidate.describe()}: predicted {s.predicted:.2f}, published "
+            f"{s.row.label}: {s.row.strategy.describe()}: predicted {s.predicted:.2f}, published "
             f"{s.published:.2f} ({s.predicted / s.published - 1:+.0%})"
         )
     print("\n".join(left_out))

@@ -18,7 +18,7 @@ from ..parallel_backend.models.demo.captions import tokenize
 from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
-from .flux_loader import load_parallel_flux
+from .flux_loader import load_parallel_model
 from .host.settings import fingerprint
 from .links import CATEGORY, ModelLink, StrategyLink
 
@@ -63,7 +63,7 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        parallel_model, model = load_parallel_flux(str(MODEL), "auto", strategy)
+        parallel_model, model = load_parallel_model(str(MODEL), "auto", strategy)
         return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
 
 

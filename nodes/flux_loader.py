@@ -11,12 +11,12 @@ from ..parallel_backend.models.flux.checkpoint import inspect_flux
 from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
-from .host.settings import default_choice, fingerprint
+from .host.settings import default_settings, fingerprint
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .model.network import make_stepwise_model
+from .model.flux import make_flux_model
 
 
-def load_parallel_flux(
+def load_parallel_model(
     path: str,
     weight_dtype: str,
     strategy: StrategySettings | None,
@@ -24,12 +24,12 @@ def load_parallel_flux(
 ) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
     """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
-    choice = strategy or default_choice()
-    devices = resolve_devices(choice.devices)
-    if choice.mode == "manual":
-        choice.strategy.check(file.shape, len(devices), choice.engine)
+    settings = strategy or default_settings()
+    devices = resolve_devices(settings.devices)
+    if settings.mode == "manual":
+        settings.strategy.check(file.shape, len(devices), settings.engine)
     spec = ModelSpec(path=path, weight_dtype=weight_dtype)
-    patcher = make_stepwise_model(spec, file, choice, compute_options)
+    patcher = make_flux_model(spec, file, settings, compute_options)
     return ParallelModel(spec, file, patcher), patcher
 
 
@@ -102,5 +102,5 @@ class ParallelFluxLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         return io.NodeOutput(
-            *load_parallel_flux(path, weight_dtype, strategy, ComputeOptions(compile, attention))
+            *load_parallel_model(path, weight_dtype, strategy, ComputeOptions(compile, attention))
         )

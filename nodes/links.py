@@ -1,4 +1,4 @@
-"""What travels on the pack's own links: immutable specs, never live groups."""
+"""The pack's own links and what travels on them: immutable specs, never live groups."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import comfy.model_patcher
 from comfy_api.latest import io
 
-from ..parallel_backend.models.flux.checkpoint import FluxFile
+from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
 
-StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries selector.StrategySettings
+StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries rules.StrategySettings
 ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
 
 
@@ -21,5 +21,5 @@ class ParallelModel:
     """Names the weights. `patcher` is the stock MODEL of the same weights; its options carry the strategy chosen."""
 
     spec: ModelSpec
-    file: FluxFile
+    file: ModelFile
     patcher: comfy.model_patcher.ModelPatcher

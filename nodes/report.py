@@ -132,20 +132,20 @@ def _strategy(record: RunRecord) -> str:
 
 
 def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
-    """What was expected of time and memory, the first beside what it took."""
-    decided = record.decided
-    if decided is None:
+    """The expected time and memory, the first beside what it took."""
+    plan = record.plan
+    if plan is None:
         return []
+    lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
     if any(run.reused_calls for run in record.runs):  # what was foreseen is a step that computes all
-        return [f"memory, predicted for the fullest device: {decided.memory.describe()}"]
-    lines = [f"memory, predicted for the fullest device: {decided.memory.describe()}"]
-    outlook = expected(decided.outlooks, decided.decision.strategy)
+        return lines
+    candidate = expected(plan.candidates, plan.decision.strategy)
     took = median(times[1:] or times)
-    if outlook is not None and outlook.step_s > 0:
-        how = "measured before" if outlook.measured else f"predicted, ± {outlook.band:.0%}"
-        off = took / outlook.step_s - 1
+    if candidate is not None and candidate.step_s > 0:
+        how = "measured before" if candidate.measured else f"predicted, ± {candidate.band:.0%}"
+        off = took / candidate.step_s - 1
         lines.append(
-            f"expected: {outlook.step_s:.4f} s a {unit} ({how}); it took {took:.4f} s, "
+            f"expected: {candidate.step_s:.4f} s a {unit} ({how}); it took {took:.4f} s, "
             f"{abs(off):.0%} {'more' if off > 0 else 'less'}"
         )
     return lines

@@ -11,13 +11,14 @@ from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
-from ..parallel_backend.planner.rules import StrategySettings, resolve
-from ..parallel_backend.strategy import RequestShape
-from .host.calls import RunRecord, say
+from ..parallel_backend.planner.job import Job
+from ..parallel_backend.planner.job_models import CheckpointModel
+from ..parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
 from .host.settings import permitted
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .model.network import CHOICE, RECORD
+from .model.network import RECORD, SETTINGS
 from .model.sampler import ResidentSampler
 from .report import summarise, write_report
 from .run_ui import run_ui
@@ -131,9 +132,9 @@ class ParallelSampler(io.ComfyNode):
         options = model.model_options["transformer_options"]
         options[RECORD] = record
         if strategy is not None:
-            options[CHOICE] = strategy
-        options[CHOICE] = permitted(options[CHOICE], steps, step_cache=bool(record.cache_threshold))
-        _check(options[CHOICE], parallel_model, record)
+            options[SETTINGS] = strategy
+        options[SETTINGS] = permitted(options[SETTINGS], steps, step_cache=bool(record.cache_threshold))
+        _check(options[SETTINGS], parallel_model, record)
 
         # Hosts that put this key into a latent also take it here; older ones know neither.
         ratio = [latent_image[key] for key in ("downscale_ratio_spacial",) if key in latent_image]
@@ -158,22 +159,22 @@ class ParallelSampler(io.ComfyNode):
             seed=seed,
         )
         if record.runs:  # nothing runs at denoise 0
-            say(summarise(record))
+            report_progress(summarise(record))
         out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
         report = write_report(record)
         shown = run_ui(
             record,
             report,
-            options[CHOICE],
-            parallel_model.file.dims,
+            options[SETTINGS],
+            parallel_model.file,
             images=len(samples),
             has_cfg=cfg != 1.0,
         )
         return io.NodeOutput({**out, "samples": samples}, report, ui=shown)
 
 
-def _check(choice: StrategySettings, model: ParallelModel, record: RunRecord) -> None:
+def _check(settings: StrategySettings, model: ParallelModel, record: RunRecord) -> None:
     """A strategy that cannot work is refused before anything is prepared or started."""
-    any_request = RequestShape(batch=1, has_cfg=False)
-    decision = resolve(choice, model.file.shape, any_request, resolve_devices(choice.devices))
+    any_job = Job(CheckpointModel(model.file))
+    decision = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
     check_step_cache(record.cache_threshold or 0.0, decision.strategy)

@@ -124,5 +124,5 @@ class StrategySelector(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: str | int | bool) -> io.NodeOutput:
-        choice = SelectorInputs(**inputs).choice()
-        return io.NodeOutput(choice, preview(choice).why)
+        settings = SelectorInputs(**inputs).settings()
+        return io.NodeOutput(settings, preview(settings).why)

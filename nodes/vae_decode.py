@@ -18,8 +18,8 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar import pool
 from ..parallel_backend.sidecar.sidecar import Sidecar
 from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
-from .host.calls import errors_as_comfyuis, interrupted, say
-from .host.settings import default_choice, fingerprint
+from .host.calls import errors_as_comfyuis, interrupted, report_progress
+from .host.settings import default_settings, fingerprint
 from .links import CATEGORY, StrategyLink
 from .model.vae import weights_of
 
@@ -63,15 +63,15 @@ class ParallelVAEDecode(io.ComfyNode):
             latent = latent.unbind()[0]
         begun = time.perf_counter()
         try:
-            image, lines = _on_ranks(vae, latent, strategy or default_choice())
+            image, lines = _on_ranks(vae, latent, strategy or default_settings())
         except _CannotBeSplit as reason:
-            say(f"decoding in ComfyUI: {reason}")
+            report_progress(f"decoding in ComfyUI: {reason}")
             image = vae.decode(latent)
             if image.ndim == 5:  # frames of a video become images, as VAEDecode has it
                 image = image.reshape(-1, *image.shape[-3:])
             lines = [f"decoded by: ComfyUI's own VAE decode, on one device, because {reason}"]
         lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
-        say(lines[0])
+        report_progress(lines[0])
         return io.NodeOutput(image, "\n".join(lines))
 
 
@@ -79,12 +79,12 @@ class _CannotBeSplit(Exception):
     """The reason, in a user's words, why the ranks cannot decode it."""
 
 
-def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategySettings) -> tuple[Tensor, list[str]]:
+def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
     weights = _splittable(vae, latent)
-    sidecar, shares, notes = _choose_ranks(choice)
+    sidecar, shares, notes = _choose_ranks(settings)
     _make_room(vae, latent, sidecar)
     progress = comfy.utils.ProgressBar(1)
     try:
@@ -94,7 +94,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategySettings) -> tu
                 latent.cpu(),
                 shares,
                 on_step=lambda step, steps: progress.update_absolute(step, steps),
-                on_phase=say,
+                on_phase=report_progress,
                 should_cancel=interrupted,
             )
     except PlatformError as error:
@@ -102,13 +102,13 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategySettings) -> tu
     return _as_comfyuis(vae, result.image), [*_report(sidecar.devices, result.info, latent), *notes]
 
 
-def _choose_ranks(choice: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
     """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
-    chosen = resolve_devices(choice.devices)
-    wanted = chosen[: choice.strategy.world_size] if choice.mode == "manual" else chosen
+    chosen = resolve_devices(settings.devices)
+    wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
     sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
     share_of = dict(
-        zip(chosen, read_shares(choice.device_shares, chosen), strict=False)
+        zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
     )  # empty: equal shares
     shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
     if sidecar.devices == wanted:

@@ -50,6 +50,16 @@ class RankCoordinates:
             summed[i : i + strategy.sequence_degree] for i in range(0, len(summed), strategy.sequence_degree)
         ]
 
+    def stage_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
+        """How much of the blocks each stage of this rank's pipeline takes."""
+        shares = tuple(sum(stage) for stage in self.pipeline_shares(strategy))
+        return shares or (1.0,) * strategy.pipefusion_degree
+
+    def split_tokens(self, strategy: ParallelStrategy, total: int) -> tuple[int, ...]:
+        """`total` tokens over the sequence axis, by device_shares where there are any."""
+        weights = tuple(sum(stages) for stages in zip(*self.pipeline_shares(strategy), strict=True))
+        return split_sizes(total, strategy.sequence_degree, weights)
+
 
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:
     """Sizes of `parts` contiguous shares of `total`, as even as whole numbers allow; the first are the larger.

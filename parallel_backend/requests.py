@@ -9,8 +9,9 @@ import torch
 from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
 
-# Samplers that the resident loop implements; everything else runs stepwise.
-RESIDENT_SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+# Samplers that the resident loop implements, and how often a step of each calls the model (heun's last step once);
+# everything else runs stepwise.
+RESIDENT_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
 LATENT_CHANNELS = 16  # of Flux's latent space
 WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
 

@@ -37,14 +37,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class RequestShape:
-    """What the rules need to know of a request. `has_cfg`: a negative prompt is really evaluated (cfg != 1)."""
-
-    batch: int
-    has_cfg: bool
-
-
-@dataclass(frozen=True)
 class ParallelStrategy:
     """How one sampling job is split. Every degree is >= 1; `world_size` is their product.
 
@@ -119,6 +111,19 @@ class ParallelStrategy:
     def pipeline_patches(self) -> int:
         """Patches of an image under PipeFusion; fewer where an image has fewer tokens."""
         return self.num_pipeline_patch or self.pipefusion_degree
+
+    @property
+    def exact(self) -> bool:
+        """PipeFusion computes with keys and values of the step before; all else gives one device's result."""
+        return self.pipefusion_degree == 1
+
+    @property
+    def canonical(self) -> ParallelStrategy:
+        """The same split, always spelt alike: without stages, patches and warm-up mean nothing."""
+        if self.pipefusion_degree == 1:
+            return self.replace(num_pipeline_patch=0, warmup_steps=1)
+        alike = self.num_pipeline_patch == self.pipefusion_degree
+        return self.replace(num_pipeline_patch=0) if alike else self
 
     @property
     def shards(self) -> bool:

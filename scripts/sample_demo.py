@@ -29,9 +29,11 @@ from workflow_to_api import WorkflowError, workflow_to_api
 
 sys.path.insert(0, str(ROOT))
 from parallel_backend.devices import resolve_devices
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.planner.rules import StrategySettings, resolve
-from parallel_backend.strategy import DEGREES, RequestShape
+from parallel_backend.models.registry import inspect_model
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.strategy import DEGREES
 
 WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
 DEMO_MODEL = ROOT / "demo_model" / "transformer.safetensors"
@@ -164,9 +166,8 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
 
 def degrees(devices: str) -> dict[str, int]:
     """The degrees that the rule "CFG, then Ulysses, then Ring" gives for all of ``devices``."""
-    model = inspect_flux(DEMO_MODEL).shape
-    request = RequestShape(batch=1, has_cfg=True)
-    strategy = resolve(StrategySettings(), model, request, resolve_devices(devices)).strategy
+    job = Job(CheckpointModel(inspect_model(str(DEMO_MODEL))), prompts=2)
+    strategy = resolve_strategy(StrategySettings(), job, resolve_devices(devices)).strategy
     return {name: getattr(strategy, name) for name in DEGREES}
 
 

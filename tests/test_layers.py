@@ -1,6 +1,7 @@
 """The rooms of the house and who may import whom, read from the source, so that an arrow the wrong way fails here."""
 
 import ast
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ COMFYUI = {
 }
 ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
 XFUSER_OWNERS = {"parallel_backend.engine.attention.patch_xfuser", "parallel_backend.engine.attention.xfuser"}
+# Rooms in whose code no family of models has a name, and the files that are a family's own there.
+WITHOUT_FAMILIES = {
+    "wire": set(),
+    "planner": set(),
+    "nodes": {"nodes.flux_loader", "nodes.model.flux"},
+}
+# How others call the loader node of Flux.1.
+LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {
     "all_gather_object",
     "broadcast_object_list",
@@ -163,3 +172,20 @@ def test_nothing_unpickles_or_executes_text(module):
             assert called not in ("torch.load", "eval", "exec", "compile", "os.system"), called
             assert called.split(".")[-1] not in _OBJECT_COLLECTIVES, called
             assert not any(keyword.arg == "shell" for keyword in node.keywords)
+
+
+@pytest.mark.parametrize("room", WITHOUT_FAMILIES)
+def test_flux_is_named_in_its_own_home_only(room):
+    """In code: words for people, in strings and comments, may name what the pack runs."""
+    for module, path in MODULES.items():
+        if _room(module) != room or module in WITHOUT_FAMILIES[room]:
+            continue
+        with path.open("rb") as file:
+            names = {t.string for t in tokenize.tokenize(file.readline) if t.type == tokenize.NAME}
+        assert {name for name in names - LOADER_NODE if "flux" in name.lower()} == set(), module
+
+
+def test_only_the_loader_node_knows_comfyuis_flux():
+    assert [name for name, (_, inside) in IMPORTS.items() if "nodes.model.flux" in inside] == [
+        "nodes.flux_loader"
+    ]

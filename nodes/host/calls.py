@@ -11,18 +11,17 @@ import comfy.model_management
 from comfy_execution.utils import get_executing_context
 
 from ...parallel_backend.errors import Cancelled, OutOfMemory
-from ...parallel_backend.models.flux.checkpoint import FluxFile
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.cost.communication import Work
-from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan_by_trial_runs
+from ...parallel_backend.planner.history.measurement_history import open_history
+from ...parallel_backend.planner.job import Job
 from ...parallel_backend.planner.rules import Decision, StrategySettings
-from ...parallel_backend.planner.trials import decide_by_trial_runs, uncompiled
 from ...parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
-from .memory import economy
+from .memory import memory_flag
 from .settings import permitted
 
 log = logging.getLogger(__name__)
@@ -30,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunRecord:
-    """What a sampling run did, collected call by call for the report."""
+    """A sampling run, collected call by call for the report."""
 
     decisions: list[Decision] = field(default_factory=list)
-    decided: ExecutionPlan | None = None  # the latest, with what was foreseen
+    plan: ExecutionPlan | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
     patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
     runs: list[RunInfo] = field(default_factory=list)
@@ -42,38 +41,21 @@ class RunRecord:
     cache_threshold: float | None = None  # None: no step cache was wanted
 
 
-def decide(
-    choice: StrategySettings,
-    spec: ModelSpec,
-    file: FluxFile,
-    work: Work,
-    try_out: Callable[[Sidecar, Placement], RunInfo],
-    *,
-    sampler: str = "euler",
-    compute_options: ComputeOptions = DEFAULT_COMPUTE,
+def plan_job(
+    settings: StrategySettings, job: Job, spec: ModelSpec, try_out: Callable[[Sidecar, Placement], RunInfo]
 ) -> ExecutionPlan:
-    """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
-    choice = permitted(choice, work.steps, attention=compute_options.attention)
+    """The plan for `job` with the model of `spec`. Where only trying can tell, `try_out` runs a few steps with each
+    strategy first."""
+    settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
+    machine = find_machine(settings, memory_flag())
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
-        decision = Decision(strategy, choice.engine, "")
-        with ready_sidecar(spec, decision, devices, None, compute_options=uncompiled(compute_options)) as (
-            sidecar,
-            placement,
-        ):
+        decision, options = Decision(strategy, settings.engine, ""), job.model.uncompiled.compute_options
+        with ready_sidecar(spec, decision, devices, None, compute_options=options) as (sidecar, placement):
             return try_out(sidecar, placement)
 
-    return decide_by_trial_runs(
-        choice,
-        spec,
-        file,
-        work,
-        on_ranks,
-        sampler=sampler,
-        economy=economy(),
-        compute_options=compute_options,
-        say=say,
-    )
+    history = open_history(machine.devices)
+    return plan_by_trial_runs(settings, job, machine, history, on_ranks, report_progress)
 
 
 @contextmanager
@@ -88,9 +70,11 @@ def ready_sidecar(
     """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
         sidecar = pool.get_sidecar(devices)
-        load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted, patches=patches)
+        load = sidecar.load(
+            spec, decision.strategy, on_phase=report_progress, should_cancel=interrupted, patches=patches
+        )
         if not load.cached:
-            say(f"loaded in {load.seconds:.1f} s")
+            report_progress(f"loaded in {load.seconds:.1f} s")
         if record is not None:
             record.devices = devices
             if not record.decisions or record.decisions[-1] != decision:
@@ -118,7 +102,7 @@ def interrupted() -> bool:
     return comfy.model_management.processing_interrupted()
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     """Shows what the ranks are doing under the node that runs, and in the log."""
     log.info("parallel sampling: %s", text)
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs

@@ -8,8 +8,9 @@ import weakref
 import torch
 from comfy.cli_args import args
 
-from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.planner.decide import LOWVRAM, NOVRAM, ExecutionPlan
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.machine.local import LOWVRAM, NOVRAM
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
 
@@ -17,8 +18,8 @@ from ...parallel_backend.sidecar import pool
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def economy() -> str:
-    """ComfyUI's own flag for little memory, as decide.ECONOMIES has it."""
+def memory_flag() -> str:
+    """ComfyUI's own flag for little memory, or nothing."""
     return NOVRAM if args.novram else LOWVRAM if args.lowvram else ""
 
 
@@ -31,17 +32,17 @@ def make_room(spec: ModelSpec) -> bool:
     return True
 
 
-def size_on(device: torch.device, file: FluxFile, decided: ExecutionPlan | None) -> int:
+def size_on(device: torch.device, file: ModelFile, plan: ExecutionPlan | None) -> int:
     """Bytes of weights that the ranks hold, or will hold, on one of ComfyUI's devices.
 
     Nothing on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.
     """
     if device.type != "cuda":
         return 0
-    if decided is None:
+    if plan is None:
         return file.tensor_bytes
     name = f"cuda:{device.index or 0}"
-    return decided.memory.weights if name in decided.devices else 0
+    return plan.memory.weights if name in plan.devices else 0
 
 
 def watch(network: torch.nn.Module, spec: ModelSpec) -> None:

@@ -31,18 +31,18 @@ def _path() -> Path:
     return Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
 
 
-def default_choice() -> StrategySettings:
-    """What a Strategy Selector would say where none is connected."""
+def default_settings() -> StrategySettings:
+    """The settings of a Strategy Selector where none is connected."""
     return StrategySettings(devices=setting("default_devices"))
 
 
 def permitted(
-    choice: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+    settings: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
 ) -> StrategySettings:
-    """`choice` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
+    """`settings` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
     if setting("allow_approximate"):
-        return choice
-    return without_approximation(choice, steps, step_cache=step_cache, attention=attention)
+        return settings
+    return without_approximation(settings, steps, step_cache=step_cache, attention=attention)
 
 
 def fingerprint() -> tuple[str | bool | float, ...]:

@@ -1,11 +1,10 @@
-"""What a model call carries beside latent, sigma and prompt: from ComfyUI's arguments to requests.Extras."""
+"""The extras of a model call beside latent, sigma and prompt: from ComfyUI's arguments to requests.Extras."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...parallel_backend.models.flux.keys import FluxDims
 from ...parallel_backend.requests import Extras
 from .unsupported import refusal
 
@@ -17,11 +16,11 @@ def take_extras(
     ref_latents: list[Tensor] | None,
     control: dict | None,
     others: dict,
-    dims: FluxDims,
+    block_counts: tuple[int, ...],
     dtype: torch.dtype,
     rope: dict | None = None,
 ) -> Extras:
-    """Takes what it knows out of `others` (the arguments that ComfyUI's Flux does not name). `dtype`: what the ranks
+    """Takes what it knows out of `others` (the arguments that ComfyUI's model does not name). `dtype`: what the ranks
     compute in, to which a ControlNet's residuals are rounded here, where that halves what leaves the GPU. `rope`: what
     ScaleROPE wishes."""
     method = others.pop("ref_latents_method", None)
@@ -31,7 +30,7 @@ def take_extras(
         references=references,
         places=_places(x, references, method or "offset", rope or {}) if references or rope else None,
         mask=None if mask is None else _as_batch(mask).cpu(),
-        residuals={} if control is None else _residuals(control, dims, dtype),
+        residuals={} if control is None else _residuals(control, block_counts, dtype),
     )
 
 
@@ -82,12 +81,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
-def _residuals(control: dict, dims: FluxDims, dtype: torch.dtype) -> dict[int, Tensor]:
+def _residuals(control: dict, block_counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, Tensor]:
     """By block, doubles first. A ControlNet may have some for more blocks than there are, which ComfyUI leaves out.
 
     It has one for several blocks in a row, which ComfyUI hands over once for each: those are one again here.
     """
-    kinds = (("input", 0, dims.double_blocks), ("output", dims.double_blocks, dims.single_blocks))
+    doubles, singles = block_counts
+    kinds = (("input", 0, doubles), ("output", doubles, singles))
     residuals: dict[int, Tensor] = {}
     before = moved = None
     for kind, first, count in kinds:

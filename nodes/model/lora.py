@@ -1,20 +1,18 @@
-"""What ComfyUI's LoRA loaders hand to a MODEL, as changes that the ranks can make themselves."""
+"""The LoRAs that ComfyUI's loaders hand to a MODEL, as changes that the ranks can make themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import comfy.lora
 import comfy.utils
 import comfy.weight_adapter
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.models.flux.tensors import original_tensor
 from ...parallel_backend.models.lora_math import check_shapes
 from ...parallel_backend.wire.weight_patches import Factor, WeightPatch, WeightPatches, by_key, digest
 from .unsupported import refusal
@@ -37,21 +35,34 @@ PREFIX = "diffusion_model."
 _digests: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+class FileParameters(Protocol):
+    """The parameters of a model's file as its LoRAs know them. `shapes`: by key."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def key_of(self, name: str) -> str:
+        """The key of what ComfyUI's model calls `name`."""
+
+    def read(self, key: str) -> Tensor:
+        """The parameter as stored, mapped."""
+
+
 class _NotOurs(Exception):
     """An adapter whose maths only ComfyUI knows."""
 
 
-def weight_patches(patches: Mapping[str, list[tuple]], file: FluxFile) -> WeightPatches:
+def weight_patches(patches: Mapping[str, list[tuple]], file: FileParameters) -> WeightPatches:
     """`patches`: a ModelPatcher's, by the names of its model's parameters, in the order of application.
 
     What is not a kind of change that the ranks know is computed here, by ComfyUI, one tensor after the other. Raises
     RequestError for changes that do not fit the model, naming the tensor.
     """
-    shapes = file.original_shapes
+    shapes = file.shapes
     found: list[WeightPatch] = []
     tensors: dict[str, Tensor] = {}
     for name, entries in patches.items():
-        key = original_key(name)
+        key = file.key_of(name.removeprefix(PREFIX))
         own: dict[str, Tensor] = {}
         try:
             changes = [_patch(key, shapes.get(key), entry, own) for entry in entries]
@@ -62,12 +73,6 @@ def weight_patches(patches: Mapping[str, list[tuple]], file: FluxFile) -> Weight
     for key, changes in by_key(found).items():
         check_shapes(shapes[key], changes, tensors)
     return WeightPatches(tuple(found), tensors)
-
-
-def original_key(name: str) -> str:
-    """`diffusion_model.….query_norm.weight` (as ComfyUI has it now) -> `….query_norm.scale`."""
-    key = name.removeprefix(PREFIX)
-    return key.removesuffix(".weight") + ".scale" if key.endswith("_norm.weight") else key
 
 
 def _patch(key: str, shape: tuple[int, ...] | None, entry: tuple, tensors: dict[str, Tensor]) -> WeightPatch:
@@ -128,10 +133,9 @@ def _digest(key: str, role: str, tensor: Tensor) -> str:
     return _digests[tensor]
 
 
-def _merged(key: str, entries: list[tuple], file: FluxFile, tensors: dict[str, Tensor]) -> WeightPatch:
-    """The weight that ComfyUI itself makes of the file's; the only place where this process reads one, mapped."""
-    with safe_open(file.path, framework="pt", device="cpu") as opened:
-        weight = original_tensor(file, opened.get_tensor, key).to(torch.float32, copy=True)
+def _merged(key: str, entries: list[tuple], file: FileParameters, tensors: dict[str, Tensor]) -> WeightPatch:
+    """The weight that ComfyUI itself makes of the file's; the only place where this process reads one."""
+    weight = file.read(key).to(torch.float32, copy=True)
     value = comfy.lora.calculate_weight(entries, weight, PREFIX + key)
     found = _digest(key, "merged value", value)
     tensors[found] = value

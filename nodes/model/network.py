@@ -5,86 +5,53 @@ What such a call cannot honour yet is refused by the name of its effect, never d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-import comfy.ldm.flux.layers
+import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
-import comfy.ops
 import comfy.patcher_extension
-import comfy.supported_models
 import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.devices import is_cpu, resolve_devices
-from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.models.flux.weight_bytes import Dtypes
+from ...parallel_backend.models.dtypes import Dtypes
+from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.auto import image_work
-from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.decide import ExecutionPlan, job_from_latent
+from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ready_sidecar, say
+from ..host.calls import RunRecord, interrupted, plan_job, ready_sidecar, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
-from .patcher import COMPUTING, PATCHES, StepwisePatcher
+from .lora import FileParameters
+from .patcher import COMPUTE_OPTIONS, PATCHES, StepwisePatcher
 from .unsupported import refuse_effects
 
-_NORM_ENDING = next(
-    name.removeprefix("query_norm.")
-    for name in comfy.ldm.flux.layers.QKNorm(
-        1, device="meta", operations=comfy.ops.disable_weight_init
-    ).state_dict()
-    if name.startswith("query_norm.")
-)
-
-_FILL_CHANNELS = 384  # of an image token: latent, image and mask
 # Keys under which the MODEL's transformer_options carry what belongs to this pack.
-CHOICE, RECORD = "parallel_strategy", "parallel_record"
+SETTINGS, RECORD = "parallel_strategy", "parallel_record"
 
 
 def make_stepwise_model(
-    spec: ModelSpec, file: FluxFile, choice: StrategySettings, compute_options: ComputeOptions
+    model: comfy.model_base.BaseModel,
+    network: StepwiseNetwork,
+    settings: StrategySettings,
+    compute_options: ComputeOptions,
 ) -> comfy.model_patcher.ModelPatcher:
-    """The MODEL of `spec`. Starts nothing: ranks start with the first sampling."""
-    family = _family(file)
-    config = family(
-        {
-            "image_model": "flux",
-            "guidance_embed": file.dims.guidance,
-            "in_channels": file.dims.in_channels // 4,
-            "out_channels": file.dims.out_channels // 4,
-            "depth": file.dims.double_blocks,
-            "depth_single_blocks": file.dims.single_blocks,
-            "hidden_size": file.dims.hidden,
-            "disable_unet_model_creation": True,
-        }
-    )
-    # The ranks round to the compute dtype; rounding here as well would lose the exact timestep.
-    config.set_inference_dtype(torch.float32, None)
-    model = config.get_model({}, "")
-    model.diffusion_model = StepwiseFlux(spec, file)
+    """The MODEL of `network`, which takes the place of the one that `model` lacks. Starts nothing: ranks start with the
+    first sampling."""
+    model.diffusion_model = network
     patcher = StepwisePatcher(
         model,
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    patcher.model_options["transformer_options"] |= {CHOICE: choice, COMPUTING: compute_options}
+    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: compute_options}
     return patcher
-
-
-def comfyui_key(key: str) -> str:
-    """The original name of a parameter as this ComfyUI has it: it came to call the scale of a norm its weight."""
-    return key.removesuffix("scale") + _NORM_ENDING if key.endswith("_norm.scale") else key
-
-
-def _family(file: FluxFile) -> type[comfy.supported_models.Flux]:
-    """ComfyUI's description of it; Fill is one of its own, Canny and Depth are dev with more input channels."""
-    if file.dims.in_channels == _FILL_CHANNELS:
-        return comfy.supported_models.FluxInpaint
-    return comfy.supported_models.Flux if file.dims.guidance else comfy.supported_models.FluxSchnell
 
 
 class _Part(nn.Module):
@@ -94,28 +61,30 @@ class _Part(nn.Module):
         return self._modules[str(index)]
 
 
-class StepwiseFlux(nn.Module):
-    """Stands where ComfyUI expects Flux: the same call, answered by the ranks.
+class StepwiseNetwork(nn.Module):
+    """Stands where ComfyUI expects the network: the same call, answered by the ranks.
 
-    Its parameters carry the names and shapes of the original layout on the meta device: no memory, but LoRA loaders
-    find their targets, so that a LoRA is noticed instead of dropped.
+    `shapes`: of the parameters that ComfyUI's own has, by name. They lie on the meta device: no memory, but LoRA
+    loaders find their targets, so that a LoRA is noticed instead of dropped. `file_parameters`: the same in the file.
     """
 
-    def __init__(self, spec: ModelSpec, file: FluxFile) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        file: ModelFile,
+        file_parameters: FileParameters,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.file = file
+        self.file_parameters = file_parameters
         self.dtype = torch.float32
-        # What nodes read of ComfyUI's own class.
-        self.patch_size = 2
-        self.in_channels, self.out_channels = file.dims.in_channels, file.dims.out_channels
-        self.hidden_size, self.num_heads = file.dims.hidden, file.dims.heads
         watch(self, spec)
-        self._decided: tuple[tuple, Tensor | None, ExecutionPlan] | None = (
-            None  # its key, the run's sigmas, and what runs
-        )
-        for key, shape in file.original_shapes.items():
-            *path, name = comfyui_key(key).split(".")
+        # Its key, the run's sigmas, and what runs.
+        self._planned: tuple[tuple, Tensor | None, ExecutionPlan] | None = None
+        for key, shape in shapes.items():
+            *path, name = key.split(".")
             module: nn.Module = self
             for part in path:
                 if part not in module._modules:
@@ -127,7 +96,7 @@ class StepwiseFlux(nn.Module):
 
     def size_on(self, device: torch.device) -> int:
         """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
-        return size_on(device, self.file, None if self._decided is None else self._decided[2])
+        return size_on(device, self.file, None if self._planned is None else self._planned[2])
 
     def forward(
         self,
@@ -151,65 +120,75 @@ class StepwiseFlux(nn.Module):
 
     def _forward(
         self,
-        x,
-        timestep,
-        context,
-        y=None,
-        guidance=None,
-        ref_latents=None,
-        control=None,
-        options=None,
-        **others,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        y: Tensor | None,
+        guidance: Tensor | None,
+        ref_latents: list[Tensor] | None,
+        control: dict | None,
+        options: dict,
+        **others: object,
     ) -> Tensor:
         extras = take_extras(
             x,
             ref_latents,
             control,
             others,
-            self.file.dims,
-            self._compute_dtype(options.get(CHOICE, StrategySettings())),
+            self.file.block_counts,
+            self._compute_dtype(options.get(SETTINGS, StrategySettings())),
             options.get("rope_options"),
         )
         refuse_effects(options, others)
         if y is None:
-            y = x.new_zeros(len(x), self.file.dims.pooled_dim)
+            y = x.new_zeros(len(x), self.file.pooled_dim)
         conditioning = Conditioning(
             context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
         )
         request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning, extras)
         record: RunRecord | None = options.get(RECORD)
-        decided = self._decide(request, options)
+        plan = self._plan(request, options)
         if record is not None:
-            record.decided = decided
+            record.plan = plan
         patches = options.get(PATCHES, NO_PATCHES)
-        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        with ready_sidecar(
-            self.spec, decided.decision, decided.devices, record, patches, compute_options
-        ) as (
+        compute_options = options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
+        with ready_sidecar(self.spec, plan.decision, plan.devices, record, patches, compute_options) as (
             sidecar,
             placement,
         ):
             velocity, info = sidecar.predict(
-                self.spec, request, placement, on_phase=say, should_cancel=interrupted, patches=patches
+                self.spec,
+                request,
+                placement,
+                on_phase=report_progress,
+                should_cancel=interrupted,
+                patches=patches,
             )
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)
 
-    def _compute_dtype(self, choice: StrategySettings) -> torch.dtype:
-        on_cpu = is_cpu(resolve_devices(choice.devices))
+    def _compute_dtype(self, settings: StrategySettings) -> torch.dtype:
+        on_cpu = is_cpu(resolve_devices(settings.devices))
         return getattr(torch, Dtypes.of(self.spec.weight_dtype, self.file.dtype, on_cpu).compute)
 
-    def _decide(self, request: PredictRequest, options: dict) -> ExecutionPlan:
+    def _plan(self, request: PredictRequest, options: dict) -> ExecutionPlan:
         """Once for all like calls of a sampling run: what is measured meanwhile must not change it half-way."""
         rows = options.get("cond_or_uncond", [0])
-        choice, sigmas = options.get(CHOICE, StrategySettings()), options.get("sample_sigmas")
-        shape = (max(1, len(request.x) // len(rows)), *request.x.shape[1:])
-        text, has_cfg = request.conditioning.context.shape[1], len(set(rows)) > 1
-        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        key = (choice, compute_options, shape, text, has_cfg)
-        if self._decided is not None and self._decided[0] == key and self._decided[1] is sigmas:
-            return self._decided[2]
+        settings, sigmas = options.get(SETTINGS, StrategySettings()), options.get("sample_sigmas")
+        model = CheckpointModel(
+            self.file, self.spec.weight_dtype, options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
+        )
+        job = job_from_latent(
+            model,
+            (max(1, len(request.x) // len(rows)), *request.x.shape[1:]),
+            text=request.conditioning.context.shape[1],
+            has_cfg=len(set(rows)) > 1,
+            steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
+        )
+        key = (settings, job)
+        if self._planned is not None and self._planned[0] == key and self._planned[1] is sigmas:
+            return self._planned[2]
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             infos = [
@@ -217,14 +196,6 @@ class StepwiseFlux(nn.Module):
             ]
             return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
 
-        work = image_work(
-            self.file,
-            shape,
-            text=text,
-            has_cfg=has_cfg,
-            steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
-            weight_dtype=self.spec.weight_dtype,
-        )
-        decided = decide(choice, self.spec, self.file, work, try_out, compute_options=compute_options)
-        self._decided = (key, sigmas, decided)
-        return decided
+        plan = plan_job(settings, job, self.spec, try_out)
+        self._planned = (key, sigmas, plan)
+        return plan

@@ -16,8 +16,8 @@ from .unsupported import refusal
 
 # Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
 PATCHES = "parallel_weight_patches"
-# And how the ranks compute it, as Computing.
-COMPUTING = "parallel_computing"
+# And how the ranks compute it, as ComputeOptions.
+COMPUTE_OPTIONS = "parallel_computing"
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
@@ -64,7 +64,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
                 "made for another model; choose one for Flux.1."
             )
         added = super().add_patches(patches, strength_patch, strength_model)
-        found = weight_patches(self.patches, self.model.diffusion_model.file)
+        found = weight_patches(self.patches, self.model.diffusion_model.file_parameters)
         self.model_options["transformer_options"][PATCHES] = found
         return added
 
@@ -87,7 +87,9 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are
             options = self.model_options["transformer_options"]
-            options[COMPUTING] = replace(options.get(COMPUTING, DEFAULT_COMPUTE), compile="blocks")
+            options[COMPUTE_OPTIONS] = replace(
+                options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE), compile="blocks"
+            )
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 

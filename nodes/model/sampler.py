@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from ...parallel_backend.options import DEFAULT_COMPUTE
-from ...parallel_backend.planner.auto import remember, work_of
 from ...parallel_backend.planner.calibrate import learn_links
+from ...parallel_backend.planner.decide import job_from_request
+from ...parallel_backend.planner.history.measurement_history import record_run
+from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ready_sidecar, say
-from .network import CHOICE, RECORD
-from .patcher import COMPUTING, PATCHES
+from ..host.calls import RunRecord, interrupted, plan_job, ready_sidecar, report_progress
+from .network import RECORD, SETTINGS
+from .patcher import COMPUTE_OPTIONS, PATCHES
 
 # What the conditioning of a plain request may hold; anything else is ComfyUI's to interpret.
 _PLAIN_COND = {
@@ -33,7 +35,7 @@ _PLAIN_COND = {
     "height",
 }
 _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
-_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, COMPUTING, "sample_sigmas"}
+_OWN_OPTIONS = {SETTINGS, RECORD, PATCHES, COMPUTE_OPTIONS, "sample_sigmas"}
 
 
 class ResidentSampler(comfy.samplers.Sampler):
@@ -57,7 +59,7 @@ class ResidentSampler(comfy.samplers.Sampler):
         reason = why_stepwise(self._name, model_wrap, extra_args["model_options"], noise)
         if reason is not None:
             self._record.stepwise_because = reason
-            say(f"stepwise: {reason}")
+            report_progress(f"stepwise: {reason}")
             stock = comfy.samplers.sampler_object(self._name)
             return stock.sample(
                 model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
@@ -73,8 +75,8 @@ class ResidentSampler(comfy.samplers.Sampler):
             noise=noise.float().cpu(),
             latent=torch.zeros_like(noise).cpu() if latent_image is None else latent_image.float().cpu(),
             sigmas=sigmas.float().cpu(),
-            positive=_conditioning(guider.conds["positive"][0], batch, network.file.dims.pooled_dim),
-            negative=_conditioning(guider.conds["negative"][0], batch, network.file.dims.pooled_dim)
+            positive=_conditioning(guider.conds["positive"][0], batch, network.file.pooled_dim),
+            negative=_conditioning(guider.conds["negative"][0], batch, network.file.pooled_dim)
             if has_cfg
             else None,
             cfg=float(guider.cfg) if has_cfg else 1.0,
@@ -83,10 +85,12 @@ class ResidentSampler(comfy.samplers.Sampler):
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
             cache_threshold=self._record.cache_threshold or 0.0,
         )
-        choice = options.get(CHOICE, StrategySettings())
+        settings = options.get(SETTINGS, StrategySettings())
         if request.cache_threshold > 0:  # which PipeFusion, the other approximation, does not go with
-            choice = replace(choice, approximation="never")
-        work = work_of(network.file, request, network.spec.weight_dtype)
+            settings = replace(settings, approximation="never")
+        compute_options = options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
+        model = CheckpointModel(network.file, network.spec.weight_dtype, compute_options)
+        job = job_from_request(model, request)
         # Three steps between the first two sigmas: enough for a warm one, whatever the request's own steps are.
         near = torch.linspace(*request.sigmas[:2].tolist(), 4)
         trial = replace(request, sigmas=near, cache_threshold=0.0)
@@ -94,32 +98,30 @@ class ResidentSampler(comfy.samplers.Sampler):
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
 
-        compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        about = {"sampler": self._name, "compute_options": compute_options}
-        decided = decide(choice, network.spec, network.file, work, try_out, **about)
-        self._record.decided = decided
+        plan = plan_job(settings, job, network.spec, try_out)
+        self._record.plan = plan
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
             if step == 1:
-                say("sampling")  # the phase before was "first step"
+                report_progress("sampling")  # the phase before was "first step"
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
         patches = options.get(PATCHES, NO_PATCHES)
         with ready_sidecar(
-            network.spec, decided.decision, decided.devices, self._record, patches, compute_options
+            network.spec, plan.decision, plan.devices, self._record, patches, compute_options
         ) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,
                 placement,
                 on_step=on_step,
-                on_phase=say,
+                on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
             )
-            learn_links(sidecar, placement, say)
-        remember(decided.devices, network.spec, network.file, work, result.info, **about)
+            learn_links(sidecar, placement, report_progress)
+        record_run(plan.devices, job, result.info)
         self._record.runs.append(result.info)
         return result.latent.to(noise.device)
 

@@ -8,7 +8,8 @@ import folder_paths
 from aiohttp import web
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.models.flux.checkpoint import FluxFile, inspect_flux
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.models.registry import inspect_model
 from ...parallel_backend.planner.preview.form import MOST_BYTES, Loader, check_inputs, read_inputs
 from ..demo_loader import MODEL as DEMO_MODEL
 from .http import NOT_YOURS, is_same_origin, read_body, refuse
@@ -17,7 +18,7 @@ ROUTE = "/parallel_sampling/check_strategy"
 
 
 def add_route(routes: web.RouteTableDef) -> None:
-    """POST what selector_inputs.read_inputs takes; answers what check_inputs gives, or {"error"} with 400 or 403."""
+    """POST what form.read_inputs takes; answers what check_inputs gives, or {"error"} with 400 or 403."""
 
     @routes.post(ROUTE)
     async def check(request: web.Request) -> web.Response:
@@ -30,11 +31,11 @@ def add_route(routes: web.RouteTableDef) -> None:
         return web.json_response(await asyncio.to_thread(check_inputs, inputs, loader, _find_file))
 
 
-def _find_file(loader: Loader) -> FluxFile | None:
+def _find_file(loader: Loader) -> ModelFile | None:
     if loader.node == "ParallelDemoLoader":
-        return inspect_flux(DEMO_MODEL)
+        return inspect_model(str(DEMO_MODEL))
     if loader.node == "ParallelFluxLoader" and loader.unet_name in folder_paths.get_filename_list(
         "diffusion_models"
     ):
-        return inspect_flux(folder_paths.get_full_path_or_raise("diffusion_models", loader.unet_name))
+        return inspect_model(folder_paths.get_full_path_or_raise("diffusion_models", loader.unet_name))
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -14,14 +13,26 @@ from .model_file import ModelFile
 @dataclass(frozen=True)
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
-    and without the library that computes; `load`: the same in a rank's half, from a ModelSpec to a LoadedModel."""
+    and without the library that computes; `load`: the same in a rank's half, from a ModelSpec to a LoadedModel;
+    `typical`: a ModelFile that stands for the model where nobody knows it; `catalog`: what catalog.py calls the models
+    that it loads."""
 
     name: str
     inspect: str
     load: str
+    typical: str
+    catalog: tuple[str, ...]
 
 
-PROVIDERS = (Provider("flux", inspect="flux.checkpoint:inspect_flux", load="flux.module:load"),)
+PROVIDERS = (
+    Provider(
+        "flux",
+        inspect="flux.checkpoint:inspect_flux",
+        load="flux.module:load",
+        typical="flux.checkpoint:PUBLISHED_DEV",
+        catalog=("flux1-dev", "flux1-schnell"),
+    ),
+)
 
 
 def provider_of(family: str) -> Provider:
@@ -38,7 +49,17 @@ def inspect_model(path: str, family: str = "") -> ModelFile:
     return imported(provider_of(family).inspect)(path)
 
 
-def imported(reference: str) -> Callable[..., Any]:
-    """The function that "module:function" names."""
+def typical_model(family: str = "") -> ModelFile:
+    """A published model of the family, for rules and predictions where no file is at hand."""
+    return imported(provider_of(family).typical)
+
+
+def is_loadable(name: str) -> bool:
+    """Whether some provider loads the family that catalog.py calls `name`."""
+    return any(name in provider.catalog for provider in PROVIDERS)
+
+
+def imported(reference: str) -> Any:
+    """The function or value that "module:name" names."""
     module, _, name = reference.partition(":")
     return getattr(import_module(f".{module}", __package__), name)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..devices import is_cpu
-from ..planner.machine.device_shares import visible_topology
+from ..host_memory import host_memory
 from ..planner.machine.fingerprint import cpu_name
-from ..planner.machine.probe import ask
+from ..planner.machine.probe import ask, visible_topology
 from ..planner.machine.topology import Topology
-from ..planner.memory.fit import host_memory
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ..errors import Cancelled
 from ..requests import Placement
 from ..sidecar.sidecar import Sidecar
 from ..wire.calibration import Calibration
-from .auto import MeasurementHistory
+from .history.measurement_history import MeasurementHistory
 from .history.records import calibration_of, with_calibration
 from .history.store import MeasurementStore
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def calibrate_once(
     sidecar: Sidecar, placement: Placement, store: MeasurementStore, device_ids: Sequence[str]
 ) -> tuple[Calibration, ...]:
-    """What the ranks measured over the groups of `placement`: kept from earlier, or measured now and kept.
+    """The measurements of the ranks over the groups of `placement`: kept from earlier, or measured now and kept.
 
     Takes deadlines.CALIBRATION seconds at most when it measures; call it after a first step, so that the groups'
     connections stand. `device_ids`: fingerprint.device_ids of the sidecar's devices.
@@ -35,7 +35,7 @@ def calibrate_once(
     return found
 
 
-def learn_links(sidecar: Sidecar, placement: Placement, say: Callable[[str], None]) -> None:
+def learn_links(sidecar: Sidecar, placement: Placement, report_progress: Callable[[str], None]) -> None:
     """calibrate_once after a run, for later choices between GPUs; a failure never costs the finished picture.
 
     Nothing on the CPU, where steps themselves are tried, nor for one device.
@@ -44,10 +44,10 @@ def learn_links(sidecar: Sidecar, placement: Placement, say: Callable[[str], Non
     if len(devices) < 2 or is_cpu(devices):
         return
     try:
-        experience = MeasurementHistory(devices)
-        if calibration_of(experience.store.read(), experience.ids, placement.strategy, time.time()) is None:
-            say("measuring the links between the devices, once for this strategy")
-            calibrate_once(sidecar, placement, experience.store, experience.ids)
+        history = MeasurementHistory(devices)
+        if calibration_of(history.store.read(), history.ids, placement.strategy, time.time()) is None:
+            report_progress("measuring the links between the devices, once for this strategy")
+            calibrate_once(sidecar, placement, history.store, history.ids)
     except Cancelled:
         raise
     except Exception:

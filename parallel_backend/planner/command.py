@@ -9,13 +9,24 @@ import sys
 
 from ..errors import RequestError
 from ..models.catalog import FAMILIES, WEIGHT_BYTES, find_family, split_name
-from ..strategy import ModelShape
-from .cost.communication import Work
-from .cost.model import MODES, Machine
+from ..models.registry import is_loadable
+from ..options import ComputeOptions
+from .cost.model import Machine
+from .job import Job
+from .job_models import CatalogModel
 from .machine.cards import CARDS, LINKS, find_card, find_link
-from .ranking import APPROXIMATION, BAND_WITH_ONE_GPU, RankedCandidate, Ranking, choose, enumerate_candidates
+from .ranking import (
+    APPROXIMATION,
+    BAND_WITH_ONE_GPU,
+    Evidence,
+    RankedCandidate,
+    Ranking,
+    enumerate_candidates,
+    rank_candidates,
+)
 
 MAX_GPUS = 64
+MODES = ("eager", "compiled")
 _SOURCES = "closed forms and data sheets; bands from published measurements, see docs/selector.md"
 
 
@@ -50,27 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Raises RequestError for what the tables do not know, naming what they do."""
-    work, machine = _work(args), _machine(args)
-    choice = choose(
-        enumerate_candidates(work, machine.count),
-        work,
+    job, machine = _job(args), _machine(args)
+    ranking = rank_candidates(
+        enumerate_candidates(job, machine.count),
+        job,
         machine,
-        mode=args.mode,
-        one_gpu_s=args.step_seconds,
+        Evidence(one_gpu_s=args.step_seconds),
         approximation=args.approximation,
     )
-    shown = choice.ranked[: max(1, args.rows)]
-    one = next(e for e in choice.ranked if e.candidate.strategy.world_size == 1)
+    shown = ranking.ranked[: max(1, args.rows)]
+    one = next(e for e in ranking.ranked if e.strategy.world_size == 1)
     if one not in shown:
         shown = (*shown, one)
     if args.json:
-        sys.stdout.write(json.dumps(_as_json(choice, shown, one, work, machine)) + "\n")
+        sys.stdout.write(json.dumps(_as_json(ranking, shown, one, job, machine)) + "\n")
     else:
-        sys.stdout.write(_as_table(choice, shown, one, work, machine, args.mode) + "\n")
+        sys.stdout.write(_as_table(ranking, shown, one, job, machine, args.mode) + "\n")
     return 0
 
 
-def _work(args: argparse.Namespace) -> Work:
+def _job(args: argparse.Namespace) -> Job:
     family = find_family(args.model)
     width, height, frames = family.default_size
     if args.size:
@@ -85,17 +95,18 @@ def _work(args: argparse.Namespace) -> Work:
             raise RequestError(f"{name} {value}: it must be at least 1.")
     if args.frames and args.frames > 1 and family.temporal == 1:
         raise RequestError(f"frames {args.frames}: {family.name} makes images; leave --frames out.")
-    rows = family.true_cfg if args.cfg is None else 2 if args.cfg == "on" else 1
+    prompts = family.true_cfg if args.cfg is None else 2 if args.cfg == "on" else 1
     storage = args.weights or split_name(args.model)[1]
-    return Work(
-        family=family,
+    return Job(
+        CatalogModel(
+            family, WEIGHT_BYTES[storage], ComputeOptions("blocks" if args.mode == "compiled" else "off")
+        ),
         width=width,
         height=height,
         frames=args.frames or frames,
         batch=args.batch,
-        rows=rows,
+        prompts=prompts,
         steps=args.steps or family.default_steps,
-        storage=WEIGHT_BYTES[storage],
     )
 
 
@@ -110,40 +121,44 @@ def _machine(args: argparse.Namespace) -> Machine:
     return Machine(card, find_link(args.link, card), args.gpus, (args.memory or 0) * 1e9)
 
 
-def _available(entry: RankedCandidate, work: Work) -> bool:
-    """Whether this version of the pack can run it, beside what other engines can. It loads Flux.1 only."""
-    if not work.family.name.startswith("flux1-"):
-        return False
-    shape = ModelShape(work.family.heads, max(1, work.family.block_count), work.family.name)
-    strategy = entry.candidate.strategy.replace(shard_weights=entry.candidate.shard_weights)
-    return not strategy.violations(shape, strategy.world_size)
+def _available(entry: RankedCandidate, job: Job) -> bool:
+    """True if this version of the pack can run it, beside what other engines can."""
+    world = entry.strategy.world_size
+    return is_loadable(job.model.family.name) and not entry.strategy.violations(job.model.shape, world)
 
 
-def _as_table(choice: Ranking, shown, one: RankedCandidate, work: Work, machine: Machine, mode: str) -> str:
-    f = work.family
-    size = f"{work.width}x{work.height}" + (f"x{work.frames} frames" if work.frames > 1 else "")
-    linear, attention = (part / 1e12 for part in work.flop_parts)
+def _as_table(
+    ranking: Ranking,
+    shown: tuple[RankedCandidate, ...],
+    one: RankedCandidate,
+    job: Job,
+    machine: Machine,
+    mode: str,
+) -> str:
+    f = job.model.family
+    size = f"{job.width}x{job.height}" + (f"x{job.frames} frames" if job.frames > 1 else "")
+    linear, attention = (part / 1e12 for part in job.flop_parts)
     lines = [
-        f"PREDICTED, not measured: {f.name}, {size}, {work.steps} steps, {work.all_rows} rows, {mode}, on "
+        f"PREDICTED, not measured: {f.name}, {size}, {job.steps} steps, {job.rows} rows, {mode}, on "
         f"{machine.count} × {machine.card.name} ({machine.link.name})",
-        f"{work.flop / 1e12:.1f} TFLOP a step ({linear:.1f} in linear layers, {attention:.1f} in attention); "
-        f"weights {work.weight_bytes / 1e9:.1f} GB",
+        f"{job.flop / 1e12:.1f} TFLOP a step ({linear:.1f} in linear layers, {attention:.1f} in attention); "
+        f"weights {job.model.weight_bytes / 1e9:.1f} GB",
         "",
         f"  {'strategy':34s} {'step s':>8s} {'band':>15s} {'total s':>8s} {'speed-up':>8s} {'GB/GPU':>7s}  remark",
     ]
     for entry in shown:
         p = entry.prediction
-        low, high = _band(p.step_s, choice.band)
-        mark = "→" if entry is choice.best else " "
+        low, high = _band(p.step_s, ranking.band)
+        mark = "→" if entry is ranking.best else " "
         remark = entry.reason.split("; ")[0] if entry.fits else entry.reason
         remark += "" if entry.permitted or not entry.fits else ", not asked for"
-        remark += "" if _available(entry, work) else "; not in this version of the pack"
+        remark += "" if _available(entry, job) else "; not in this version of the pack"
         lines.append(
-            f"{mark} {entry.candidate.describe():34s} {p.step_s:8.3g} {low:7.3g}–{high:<7.3g} {p.total_s:8.3g} "
-            f"{one.prediction.total_s / p.total_s:7.2f}x {p.memory_bytes / 1e9:7.1f}  {remark}"
+            f"{mark} {entry.strategy.describe():34s} {p.step_s:8.3g} {low:7.3g}–{high:<7.3g} {p.total_s:8.3g} "
+            f"{one.prediction.total_s / p.total_s:7.2f}x {entry.memory_bytes / 1e9:7.1f}  {remark}"
         )
-    lines += ["", choice.reason, f"Band: ± {choice.band:.0%}, 9 of 10 errors are smaller. From {_SOURCES}."]
-    if choice.band > BAND_WITH_ONE_GPU:
+    lines += ["", ranking.reason, f"Band: ± {ranking.band:.0%}, 9 of 10 errors are smaller. From {_SOURCES}."]
+    if ranking.band > BAND_WITH_ONE_GPU:
         lines.append(
             f"Speed-ups are surer than times (± {BAND_WITH_ONE_GPU:.0%}); measure a step on one such card and pass it "
             "as --step-seconds."
@@ -155,32 +170,34 @@ def _band(seconds: float, band: float) -> tuple[float, float]:
     return seconds * (1 - band), seconds * (1 + band)
 
 
-def _as_json(choice: Ranking, shown, one: RankedCandidate, work: Work, machine: Machine) -> dict:
+def _as_json(
+    ranking: Ranking, shown: tuple[RankedCandidate, ...], one: RankedCandidate, job: Job, machine: Machine
+) -> dict[str, object]:
     return {
         "label": "predicted",
         "source": _SOURCES,
-        "model": work.family.name,
+        "model": job.model.family.name,
         "card": machine.card.name,
         "link": machine.link.name,
         "gpus": machine.count,
-        "tflop_per_step": round(work.flop / 1e12, 2),
-        "band": choice.band,
-        "chosen": choice.best.candidate.describe(),
-        "reason": choice.reason,
+        "tflop_per_step": round(job.flop / 1e12, 2),
+        "band": ranking.band,
+        "chosen": ranking.best.strategy.describe(),
+        "reason": ranking.reason,
         "candidates": [
             {
-                "strategy": e.candidate.strategy.as_dict(),
-                "shard_weights": e.candidate.shard_weights,
-                "name": e.candidate.describe(),
+                "strategy": e.strategy.as_dict(),
+                "shard_weights": e.strategy.shard_weights,
+                "name": e.strategy.describe(),
                 "predicted_step_s": round(e.prediction.step_s, 5),
-                "predicted_step_s_band": [round(x, 5) for x in _band(e.prediction.step_s, choice.band)],
+                "predicted_step_s_band": [round(x, 5) for x in _band(e.prediction.step_s, ranking.band)],
                 "predicted_total_s": round(e.prediction.total_s, 3),
                 "predicted_speedup": round(one.prediction.total_s / e.prediction.total_s, 3),
-                "memory_gb_per_gpu": round(e.prediction.memory_bytes / 1e9, 2),
-                "exact": e.candidate.exact,
+                "memory_gb_per_gpu": round(e.memory_bytes / 1e9, 2),
+                "exact": e.strategy.exact,
                 "fits": e.fits,
                 "permitted": e.permitted,
-                "available": _available(e, work),
+                "available": _available(e, job),
                 "limits": e.prediction.limits,
             }
             for e in shown

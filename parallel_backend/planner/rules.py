@@ -1,24 +1,24 @@
-"""Picks a strategy for a request and says why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
+"""Picks a strategy for a job and says why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from ..errors import StrategyError
-from ..strategy import ENGINES, ModelShape, ParallelStrategy, RequestShape, split_sequence
-from .cost.machine import AutoAdvice
+from ..strategy import ENGINES, ParallelStrategy, split_sequence
+from .job import Job
 from .machine.device_shares import read_shares, unequal_remark
-from .ranking import APPROXIMATION
+from .ranking import APPROXIMATION, Ranking
 
 MODES = ("auto", "manual")
 
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """What a person set on StrategySelector.
+    """The settings of StrategySelector.
 
     `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
-    device_shares.read_shares, in both modes; `approximation` as in choice.choose, in `auto`.
+    device_shares.read_shares, in both modes; `approximation` as in ranking.rank_candidates, in `auto`.
     """
 
     mode: str = "auto"
@@ -46,7 +46,7 @@ class StrategySettings:
 
 @dataclass(frozen=True)
 class Decision:
-    """What will run: the strategy, the engine wished for, the reason in words, and what was resolved on the way."""
+    """The strategy that will run, the engine wished for, the reason in words, and what was resolved on the way."""
 
     strategy: ParallelStrategy
     engine: str
@@ -54,30 +54,24 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-def resolve(
-    choice: StrategySettings,
-    model: ModelShape,
-    request: RequestShape,
-    devices: tuple[str, ...],
-    advice: AutoAdvice | None = None,
+def resolve_strategy(
+    settings: StrategySettings, job: Job, devices: tuple[str, ...], ranking: Ranking | None = None
 ) -> Decision:
-    """The strategy for `request` on `devices`. Raises StrategyError with every rule that a manual one breaks.
+    """The strategy for `job` on `devices`. Raises StrategyError with every rule that a manual one breaks.
 
-    `advice`: what measurements and predictions say of this request; without it `auto` follows the rule.
+    `ranking`: what measurements and predictions say of this job; where they say nothing `auto` follows the rule.
     """
-    shares = read_shares(choice.device_shares, devices)
-    if choice.mode == "auto":
-        strategy, reason = _by_rule(model, request, len(devices))
-        advised = []
-        if advice is not None:
-            advised = list(advice.notes)
-            if advice.choice is not None:
-                strategy, reason = advice.strategy, advice.choice.reason
+    shares = read_shares(settings.device_shares, devices)
+    if settings.mode == "auto":
+        strategy, reason = _by_rule(job, len(devices))
+        if ranking is not None and ranking.ranked:
+            strategy, reason = ranking.best.strategy, ranking.reason
+        said = [] if ranking is None else list(ranking.notes)
         strategy, notes = _with_shares(strategy, shares)
-        return Decision(strategy, choice.engine, reason, tuple(advised + notes + _remarks(strategy, devices)))
-    strategy, notes = _resolve_weights(choice.strategy)
-    strategy.check(model, len(devices), choice.engine)
-    strategy, moved = _resolve_conflicts(strategy, model, request)
+        return Decision(strategy, settings.engine, reason, tuple(said + notes + _remarks(strategy, devices)))
+    strategy, notes = _resolve_weights(settings.strategy)
+    strategy.check(job.model.shape, len(devices), settings.engine)
+    strategy, moved = _resolve_conflicts(strategy, job)
     strategy, shared = _with_shares(strategy, shares)
     notes += moved + shared + _remarks(strategy, devices)
     if strategy.world_size < len(devices):
@@ -85,25 +79,26 @@ def resolve(
             f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
             f"{strategy.describe()} uses {strategy.world_size}."
         )
-    return Decision(strategy, choice.engine, f"{strategy.describe()}: set by hand", tuple(notes))
+    return Decision(strategy, settings.engine, f"{strategy.describe()}: set by hand", tuple(notes))
 
 
-def _by_rule(model: ModelShape, request: RequestShape, count: int) -> tuple[ParallelStrategy, str]:
+def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
     if count == 1:
         return ParallelStrategy(), "one device is selected"
-    cfg = 2 if request.has_cfg and count % 2 == 0 else 1
-    ulysses, ring = split_sequence(count // cfg, model.heads)
+    heads = job.model.shape.heads
+    cfg = 2 if job.has_cfg and count % 2 == 0 else 1
+    ulysses, ring = split_sequence(count // cfg, heads)
     strategy = ParallelStrategy(cfg_degree=cfg, ulysses_degree=ulysses, ring_degree=ring)
     because = [f"{count} devices are selected"]
     if cfg == 2:
         because.append("the request has a negative prompt (CFG 2 halves the work and moves almost nothing)")
     if ulysses > 1:
-        because.append(f"Ulysses {ulysses} divides the {model.heads} attention heads")
+        because.append(f"Ulysses {ulysses} divides the {heads} attention heads")
     if ring > 1:
         because.append(
-            f"Ring {ring} takes the rest, which does not divide the {model.heads} attention heads"
+            f"Ring {ring} takes the rest, which does not divide the {heads} attention heads"
             if ulysses > 1
-            else f"the {model.heads} attention heads do not divide by {ring}, which Ring does not need"
+            else f"the {heads} attention heads do not divide by {ring}, which Ring does not need"
         )
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
 
@@ -140,7 +135,7 @@ def _with_shares(strategy: ParallelStrategy, shares: tuple[float, ...]) -> tuple
 
 
 def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
-    """What a strategy that can run will do worse than its owner may think."""
+    """Remarks on what a strategy that can run will do worse than its owner may think."""
     remarks = []
     if strategy.pipefusion_degree > strategy.pipeline_patches:
         remarks.append(
@@ -153,24 +148,22 @@ def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
     return remarks
 
 
-def _resolve_conflicts(
-    strategy: ParallelStrategy, model: ModelShape, request: RequestShape
-) -> tuple[ParallelStrategy, list[str]]:
+def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, list[str]]:
     """Degrees that this request gives nothing to do are moved to the sequence, so that no device idles."""
     notes = []
-    images = "1 image" if request.batch == 1 else f"{request.batch} images"
+    images = "1 image" if job.batch == 1 else f"{job.batch} images"
     for name, useless, why in (
         (
             "cfg_degree",
-            strategy.cfg_degree > 1 and not request.has_cfg,
+            strategy.cfg_degree > 1 and not job.has_cfg,
             "has no CFG (cfg 1.0 ignores the negative prompt)",
         ),
-        ("data_degree", strategy.data_degree > request.batch, f"has {images}"),
+        ("data_degree", strategy.data_degree > job.batch, f"has {images}"),
     ):
         if not useless:
             continue
         freed = getattr(strategy, name)
-        ulysses, ring = split_sequence(strategy.sequence_degree * freed, model.heads)
+        ulysses, ring = split_sequence(strategy.sequence_degree * freed, job.model.shape.heads)
         before = strategy.describe()
         strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
         notes.append(

@@ -1,4 +1,4 @@
-"""What a person set for the pack among ComfyUI's own settings: checked, and the default where it makes no sense."""
+"""The pack's entries among ComfyUI's own settings: checked, and the default where a value makes no sense."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..devices import resolve_devices
 from ..errors import DeviceError, StrategyError
@@ -40,7 +41,7 @@ def _devices(value: object) -> str | None:
     return None
 
 
-def _minutes(value: object) -> str | None:
+def _minutes(value: Any) -> str | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and 0 <= value <= MOST_MINUTES:
         return None
@@ -64,11 +65,12 @@ SETTINGS = {
 
 def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | float], list[str]]:
     """(every setting by its name, what was wrong in words) from the entries of ComfyUI's file."""
-    values, problems = {}, []
+    values: dict[str, str | bool | float] = {}
+    problems = []
     for name, setting in SETTINGS.items():
         value = found.get(PREFIX + name, setting.default)
         problem = setting.problem(value)
-        if problem is not None:
+        if problem is not None or not isinstance(value, (str, bool, int, float)):
             problems.append(
                 f"the setting {name} is {_shown(value)}: {problem}; {_said(setting.default)} counts"
             )
@@ -78,16 +80,16 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
 
 
 def without_approximation(
-    choice: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+    settings: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
 ) -> StrategySettings:
-    """`choice` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
+    """`settings` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
     hand is refused with StrategyError, since another picture than was asked for would be no answer either.
 
     `steps`: of the request; `step_cache`: one was asked for; `attention`: the kernel that was.
     """
-    strategy = choice.strategy
+    strategy = settings.strategy
     asked = []
-    if choice.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
+    if settings.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
         asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
     if step_cache:
         asked.append("set step_cache to off")
@@ -99,7 +101,7 @@ def without_approximation(
             f"{'; '.join(asked)}; or turn the setting on.",
             inputs=("pipefusion_degree", "warmup_steps"),
         )
-    return replace(choice, approximation="never")
+    return replace(settings, approximation="never")
 
 
 def _said(default: str | bool | float) -> str:
@@ -129,7 +131,7 @@ class SettingsFile:
         """Every setting by its name. A file that is missing or damaged leaves the defaults, and says so once."""
         try:
             status = path.stat()
-            seen = (path, status.st_mtime_ns, status.st_size, status.st_ino)
+            seen: tuple[object, ...] = (path, status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError:
             seen = (path,)
         with self._lock:

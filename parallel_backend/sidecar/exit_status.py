@@ -1,4 +1,4 @@
-"""How a rank's process ended, in words: its exit code or signal, whether host memory ran out, its last lines."""
+"""The end of a rank's process in words: its exit code or signal, whether host memory ran out, its last lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..host_memory import host_memory
+
 _LINES = 12  # of a rank's output in an error message
-_UNLIMITED = 2**60  # bytes; a control group without a limit says something larger
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ def describe_exit(code: int, output: bytes, *, oom_kills: int | None, peak_bytes
     """`code`: as subprocess has it, negative for a signal. `oom_kills`: how many processes of this machine the system
     has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
     # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
-    out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory_limit() / 10
+    out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory() / 10
     if out_of_memory:
         words = (
             f"killed by SIGKILL: host memory ran out, and the system ended this rank, which held up to "
-            f"{_gib(peak_bytes)} of the {_gib(host_memory_limit())} there are. Use fewer ranks or a smaller "
+            f"{_gib(peak_bytes)} of the {_gib(host_memory())} there are. Use fewer ranks or a smaller "
             f"weight_dtype, close other programs, or give the container more memory"
         )
     elif code < 0:
@@ -61,35 +62,6 @@ def count_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def host_memory_limit() -> int:
-    """Bytes of host memory that this process may use: the machine's, or what its control group leaves of it."""
-    total = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
-    return min([total, *_group_limits()])
-
-
-def _group_limits() -> list[int]:
-    limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.max"
-        elif "memory" in controllers.split(","):
-            file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.limit_in_bytes"
-        else:
-            continue
-        try:
-            limit = int(file.read_text())
-        except (OSError, ValueError):  # "max", or a container that sees its group under another path
-            continue
-        if limit < _UNLIMITED:
-            limits.append(limit)
-    return limits
 
 
 def _signal_name(number: int) -> str:

@@ -99,8 +99,8 @@ def test_a_source_does_not_influence_its_own_constants(rows):
 
 def test_the_choice_is_never_much_worse_than_the_rule(rows, fitted):
     for group in published.find_groups(rows):
-        outcome = benchmark.decide(group, fitted[group.rows[0].family_of_source])
-        assert outcome.regret <= outcome.rule_regret + 0.05, (group.source, outcome.chosen.candidate)
+        outcome = benchmark.choose(group, fitted[group.rows[0].family_of_source])
+        assert outcome.regret <= outcome.rule_regret + 0.05, (group.source, outcome.chosen.strategy)
 
 
 def test_the_shipped_bands_cover_nine_of_ten_errors(rows, fitted):
@@ -153,8 +153,8 @@ def test_what_ran_out_of_memory_is_a_candidate_and_not_chosen(tmp_path):
         ],
     )
     (group,) = published.find_groups(published.read_rows(path)[0])
-    outcome = benchmark.decide(group, DEFAULT)
-    assert outcome.chosen.candidate.strategy.tensor_degree == 2 and outcome.regret == 0
+    outcome = benchmark.choose(group, DEFAULT)
+    assert outcome.chosen.strategy.strategy.tensor_degree == 2 and outcome.regret == 0
     assert outcome.rule.failed and outcome.rule_regret == benchmark.FAILED
 
 
@@ -168,8 +168,8 @@ def test_only_speedups_are_enough_to_rank(tmp_path):
     )
     rows, _ = published.read_rows(path)
     (group,) = published.find_groups(rows)
-    outcome = benchmark.decide(group, DEFAULT)
-    assert outcome.best.candidate.strategy.cfg_degree == 2 and outcome.regret == 0
+    outcome = benchmark.choose(group, DEFAULT)
+    assert outcome.best.strategy.cfg_degree == 2 and outcome.regret == 0
     assert outcome.group.contested
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fake_nvml
+from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
 from parallel_backend.errors import StrategyError
 from parallel_backend.models.flux.checkpoint import inspect_flux
@@ -20,19 +21,20 @@ from parallel_backend.observability.bench.candidates import parse_strategies, po
 from parallel_backend.observability.bench.fitting import split_by_memory
 from parallel_backend.observability.bench.measure import _machine, _predicted
 from parallel_backend.observability.bench.outcome import Outcome, Row
-from parallel_backend.observability.bench.rounds import Job, fits_side_by_side, random_request
+from parallel_backend.observability.bench.rounds import Comparison, fits_side_by_side, random_request
 from parallel_backend.observability.bench.table import as_text
-from parallel_backend.planner.cost.communication import Candidate
-from parallel_backend.planner.cost.machine import flux_work
 from parallel_backend.planner.cost.model import Machine
-from parallel_backend.planner.history.records import measured, model_key
+from parallel_backend.planner.decide import job_from_request
+from parallel_backend.planner.history.records import measured
 from parallel_backend.planner.history.store import VARIABLE, MeasurementStore
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.machine.cards import CARDS, find_link
 from parallel_backend.planner.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Topology
 from parallel_backend.requests import ModelSpec
-from parallel_backend.strategy import ModelShape, ParallelStrategy
+from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import fault_injection as faults
 from tiny_flux import write_tiny_flux
 
@@ -95,19 +97,10 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
     assert getpass.getuser() not in written.replace("\n", " ").split()
 
     # What was seen can be used by the next choice.
-    file = inspect_flux(model)
-    work = flux_work(
-        file.dims, file.tensor_bytes, width=128, height=96, text=16, batch=1, has_cfg=True, steps=20
-    )
+    job = Job(CheckpointModel(inspect_flux(model)), width=128, height=96, text=16, prompts=2, steps=20)
     known = MeasurementStore(take_fingerprint(Topology(()))).read()
-    seen = measured(
-        known,
-        work,
-        model=model_key(file.dims, file.tensor_bytes),
-        devices=("cpu:0", "cpu:1"),
-        now=known.observed[0].at[0],
-    )
-    assert set(seen) == {Candidate(s) for s in (ONE, ULYSSES, RING, ParallelStrategy(cfg_degree=2))}
+    seen = measured(known, job, ("cpu:0", "cpu:1"), known.observed[0].at[0])
+    assert set(seen) == {ONE, ULYSSES, RING, ParallelStrategy(cfg_degree=2)}
     assert [len(o.seconds) for o in known.observed] == [2] * 4
     assert {c.ranks[0].strategy for c in known.calibrated} == {ULYSSES, RING, ParallelStrategy(cfg_degree=2)}
 
@@ -213,33 +206,24 @@ def test_a_strategy_that_means_nothing_is_refused(text):
         parse_strategies(text)
 
 
-def flux(width=1024):
-    from parallel_backend.models.flux.keys import FLUX_DEV
-
-    return flux_work(
-        FLUX_DEV, 23_800_000_000, width=width, height=width, text=512, batch=1, has_cfg=False, steps=4
-    )
-
-
 def test_all_that_occupy_every_device_are_compared_with_one_device():
-    shape = ModelShape(24, 57)
-    found = possible_strategies(flux(), shape, 4)
+    found = possible_strategies(flux_job(), 4)
     assert found[0] == ONE and {s.world_size for s in found} == {1, 4}
     assert found[1] == ParallelStrategy(ulysses_degree=4)
     exact = [s.pipefusion_degree == 1 for s in found]
     assert exact == sorted(exact, reverse=True)
-    assert {s.world_size for s in possible_strategies(flux(), shape, 4, fewer=True)} == {1, 2, 3, 4}
+    assert {s.world_size for s in possible_strategies(flux_job(), 4, fewer=True)} == {1, 2, 3, 4}
 
 
 # Turns, predictions, text.
 
 
-def _job(model, device_bytes):
+def _comparison(model, device_bytes):
     file = inspect_flux(model)
     request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
-    return Job(
+    return Comparison(
         ModelSpec(str(model)),
-        file,
+        job_from_request(CheckpointModel(file), request),
         request,
         "auto",
         ("a", "b"),
@@ -249,31 +233,30 @@ def _job(model, device_bytes):
 
 
 def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
-    assert fits_side_by_side(_job(model, 0), (ONE, ULYSSES, PIPE))
-    assert fits_side_by_side(_job(model, 24e9), (ONE, ULYSSES, RING))
-    assert not fits_side_by_side(_job(model, 12e9), (ONE, ULYSSES, RING))
-    assert fits_side_by_side(_job(model, 12e9), (ULYSSES, RING))
-    assert not fits_side_by_side(_job(model, 16e9), (ONE, ULYSSES, PIPE))
+    assert fits_side_by_side(_comparison(model, 0), (ONE, ULYSSES, PIPE))
+    assert fits_side_by_side(_comparison(model, 24e9), (ONE, ULYSSES, RING))
+    assert not fits_side_by_side(_comparison(model, 12e9), (ONE, ULYSSES, RING))
+    assert fits_side_by_side(_comparison(model, 12e9), (ULYSSES, RING))
+    assert not fits_side_by_side(_comparison(model, 16e9), (ONE, ULYSSES, PIPE))
 
 
 def test_predictions_start_from_one_devices_measured_step(tmp_path):
     machine = _machine(read_topology(fake_nvml.h100_nvswitch(2), sys_root=tmp_path))
-    one = _predicted(Row(ONE, step_seconds=(0.2, 0.2)), flux(), machine, 0.2)
-    two = _predicted(Row(ULYSSES), flux(), machine, 0.2)
+    one = _predicted(Row(ONE, step_seconds=(0.2, 0.2)), flux_job(), machine, 0.2)
+    two = _predicted(Row(ULYSSES), flux_job(), machine, 0.2)
     assert one.predicted_s == pytest.approx(0.2) and 0.1 < two.predicted_s < 0.2
-    assert _predicted(Row(ULYSSES), flux(), machine, None).predicted_s > 0
+    assert _predicted(Row(ULYSSES), flux_job(), machine, None).predicted_s > 0
     assert _machine(Topology(())) is None
 
 
 def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights(tmp_path):
     machine = _machine(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
-    shape = ModelShape(24, 57)
     sharded = ULYSSES.replace(shard_weights=True)
-    run, left_out = split_by_memory((ONE, ULYSSES, PIPE), flux(), machine, shape)
+    run, left_out = split_by_memory((ONE, ULYSSES, PIPE), flux_job(), machine)
     assert run == [sharded, PIPE] and set(left_out) == {ONE, ULYSSES}
     assert all("predicted not to fit: 2" in reason for reason in left_out.values())
-    small = replace(flux(), storage=1.0)
-    assert split_by_memory((ONE, ULYSSES, PIPE), small, machine, shape) == ([ONE, ULYSSES, PIPE], {})
+    small = flux_job(FP8)
+    assert split_by_memory((ONE, ULYSSES, PIPE), small, machine) == ([ONE, ULYSSES, PIPE], {})
 
 
 def outcome(*rows, **changes):

@@ -3,13 +3,10 @@
 import pytest
 
 import fake_nvml
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.cost.machine import choose_here, flux_work
+from jobs import BF16, FP8, flux_job
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.strategy import ParallelStrategy
-from tests.planner.cost.test_machine import REQUEST, SHAPE
-
-BF16, FP8 = 23_800_000_000, 11_900_000_000
+from tests.planner.cost.test_machine import nothing_kept, rank_on  # noqa: F401, a fixture for all tests here
 
 # (box, bytes of the weights, CFG, the choice, what the reason must say)
 CASES = [
@@ -89,25 +86,25 @@ CASES = [
 )
 def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy, said, tmp_path):
     box = read_topology(shape(), sys_root=tmp_path)
-    found = choose_here(flux_work(FLUX_DEV, weights, **{**REQUEST, "has_cfg": has_cfg}), SHAPE, box)
-    best = found.choice.best
-    assert best.fits and best.candidate.exact
+    found = rank_on(box, flux_job(weights, prompts=2 if has_cfg else 1))
+    best = found.best
+    assert best.fits and best.strategy.exact
     if strategy is None:
         # 24 GB of weights on 24 GB cards: what is chosen splits them over both.
-        assert best.candidate.strategy.world_size == 2
-        assert best.candidate.strategy.tensor_degree == 2 or best.candidate.shard_weights
+        assert best.strategy.world_size == 2
+        assert best.strategy.tensor_degree == 2 or best.strategy.shard_weights
     else:
-        assert best.candidate.strategy == strategy
+        assert best.strategy == strategy
     for words in [*said, "predicted, ± 60%", "nothing was measured yet"]:
-        assert words in found.choice.reason
-    assert found.choice.reason.count("\n") == 0  # one paragraph
+        assert words in found.reason
+    assert found.reason.count("\n") == 0  # one paragraph
 
 
 def test_cards_that_differ_and_slices_of_one_gpu_are_noted(tmp_path):
-    work = flux_work(FLUX_DEV, FP8, **REQUEST)
-    mixed = choose_here(work, SHAPE, read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path))
+    job = flux_job(FP8)
+    mixed = rank_on(read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path), job)
     assert any("all wait for the rtx4080" in note for note in mixed.notes)
-    sliced = choose_here(work, SHAPE, read_topology(fake_nvml.mig(), sys_root=tmp_path))
+    sliced = rank_on(read_topology(fake_nvml.mig(), sys_root=tmp_path), job)
     assert any("Slices of one GPU cannot work together" in note for note in sliced.notes)
 
 
@@ -115,13 +112,13 @@ def test_slices_of_two_gpus_work_together(tmp_path):
     nvml = fake_nvml.mig()
     for board in nvml.boards:
         board.slices = [("3g.40gb", 39.5)]
-    found = choose_here(flux_work(FLUX_DEV, FP8, **REQUEST), SHAPE, read_topology(nvml, sys_root=tmp_path))
-    assert found.choice.best.candidate.strategy.world_size == 2
-    assert "PCIe 64 GB/s without peer access" in found.choice.reason
+    found = rank_on(read_topology(nvml, sys_root=tmp_path), flux_job(FP8))
+    assert found.best.strategy.world_size == 2
+    assert "PCIe 64 GB/s without peer access" in found.reason
 
 
 def test_one_card_of_a_large_box_is_one_card(tmp_path):
     box = read_topology(fake_nvml.h100_nvswitch(), sys_root=tmp_path)
-    found = choose_here(flux_work(FLUX_DEV, BF16, **REQUEST), SHAPE, box.select([box.devices[5].uuid]))
-    assert found.choice.best.candidate.strategy == ParallelStrategy()
-    assert found.choice.reason.startswith("one GPU on 1 of 1 GPUs (h100, one device)")
+    found = rank_on(box.select([box.devices[5].uuid]), flux_job(BF16))
+    assert found.best.strategy == ParallelStrategy()
+    assert found.reason.startswith("one GPU on 1 of 1 GPUs (h100, one device)")

@@ -6,8 +6,8 @@ import pytest
 
 from parallel_backend.errors import Cancelled
 from parallel_backend.planner import calibrate as module
-from parallel_backend.planner.auto import MeasurementHistory
 from parallel_backend.planner.calibrate import calibrate_once, learn_links
+from parallel_backend.planner.history.measurement_history import MeasurementHistory
 from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy

@@ -1,25 +1,27 @@
-"""The choice: the rule unless something promises clearly more, memory first, exact first, and reasons in words."""
+"""The ranking: the rule unless something promises clearly more, memory first, exact first, and reasons in words."""
+
+from dataclasses import replace
 
 import pytest
 
 import fake_nvml
+from jobs import catalog_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.models.catalog import find_family
-from parallel_backend.planner.cost.communication import Candidate, Work
+from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.cost.machine import model_machine
 from parallel_backend.planner.cost.model import Machine
 from parallel_backend.planner.machine.cards import CARDS, LINKS, find_link
 from parallel_backend.planner.machine.probe import read_topology
-from parallel_backend.planner.ranking import choose, enumerate_candidates, rule_key
+from parallel_backend.planner.ranking import Evidence, enumerate_candidates, rank_candidates, rule_key
 from parallel_backend.strategy import ParallelStrategy
 
-FLUX = Work(find_family("flux1-dev"))
-FLUX_FP8 = Work(find_family("flux1-dev"), storage=1.0)
-ONE = Candidate()
+FLUX, COMPILED = catalog_job(), catalog_job(compiled=True)
+FLUX_FP8 = catalog_job(storage=1.0)
+ONE = ParallelStrategy()
 
 
-def _candidate(**degrees):
-    return Candidate(ParallelStrategy(**{f"{name}_degree": value for name, value in degrees.items()}))
+def _strategy(**degrees):
+    return ParallelStrategy(**{f"{name}_degree": value for name, value in degrees.items()})
 
 
 def _machine(card, count, link=None, memory=0.0):
@@ -27,28 +29,28 @@ def _machine(card, count, link=None, memory=0.0):
     return Machine(card, LINKS[link] if link else find_link("pcie", card), count, memory)
 
 
-def _choose(work, machine, **options):
-    return choose(enumerate_candidates(work, machine.count), work, machine, **options)
+def _rank(job, machine, *evidence, **options):
+    return rank_candidates(enumerate_candidates(job, machine.count), job, machine, *evidence, **options)
 
 
 def test_every_enumerated_strategy_divides_as_it_must():
-    found = enumerate_candidates(Work(find_family("flux1-dev"), rows=2, batch=2), 8)
+    found = enumerate_candidates(catalog_job(prompts=2, batch=2), 8)
     assert len(set(found)) == len(found) and ONE in found
     for candidate in found:
-        s = candidate.strategy
+        s = candidate
         assert s.world_size <= 8 and s.cfg_degree <= 2 and s.data_degree <= 2
         assert 24 % (s.ulysses_degree * s.tensor_degree) == 0
-    assert {c.strategy.world_size for c in found} == {1, 2, 3, 4, 5, 6, 7, 8}
-    assert not any(c.strategy.ulysses_degree == 5 for c in found)
+    assert {c.world_size for c in found} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert not any(c.ulysses_degree == 5 for c in found)
 
 
 def test_without_cfg_nothing_is_split_by_prompt():
-    assert all(c.strategy.cfg_degree == 1 for c in enumerate_candidates(FLUX, 4))
+    assert all(c.cfg_degree == 1 for c in enumerate_candidates(FLUX, 4))
 
 
 def test_a_unet_is_split_by_rows_only():
-    work = Work(find_family("sdxl"), rows=2, batch=2)
-    assert {c.strategy.describe() for c in enumerate_candidates(work, 4)} == {
+    job = catalog_job("sdxl", prompts=2, batch=2)
+    assert {c.describe() for c in enumerate_candidates(job, 4)} == {
         "one device",
         "CFG 2",
         "data 2",
@@ -57,10 +59,10 @@ def test_a_unet_is_split_by_rows_only():
 
 
 def test_the_rule_is_cfg_then_ulysses_then_ring_on_all_devices():
-    ordered = sorted(enumerate_candidates(Work(FLUX.family, rows=2), 8), key=rule_key, reverse=True)
-    assert ordered[0].strategy == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
+    ordered = sorted(enumerate_candidates(catalog_job(prompts=2), 8), key=rule_key, reverse=True)
+    assert ordered[0] == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
     five = max(enumerate_candidates(FLUX, 5), key=rule_key)
-    assert five.strategy == ParallelStrategy(ring_degree=5)
+    assert five == ParallelStrategy(ring_degree=5)
 
 
 BOXES = {
@@ -74,125 +76,129 @@ BOXES = {
 
 
 @pytest.mark.parametrize("name", BOXES)
-def test_a_choice_for_each_box(name, tmp_path):
-    shape, work, expected = BOXES[name]
+def test_a_ranking_for_each_box(name, tmp_path):
+    shape, job, expected = BOXES[name]
     machine, _ = model_machine(read_topology(shape(), sys_root=tmp_path))
-    choice = _choose(work, machine, mode="compiled")
-    best = choice.best
-    assert best.fits and best.candidate.exact
-    assert best.prediction.memory_bytes <= machine.usable
+    ranking = _rank(replace(job, model=replace(job.model, compute_options=ComputeOptions("blocks"))), machine)
+    best = ranking.best
+    assert best.fits and best.strategy.exact
+    assert best.memory_bytes <= machine.usable
     if expected:
-        assert best.candidate == Candidate(expected)
-    assert machine.card.name in choice.reason and "predicted" in choice.reason and "limits" in choice.reason
+        assert best.strategy == expected
+    assert (
+        machine.card.name in ranking.reason and "predicted" in ranking.reason and "limits" in ranking.reason
+    )
 
 
 def test_over_two_sockets_the_links_are_named_and_cfg_keeps_each_half_in_its_socket(tmp_path):
     machine, _ = model_machine(read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path))
-    choice = _choose(FLUX, machine, mode="compiled")
-    four = next(e for e in choice.ranked if e.candidate == _candidate(ulysses=4))
-    assert "links" in choice.reason and four.seconds < 1.5 * choice.best.seconds
-    with_cfg = _choose(Work(FLUX.family, rows=2), machine, mode="compiled")
-    assert with_cfg.best.candidate == _candidate(cfg=2, ulysses=4)
+    ranking = _rank(COMPILED, machine)
+    four = next(e for e in ranking.ranked if e.strategy == _strategy(ulysses=4))
+    assert "links" in ranking.reason and four.seconds < 1.5 * ranking.best.seconds
+    with_cfg = _rank(catalog_job(compiled=True, prompts=2), machine)
+    assert with_cfg.best.strategy == _strategy(cfg=2, ulysses=4)
 
 
 def test_what_does_not_fit_is_never_chosen_and_says_how_much_it_needs():
     machine = _machine("rtx4090", 4)
-    choice = _choose(FLUX, machine)
-    assert choice.best.fits
-    unfit = [e for e in choice.ranked if not e.fits]
-    assert _candidate(ulysses=4) in [e.candidate for e in unfit]
-    assert all(e.prediction.memory_bytes > machine.usable and "does not fit" in e.reason for e in unfit)
-    assert choice.ranked.index(unfit[0]) == len(choice.ranked) - len(unfit)
+    ranking = _rank(FLUX, machine)
+    assert ranking.best.fits
+    unfit = [e for e in ranking.ranked if not e.fits]
+    assert _strategy(ulysses=4) in [e.strategy for e in unfit]
+    assert all(e.memory_bytes > machine.usable and "does not fit" in e.reason for e in unfit)
+    assert ranking.ranked.index(unfit[0]) == len(ranking.ranked) - len(unfit)
 
 
 def test_when_nothing_fits_it_says_so_and_names_a_remedy():
     machine = _machine("rtx4090", 2, memory=4e9)
-    choice = _choose(FLUX, machine, approximation="never")
-    assert not choice.best.fits and "nothing is predicted to fit" in choice.reason and "fp8" in choice.reason
+    ranking = _rank(FLUX, machine, approximation="never")
+    assert (
+        not ranking.best.fits and "nothing is predicted to fit" in ranking.reason and "fp8" in ranking.reason
+    )
 
 
 def test_pipefusion_only_when_nothing_exact_fits():
-    exact, pipe = _candidate(ulysses=4), _candidate(pipefusion=4)
+    exact, pipe = _strategy(ulysses=4), _strategy(pipefusion=4)
     roomy, small = _machine("l40", 4), _machine("l40", 4, memory=12e9)
-    assert choose([exact, pipe], FLUX, roomy).best.candidate == exact
-    chosen = choose([exact, pipe], FLUX, small)
-    assert chosen.best.candidate == pipe and "nothing exact fits" in chosen.reason
-    assert not choose([exact, pipe], FLUX, small, approximation="never").best.fits
+    assert rank_candidates([exact, pipe], FLUX, roomy).best.strategy == exact
+    chosen = rank_candidates([exact, pipe], FLUX, small)
+    assert chosen.best.strategy == pipe and "nothing exact fits" in chosen.reason
+    assert not rank_candidates([exact, pipe], FLUX, small, approximation="never").best.fits
     with pytest.raises(StrategyError, match="approximation is set to never"):
-        choose([pipe], FLUX, roomy, approximation="never")
+        rank_candidates([pipe], FLUX, roomy, approximation="never")
 
 
 def test_pipefusion_for_speed_needs_permission_and_measured_links():
     machine = _machine("rtx4090", 8, memory=40e9)
-    candidates = [_candidate(ulysses=8), _candidate(pipefusion=8), ONE]
-    asked = {"approximation": "allowed", "mode": "compiled"}
-    assert choose(candidates, FLUX, machine, mode="compiled").best.candidate.exact
-    assert choose(candidates, FLUX, machine, **asked).best.candidate.exact
-    allowed = choose(candidates, FLUX, machine, **asked, links_measured=True)
-    assert allowed.best.candidate == _candidate(pipefusion=8)
-    told = choose(candidates, FLUX, machine, mode="compiled").reason
+    candidates = [_strategy(ulysses=8), _strategy(pipefusion=8), ONE]
+    asked = {"approximation": "allowed"}
+    assert rank_candidates(candidates, COMPILED, machine).best.strategy.exact
+    assert rank_candidates(candidates, COMPILED, machine, **asked).best.strategy.exact
+    allowed = rank_candidates(candidates, COMPILED, machine, Evidence(links_measured=True), **asked)
+    assert allowed.best.strategy == _strategy(pipefusion=8)
+    told = rank_candidates(candidates, COMPILED, machine).reason
     assert "would be faster but is approximate" in told
 
 
 def test_pipefusion_is_not_taken_for_speed_on_fast_links():
     machine = _machine("a100", 8, "nvlink3")
-    work = Work(find_family("pixart"), rows=2, steps=20)
-    choice = _choose(work, machine, approximation="allowed", links_measured=True)
-    assert choice.best.candidate == _candidate(cfg=2, ulysses=4)
+    job = catalog_job("pixart", prompts=2, steps=20)
+    ranking = _rank(job, machine, Evidence(links_measured=True), approximation="allowed")
+    assert ranking.best.strategy == _strategy(cfg=2, ulysses=4)
 
 
 def test_the_rule_stands_unless_more_than_ten_percent_are_promised():
     machine = _machine("h100", 2, "nvlink4")
-    rule, other = _candidate(ulysses=2), _candidate(ring=2)
-    predicted = {e.candidate: e.seconds for e in choose([rule, other], FLUX, machine, mode="compiled").ranked}
+    rule, other = _strategy(ulysses=2), _strategy(ring=2)
+    predicted = {e.strategy: e.seconds for e in rank_candidates([rule, other], COMPILED, machine).ranked}
     assert predicted[other] < predicted[rule] < 1.1 * predicted[other]
-    assert choose([rule, other], FLUX, machine, mode="compiled").best.candidate == rule
+    assert rank_candidates([rule, other], COMPILED, machine).best.strategy == rule
 
 
 def test_a_measurement_outranks_the_prediction_and_the_rule():
     machine = _machine("h100", 2, "nvlink4")
-    rule, other = _candidate(ulysses=2), _candidate(ring=2)
-    choice = choose([rule, other, ONE], FLUX, machine, measured={rule: 3.0, other: 2.7, ONE: 4.9})
-    assert choice.best.candidate == other and choice.best.measured
-    assert "measured" in choice.reason and "3 of these were measured" in choice.reason
+    rule, other = _strategy(ulysses=2), _strategy(ring=2)
+    ranking = rank_candidates([rule, other, ONE], FLUX, machine, Evidence({rule: 3.0, other: 2.7, ONE: 4.9}))
+    assert ranking.best.strategy == other and ranking.best.measured
+    assert "measured" in ranking.reason and "3 of these were measured" in ranking.reason
 
 
 def test_one_gpu_when_that_is_faster():
     machine = _machine("rtx4090", 2)
-    rule = _candidate(ulysses=2)
-    measured = choose([rule, ONE], FLUX_FP8, machine, measured={rule: 30.0, ONE: 22.0})
-    assert measured.best.candidate == ONE and measured.reason.startswith("one GPU on 1 of 2")
-    # Small work on a slow link: the collectives alone take longer than the step.
-    small = Work(find_family("pixart"), 256, 256, rows=1)
-    predicted = choose([rule, ONE], small, machine, mode="compiled")
-    assert predicted.best.candidate == ONE
+    rule = _strategy(ulysses=2)
+    measured = rank_candidates([rule, ONE], FLUX_FP8, machine, Evidence({rule: 30.0, ONE: 22.0}))
+    assert measured.best.strategy == ONE and measured.reason.startswith("one GPU on 1 of 2")
+    # Small job on a slow link: the collectives alone take longer than the step.
+    small = catalog_job("pixart", compiled=True, width=256, height=256)
+    predicted = rank_candidates([rule, ONE], small, machine)
+    assert predicted.best.strategy == ONE
 
 
 def test_measurements_also_scale_what_was_not_measured():
     machine = _machine("h100", 4, "nvlink4")
-    rule, other = _candidate(ulysses=4), _candidate(ring=4)
-    plain = {e.candidate: e.seconds for e in choose([rule, other], FLUX, machine).ranked}
-    scaled = choose([rule, other], FLUX, machine, measured={rule: 3 * plain[rule]})
-    entry = next(e for e in scaled.ranked if e.candidate == other)
+    rule, other = _strategy(ulysses=4), _strategy(ring=4)
+    plain = {e.strategy: e.seconds for e in rank_candidates([rule, other], FLUX, machine).ranked}
+    scaled = rank_candidates([rule, other], FLUX, machine, Evidence({rule: 3 * plain[rule]}))
+    entry = next(e for e in scaled.ranked if e.strategy == other)
     assert not entry.measured and entry.seconds == pytest.approx(3 * plain[other])
 
 
 def test_launch_cost_alone_does_not_outrank_the_rule():
     """In eager mode fewer collectives look faster on a fast link; that rests on a guess about the CPU."""
     machine = _machine("h100", 4, "nvlink4")
-    rule, fewer = _candidate(ulysses=4), _candidate(ring=2)
-    choice = choose([rule, fewer], FLUX, machine, mode="eager", one_gpu_s=0.14)
-    assert choice.best.candidate == rule
+    rule, fewer = _strategy(ulysses=4), _strategy(ring=2)
+    ranking = rank_candidates([rule, fewer], FLUX, machine, Evidence(one_gpu_s=0.14))
+    assert ranking.best.strategy == rule
 
 
 def test_a_known_step_narrows_the_band():
     machine = _machine("h100", 2, "nvlink4")
-    assert _choose(FLUX, machine, one_gpu_s=0.2).band < _choose(FLUX, machine).band
+    assert _rank(FLUX, machine, Evidence(one_gpu_s=0.2)).band < _rank(FLUX, machine).band
 
 
 def test_misuse_is_refused():
     machine = _machine("h100", 2, "nvlink4")
     with pytest.raises(StrategyError, match="sometimes"):
-        choose([ONE], FLUX, machine, approximation="sometimes")
+        rank_candidates([ONE], FLUX, machine, approximation="sometimes")
     with pytest.raises(StrategyError, match="No candidate"):
-        choose([_candidate(ulysses=4)], FLUX, machine)
+        rank_candidates([_strategy(ulysses=4)], FLUX, machine)

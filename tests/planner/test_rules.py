@@ -1,14 +1,22 @@
 """The rule "CFG, then Ulysses, then Ring", its reasons, and conflicts resolved so that no device idles."""
 
+from dataclasses import replace
+
 import pytest
 
+from jobs import flux_file, flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.rules import StrategySettings, resolve
-from parallel_backend.strategy import ModelShape, ParallelStrategy, RequestShape
+from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.strategy import ModelShape, ParallelStrategy
 
-FLUX = ModelShape(heads=24, blocks=57)
-DEFAULT_COMPUTE = RequestShape(batch=1, has_cfg=False)
-WITH_CFG = RequestShape(batch=1, has_cfg=True)
+
+def _job(prompts=1, heads=24):
+    """Of a model with two blocks."""
+    dims = replace(FLUX_DEV, heads=heads, double_blocks=1, single_blocks=1)
+    return Job(CheckpointModel(flux_file(dims=dims)), prompts=prompts)
 
 
 def _devices(count):
@@ -16,71 +24,71 @@ def _devices(count):
 
 
 @pytest.mark.parametrize(
-    ("count", "request_shape", "heads", "expected"),
+    ("count", "prompts", "heads", "expected"),
     [
-        (1, DEFAULT_COMPUTE, 24, ParallelStrategy()),
-        (1, WITH_CFG, 24, ParallelStrategy()),
-        (2, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=2)),
-        (2, WITH_CFG, 24, ParallelStrategy(cfg_degree=2)),
-        (3, WITH_CFG, 24, ParallelStrategy(ulysses_degree=3)),
-        (4, WITH_CFG, 24, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
-        (4, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=4)),
-        (2, DEFAULT_COMPUTE, 3, ParallelStrategy(ring_degree=2)),
-        (4, DEFAULT_COMPUTE, 2, ParallelStrategy(ulysses_degree=2, ring_degree=2)),
-        (5, DEFAULT_COMPUTE, 24, ParallelStrategy(ring_degree=5)),
-        (8, DEFAULT_COMPUTE, 24, ParallelStrategy(ulysses_degree=8)),
+        (1, 1, 24, ParallelStrategy()),
+        (1, 2, 24, ParallelStrategy()),
+        (2, 1, 24, ParallelStrategy(ulysses_degree=2)),
+        (2, 2, 24, ParallelStrategy(cfg_degree=2)),
+        (3, 2, 24, ParallelStrategy(ulysses_degree=3)),
+        (4, 2, 24, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
+        (4, 1, 24, ParallelStrategy(ulysses_degree=4)),
+        (2, 1, 3, ParallelStrategy(ring_degree=2)),
+        (4, 1, 2, ParallelStrategy(ulysses_degree=2, ring_degree=2)),
+        (5, 1, 24, ParallelStrategy(ring_degree=5)),
+        (8, 1, 24, ParallelStrategy(ulysses_degree=8)),
     ],
 )
-def test_auto_follows_the_rule(count, request_shape, heads, expected):
-    decision = resolve(StrategySettings(), ModelShape(heads=heads, blocks=2), request_shape, _devices(count))
+def test_auto_follows_the_rule(count, prompts, heads, expected):
+    decision = resolve_strategy(StrategySettings(), _job(prompts, heads), _devices(count))
     assert decision.strategy == expected
     assert decision.reason
     assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2), count)
 
 
 def test_the_reason_says_why_ring_was_needed():
-    decision = resolve(StrategySettings(), ModelShape(heads=3, blocks=2), DEFAULT_COMPUTE, _devices(2))
+    decision = resolve_strategy(StrategySettings(), _job(heads=3), _devices(2))
     assert "3 attention heads" in decision.reason
 
 
 def test_a_manual_strategy_is_taken_as_it_is():
-    choice = StrategySettings("manual", "all", ParallelStrategy(ring_degree=2, ulysses_degree=2), "native")
-    decision = resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(4))
-    assert decision.strategy == choice.strategy
+    settings = StrategySettings("manual", "all", ParallelStrategy(ring_degree=2, ulysses_degree=2), "native")
+    decision = resolve_strategy(settings, flux_job(), _devices(4))
+    assert decision.strategy == settings.strategy
     assert decision.engine == "native"
     assert decision.notes == ()
 
 
 def test_a_manual_strategy_that_breaks_a_rule_is_refused():
-    choice = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
+    settings = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
     with pytest.raises(StrategyError, match="needs 4 devices and 1 is selected"):
-        resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(1))
+        resolve_strategy(settings, flux_job(), _devices(1))
 
 
 def test_cfg_degree_without_cfg_moves_to_the_sequence_and_says_so():
-    choice = StrategySettings("manual", "all", ParallelStrategy(cfg_degree=2, ulysses_degree=2))
-    decision = resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(4))
+    settings = StrategySettings("manual", "all", ParallelStrategy(cfg_degree=2, ulysses_degree=2))
+    decision = resolve_strategy(settings, flux_job(), _devices(4))
     assert decision.strategy == ParallelStrategy(ulysses_degree=4)
     assert "cfg 1.0" in decision.notes[0]
 
 
 def test_data_degree_beyond_the_batch_moves_to_the_sequence():
-    choice = StrategySettings("manual", "all", ParallelStrategy(data_degree=2))
-    decision = resolve(choice, ModelShape(heads=3, blocks=2), DEFAULT_COMPUTE, _devices(2))
+    settings = StrategySettings("manual", "all", ParallelStrategy(data_degree=2))
+    decision = resolve_strategy(settings, _job(heads=3), _devices(2))
     assert decision.strategy == ParallelStrategy(ring_degree=2)
     assert "1 image" in decision.notes[0]
 
 
 def test_idle_devices_are_mentioned():
-    decision = resolve(
-        StrategySettings("manual", "all", ParallelStrategy()), FLUX, DEFAULT_COMPUTE, _devices(3)
+    decision = resolve_strategy(
+        StrategySettings("manual", "all", ParallelStrategy()), flux_job(), _devices(3)
     )
     assert "2 of the 3 selected devices stay idle" in decision.notes[0]
 
 
-def _manual(count, shares="", **settings):
-    choice = StrategySettings("manual", "all", ParallelStrategy(**settings), device_shares=shares)
-    return resolve(choice, FLUX, DEFAULT_COMPUTE, _devices(count))
+def _manual(count, shares="", **degrees):
+    settings = StrategySettings("manual", "all", ParallelStrategy(**degrees), device_shares=shares)
+    return resolve_strategy(settings, flux_job(), _devices(count))
 
 
 def test_sharding_gives_way_to_pipefusion_and_says_so():
@@ -102,12 +110,12 @@ def test_fewer_patches_than_stages_are_remarked_on():
 def test_shares_reach_the_strategy_in_both_modes():
     assert _manual(2, "3,1", ring_degree=2).strategy.device_shares == (3, 1)
     assert _manual(3, "3,1,1", ring_degree=2).strategy.device_shares == (3, 1)
-    automatic = resolve(StrategySettings(device_shares="3,1"), FLUX, DEFAULT_COMPUTE, _devices(2))
+    automatic = resolve_strategy(StrategySettings(device_shares="3,1"), flux_job(), _devices(2))
     assert automatic.strategy == ParallelStrategy(ulysses_degree=2, device_shares=(3, 1))
 
 
 def test_shares_that_change_nothing_are_dropped_and_said():
-    with_cfg = resolve(StrategySettings(device_shares="3,1"), FLUX, WITH_CFG, _devices(2))
+    with_cfg = resolve_strategy(StrategySettings(device_shares="3,1"), flux_job(prompts=2), _devices(2))
     assert with_cfg.strategy == ParallelStrategy(cfg_degree=2)
     assert "device_shares changes nothing for CFG 2" in with_cfg.notes[0]
 

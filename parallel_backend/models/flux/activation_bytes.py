@@ -1,68 +1,32 @@
-"""What one model call of Flux holds at its fullest moment on one rank, in closed form.
+"""The memory of one model call of Flux at its fullest moment on one rank, in closed form.
 
-The moments are those of diffusers' blocks and of engine/native.py: what is alive is counted variable by variable, and
-the fullest moment decides. A width is one number per token and channel: rows x tokens x hidden in the compute dtype.
-Norms, modulation and log-sum-exps are left out: a hundredth of a width.
+The moments are those of diffusers' blocks and of engine/attention/native.py: what is alive is counted variable by
+variable, and the fullest moment decides. A width is one number per token and channel: rows x tokens x hidden in the
+compute dtype. Norms, modulation and log-sum-exps are left out: a hundredth of a width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
-FP32 = 4
-
-
-@dataclass(frozen=True)
-class Call:
-    """One model call on one rank. `text`, `image`: its own tokens per row; `element`: bytes of the compute dtype.
-
-    `group`: tokens of its Ulysses group, which meet here for its share of the heads; `keys`: tokens whose keys and
-    values each member of its ring brings; `tensor`: ranks that share heads and feed-forward columns.
-    """
-
-    rows: int
-    text: int
-    image: int
-    hidden: int
-    mlp: int
-    head_dim: int
-    element: int
-    group: int
-    keys: tuple[int, ...]
-    ulysses: int = 1
-    tensor: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.text + self.image
-
-    def width(self, tokens: int) -> int:
-        return self.rows * tokens * self.hidden * self.element
-
-    @property
-    def rotary(self) -> int:
-        """Cosines and sines of all tokens of this rank, kept in float32 through the call."""
-        return 2 * self.tokens * self.head_dim * FP32
+from ..footprint import FP32, Moment, TokenLoad
+from .keys import FluxDims
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What is alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
-
-    where: str
-    alive: int
-    exchanged: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.alive + self.exchanged
+def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Iterator[Moment]:
+    """Moments of `block` (numbered doubles first). `cast`: bytes of its largest layer where layers are cast on use."""
+    kind = _double_block if block < dims.double_blocks else _single_block
+    # Cosines and sines of all tokens of this rank, kept in float32 through the call.
+    rotary = 2 * call.tokens * dims.head_dim * FP32
+    for moment in kind(call, dims.mlp, cast):
+        yield replace(moment, alive=moment.alive + rotary)
 
 
-def single_block(call: Call, cast: int = 0) -> Iterator[Moment]:
-    """Moments of a block with one stream. `cast`: bytes of its largest layer where layers are cast on use."""
+def _single_block(call: TokenLoad, mlp: int, cast: int) -> Iterator[Moment]:
+    """A block with one stream."""
     width, part = call.width(call.tokens), call.width(call.tokens) // call.tensor
-    wide = width * call.mlp // call.hidden // call.tensor
+    wide = width * mlp // call.hidden // call.tensor
     held = 3 * width  # what comes in, the text and image joined, the normed
     yield Moment("feed-forward", held + wide + max(wide, cast))
     yield from _attention(call, held + wide + 3 * part, part)
@@ -70,10 +34,10 @@ def single_block(call: Call, cast: int = 0) -> Iterator[Moment]:
     yield Moment("output", joined + width + max(width, cast))
 
 
-def double_block(call: Call, cast: int = 0) -> Iterator[Moment]:
-    """Moments of a block with separate streams for text and image."""
+def _double_block(call: TokenLoad, mlp: int, cast: int) -> Iterator[Moment]:
+    """A block with separate streams for text and image."""
     text, image, width = call.width(call.text), call.width(call.image), call.width(call.tokens)
-    part, wider = width // call.tensor, call.mlp / call.hidden / call.tensor
+    part, wider = width // call.tensor, mlp / call.hidden / call.tensor
     yield from _attention(call, 2 * width + 3 * part + 3 * (text // call.tensor), part)
     yield Moment(
         "feed-forward", 2 * width + text + 3 * image + int(wider * image) + max(int(wider * image), cast)
@@ -82,7 +46,7 @@ def double_block(call: Call, cast: int = 0) -> Iterator[Moment]:
     yield Moment("feed-forward of the text", 2 * width + 4 * image + 3 * text + wide + max(wide, cast))
 
 
-def _attention(call: Call, held: int, part: int) -> Iterator[Moment]:
+def _attention(call: TokenLoad, held: int, part: int) -> Iterator[Moment]:
     """`held`: what is alive when queries, keys and values of all heads of this rank are there; `part`: one of them."""
     in_float = FP32 // call.element  # rotation and the merging of partial results are computed in float32
     yield Moment("rotation", held + part + 3 * in_float * part)
@@ -96,7 +60,7 @@ def _attention(call: Call, held: int, part: int) -> Iterator[Moment]:
     yield Moment("exchange of heads for tokens", held + part, 3 * mine + mine + reordered + part)
 
 
-def _ring(call: Call, queries: int) -> int:
+def _ring(call: TokenLoad, queries: int) -> int:
     """Bytes of attention's output, with what travels round a ring and the merging of its partial results."""
     if len(call.keys) == 1:
         return queries

@@ -1,17 +1,24 @@
-"""What a Flux.1 file holds, read from its header: layout, prefix, sizes, dtype. Refuses everything else by name."""
+"""A Flux.1 file by its header: layout, prefix, sizes, dtype, and what follows from them. Refuses all else by name."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...strategy import ModelShape
+from ...layout import RankCoordinates
+from ...strategy import ModelShape, ParallelStrategy
+from ..catalog import FAMILIES, Family, joint_blocks, single_blocks
 from ..checkpoint import Header, read_header
-from .keys import FluxDims, diffusers_shapes, original_shapes
+from ..dtypes import Dtypes
+from ..footprint import HeldWeights, Moment, TokenLoad
+from .activation_bytes import moments
+from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
+from .weight_bytes import chunks_of, held_weights
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
@@ -74,6 +81,73 @@ class FluxFile:
         return ModelShape(self.dims.heads, self.dims.double_blocks + self.dims.single_blocks, self.name)
 
     @property
+    def family(self) -> Family:
+        """36 h² parameters in a double block, 15 h² in a single one."""
+        doubles, singles = self.block_counts
+        hidden = self.dims.hidden
+        return replace(
+            FAMILIES["flux1-dev"],
+            name="Flux.1",
+            hidden=hidden,
+            heads=self.dims.heads,
+            blocks=(joint_blocks(doubles, hidden), single_blocks(singles, hidden)),
+            parameters=(36.0 * doubles + 15.0 * singles) * hidden * hidden,
+        )
+
+    @property
+    def fingerprint(self) -> tuple[str, ...]:
+        return (
+            "flux",
+            *(f"{name}={value}" for name, value in asdict(self.dims).items()),
+            str(self.tensor_bytes),
+        )
+
+    @property
+    def block_counts(self) -> tuple[int, int]:
+        """Double blocks, then single ones."""
+        return self.dims.double_blocks, self.dims.single_blocks
+
+    @property
+    def hidden_size(self) -> int:
+        return self.dims.hidden
+
+    @property
+    def context_dim(self) -> int:
+        return self.dims.context_dim
+
+    @property
+    def pooled_dim(self) -> int:
+        return self.dims.pooled_dim
+
+    @property
+    def latent_channels(self) -> int:
+        return self.dims.out_channels // 4  # a token is 2 x 2 latent pixels
+
+    @property
+    def token_channels(self) -> int:
+        return self.dims.out_channels
+
+    @property
+    def has_guidance(self) -> bool:
+        return self.dims.guidance
+
+    def describe(self) -> str:
+        form = "dev" if self.dims.guidance else "schnell"
+        doubles, singles = self.block_counts
+        return f"Flux.1 {form} form, {doubles}+{singles} blocks of width {self.dims.hidden}"
+
+    def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
+        return chunks_of(self.dims, strategy, place)
+
+    def held_weights(
+        self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
+    ) -> HeldWeights:
+        return held_weights(self.dims, dtypes, strategy, rank, on_cpu=on_cpu)
+
+    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
+        return moments(self.dims, block, call, cast)
+
+    @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameters in the original layout whatever the file's own, for LoRA loaders that go by these keys."""
         return original_shapes(self.dims)
@@ -81,6 +155,10 @@ class FluxFile:
     def stored_key(self, key: str) -> str:
         """The name in the file of a parameter that its layout calls `key`."""
         return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
+
+
+# The published FLUX.1-dev, for predictions where no file is at hand; as large as its 12 billion parameters in bf16.
+PUBLISHED_DEV = FluxFile("Flux.1", "original", "", FLUX_DEV, "bfloat16", tensor_bytes=23_800_000_000)
 
 
 def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
@@ -214,14 +292,16 @@ def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDim
     )
 
 
-def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | bool) -> FluxDims:
+def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, guidance: bool, **sizes: int) -> FluxDims:
     if head_dim != sum(AXES_DIMS):
         raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
     if hidden % head_dim:
         raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
     if mlp != 4 * hidden:
         raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
-    return FluxDims(hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, **sizes)
+    return FluxDims(
+        hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, guidance=guidance, **sizes
+    )
 
 
 def _check_variant(name: str, dims: FluxDims) -> None:

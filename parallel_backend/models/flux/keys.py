@@ -44,6 +44,25 @@ FLUX_DEV = FluxDims(
 )
 
 
+# Layers of a block, in diffusers' layout, that tensor parallelism splits by rows of their weights, and by columns
+# (FluxTransformer2DModel._tp_plan, and the modulation): into attention and feed-forward, and out of them.
+SPLIT_BY_ROWS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "ff.net.0.proj",
+    "ff_context.net.0.proj",
+    "proj_mlp",
+    "norm1.linear",
+    "norm1_context.linear",
+    "norm.linear",
+)
+SPLIT_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", "proj_out")
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a diffusers parameter comes from: rows [start, stop) of the original tensor `key`, or all of it.
@@ -158,5 +177,6 @@ def diffusers_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, source in diffusers_sources(dims).items():
         rows, *rest = original[source.key]
-        shapes[name] = (rows if source.start is None else source.stop - source.start, *rest)
+        stop = rows if source.stop is None else source.stop
+        shapes[name] = (stop - (source.start or 0), *rest)
     return shapes

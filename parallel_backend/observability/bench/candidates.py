@@ -1,13 +1,13 @@
-"""Which strategies a benchmark compares: named by a person, or all that a model and the devices allow."""
+"""The strategies that a benchmark compares: named by a person, or all that a model and the devices allow."""
 
 from __future__ import annotations
 
 import re
 
 from ...errors import StrategyError
-from ...planner.cost.communication import Work
+from ...planner.job import Job
 from ...planner.ranking import enumerate_candidates, rule_key
-from ...strategy import DEGREES, ModelShape, ParallelStrategy
+from ...strategy import DEGREES, ParallelStrategy
 
 _DEGREES = {name.removesuffix("_degree"): name for name in DEGREES}
 _ONE = ("one", "1", "single")
@@ -23,36 +23,36 @@ def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
 
 
 def possible_strategies(
-    work: Work, model: ModelShape, count: int, *, engine: str = "auto", fewer: bool = False
+    job: Job, count: int, *, engine: str = "auto", fewer: bool = False
 ) -> tuple[ParallelStrategy, ...]:
     """One device, and all that this version can run on `count` devices, or (`fewer`) on any number up to it.
 
     Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring".
     """
     candidates = [
-        c
-        for c in enumerate_candidates(work, count, sharded=False)
-        if (fewer or c.strategy.world_size in (1, count)) and not c.strategy.violations(model, count, engine)
+        strategy
+        for strategy in enumerate_candidates(job, count, sharded=False)
+        if (fewer or strategy.world_size in (1, count))
+        and not strategy.violations(job.model.shape, count, engine)
     ]
     ordered = sorted(candidates, key=rule_key, reverse=True)
-    ordered.sort(key=lambda c: (c.strategy.world_size, not c.exact))
-    return tuple(c.strategy for c in ordered)
+    return tuple(sorted(ordered, key=lambda strategy: (strategy.world_size, not strategy.exact)))
 
 
 def _parse(part: str) -> ParallelStrategy:
     if part in _ONE:
         return ParallelStrategy()
-    degrees: dict[str, object] = {}
+    degrees: dict[str, int] = {}
     for factor in re.split(r"\s*[x×*]\s*", part):
         if factor == _SHARDED:
             degrees["shard_weights"] = True
             continue
         match = re.fullmatch(r"([a-z]+)[ _=]?(\d{1,2})", factor)
         name = _DEGREES.get(match[1]) if match else None
-        if name is None or name in degrees:
+        if match is None or name is None or name in degrees:
             raise StrategyError(
                 f"strategy {part!r} is not understood; write one, or degrees joined by x, each once: "
                 f"{', '.join(f'{short}N' for short in _DEGREES)}, {_SHARDED}."
             )
         degrees[name] = int(match[2])
-    return ParallelStrategy(**degrees)
+    return ParallelStrategy().replace(**degrees)

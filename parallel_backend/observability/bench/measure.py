@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...devices import is_cpu, resolve_devices
 from ...errors import RequestError, StrategyError
-from ...models.flux.checkpoint import FluxFile, inspect_flux
-from ...planner.auto import MeasurementHistory, work_of
-from ...planner.cost.communication import Work
+from ...models.registry import inspect_model
 from ...planner.cost.machine import model_machine
 from ...planner.cost.model import Machine, predict
-from ...planner.history.records import candidate_of
+from ...planner.decide import job_from_request
+from ...planner.history.measurement_history import MeasurementHistory
+from ...planner.job import Job
+from ...planner.job_models import CheckpointModel
 from ...planner.machine.fingerprint import cores, cpu_name
+from ...planner.machine.local import topology_of
 from ...planner.machine.probe import read_topology
 from ...planner.machine.topology import Topology
 from ...planner.ranking import BAND_WITH_ONE_GPU, BAND_WITHOUT
@@ -23,9 +25,9 @@ from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
 from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
-from .fitting import split_by_memory
+from .fitting import predicted_bytes, split_by_memory
 from .outcome import Outcome, Row
-from .rounds import Job, random_request, run_rounds
+from .rounds import Comparison, random_request, run_rounds
 
 _UNNAMED = ("", "all")
 
@@ -55,41 +57,42 @@ def measure(
     if is_cpu(names):
         # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    file = inspect_flux(model)
+    file = inspect_model(model)
     seen = read_topology().visible()
-    topology = Topology((), source="none") if is_cpu(names) else _selected(seen, names)
+    topology = topology_of(names, seen)
     request = random_request(
         file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
-    work = work_of(file, request, weight_dtype)
-    wanted = _wanted(strategies, work, file, len(names), engine)
-    job = Job(
+    job = job_from_request(CheckpointModel(file, weight_dtype), request)
+    wanted = _wanted(strategies, job, len(names), engine)
+    comparison = Comparison(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
-        file=file,
+        job=job,
         request=request,
         engine=engine,
         devices=names,
         rounds=rounds,
         device_bytes=min((d.memory for d in topology.devices), default=0),
     )
-    experience = MeasurementHistory(names, seen)
+    history = MeasurementHistory(names, seen)
     machine = _machine(topology)
     left_out: dict[ParallelStrategy, str] = {}
     if machine is not None and strategies.strip().lower() in _UNNAMED:  # what a person names is tried
-        wanted, left_out = split_by_memory(wanted, work, machine, file.shape)
-    rows, together, calibrations = run_rounds(job, wanted, experience, say)
+        wanted, left_out = split_by_memory(wanted, job, machine)
+    rows, together, calibrations = run_rounds(comparison, wanted, history, say)
     rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
     alone = next((r.step_s for r in rows if r.strategy.world_size == 1), None)
     if machine is not None:
-        rows = [_predicted(row, work, machine, alone) for row in rows]
+        rows = [_predicted(row, job, machine, alone) for row in rows]
     private = find_private()
+    stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
     return Outcome(
         rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
-        model=_describe(file, weight_dtype),
+        model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
         hardware=_hardware(topology),
-        software=experience.fingerprint.software,
+        software=history.fingerprint.software,
         rounds=rounds,
         interleaved=together,
         band=None if machine is None else BAND_WITH_ONE_GPU if alone else BAND_WITHOUT,
@@ -97,24 +100,19 @@ def measure(
     )
 
 
-def _wanted(text: str, work: Work, file: FluxFile, count: int, engine: str) -> tuple[ParallelStrategy, ...]:
+def _wanted(text: str, job: Job, count: int, engine: str) -> Sequence[ParallelStrategy]:
     if text.strip().lower() in _UNNAMED:
-        return possible_strategies(work, file.shape, count, engine=engine, fewer=bool(text.strip()))
+        return possible_strategies(job, count, engine=engine, fewer=bool(text.strip()))
     wanted = parse_strategies(text)
     for strategy in wanted:
-        if strategy.cfg_degree > 1 and work.rows == 1:
+        if strategy.cfg_degree > 1 and not job.has_cfg:
             raise StrategyError(f"{strategy.describe()} splits two prompts; add --cfg on, or leave it out.")
-        if strategy.data_degree > work.batch:
+        if strategy.data_degree > job.batch:
             raise StrategyError(
                 f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
             )
-        strategy.check(file.shape, count, engine)
+        strategy.check(job.model.shape, count, engine)
     return wanted
-
-
-def _selected(seen: Topology, names: tuple[str, ...]) -> Topology:
-    known = {f"cuda:{i}": d.uuid for i, d in enumerate(seen.devices)}
-    return seen.select([known[name] for name in names if name in known])
 
 
 def _machine(topology: Topology) -> Machine | None:
@@ -125,23 +123,10 @@ def _machine(topology: Topology) -> Machine | None:
         return None
 
 
-def _predicted(row: Row, work: Work, machine: Machine, alone: float | None) -> Row:
-    """With the cost model's step time and memory. `alone`: one device's measured step, where it ran."""
-    candidate = candidate_of(row.strategy)
-    if candidate is None:
-        return row
-    found = predict(work, candidate, machine, one_gpu_s=alone, with_fixed=False)
-    return replace(row, predicted_s=found.step_s, memory_bytes=found.memory_bytes)
-
-
-def _describe(file: FluxFile, weight_dtype: str) -> str:
-    """The model by its sizes: a file's name may be private."""
-    d = file.dims
-    stored = file.dtype if weight_dtype == "auto" else weight_dtype
-    return (
-        f"Flux.1 {'dev' if d.guidance else 'schnell'} form, {d.double_blocks}+{d.single_blocks} blocks of width "
-        f"{d.hidden}, {stored}, {file.tensor_bytes / 1e9:.3g} GB"
-    )
+def _predicted(row: Row, job: Job, machine: Machine, alone: float | None) -> Row:
+    """With the predicted step time and memory. `alone`: one device's measured step, where it ran."""
+    found = predict(job, row.strategy, machine, one_gpu_s=alone, with_fixed=False)
+    return replace(row, predicted_s=found.step_s, memory_bytes=predicted_bytes(row.strategy, job))
 
 
 def _hardware(topology: Topology) -> tuple[str, ...]:

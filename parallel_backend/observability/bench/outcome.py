@@ -28,7 +28,7 @@ class Row:
     @property
     def exact(self) -> bool:
         """Whether it must give one device's latent; PipeFusion's stale keys and values give a close one."""
-        return self.strategy.pipefusion_degree == 1
+        return self.strategy.exact
 
     @property
     def name(self) -> str:
@@ -64,9 +64,8 @@ class Outcome:
 
     def speedup(self, row: Row) -> float | None:
         """How many times as fast as one device."""
-        if self.one is None or row.step_s is None:
-            return None
-        return self.one.step_s / row.step_s
+        one = self.one.step_s if self.one else None
+        return None if one is None or row.step_s is None else one / row.step_s
 
     @property
     def best(self) -> Row | None:

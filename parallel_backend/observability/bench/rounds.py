@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import Cancelled, ParallelError
-from ...models.flux.checkpoint import FluxFile
-from ...planner.auto import MeasurementHistory, work_of
+from ...models.model_file import ModelFile
 from ...planner.calibrate import calibrate_once
+from ...planner.history.measurement_history import MeasurementHistory
+from ...planner.job import Job
 from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
@@ -28,11 +29,11 @@ USABLE = 0.92
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every strategy runs. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
+class Comparison:
+    """The job that every strategy runs, and its request. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
 
     spec: ModelSpec
-    file: FluxFile
+    job: Job
     request: SampleRequest
     engine: str
     devices: tuple[str, ...]
@@ -41,19 +42,19 @@ class Job:
 
 
 def random_request(
-    file: FluxFile, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
+    file: ModelFile, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
 ) -> SampleRequest:
     """A text-to-image request of random numbers: time does not depend on what is drawn. Sizes in pixels."""
-    dims, generator = file.dims, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def prompt() -> Conditioning:
         return Conditioning(
-            context=torch.randn(1, text, dims.context_dim, generator=generator),
-            pooled=torch.randn(1, dims.pooled_dim, generator=generator),
-            guidance=torch.tensor([_GUIDANCE]) if dims.guidance else None,
+            context=torch.randn(1, text, file.context_dim, generator=generator),
+            pooled=torch.randn(1, file.pooled_dim, generator=generator),
+            guidance=torch.tensor([_GUIDANCE]) if file.has_guidance else None,
         )
 
-    noise = torch.randn(batch, dims.out_channels // 4, -(-height // 8), -(-width // 8), generator=generator)
+    noise = torch.randn(batch, file.latent_channels, -(-height // 8), -(-width // 8), generator=generator)
     return SampleRequest(
         noise=noise,
         latent=torch.zeros_like(noise),
@@ -66,17 +67,17 @@ def random_request(
     )
 
 
-def fits_side_by_side(job: Job, strategies: Sequence[ParallelStrategy]) -> bool:
+def fits_side_by_side(comparison: Comparison, strategies: Sequence[ParallelStrategy]) -> bool:
     """Whether a group for every layout of the weights can stay warm at once on the first device."""
-    needed = sum(_rank_bytes(job.file, *layout) for layout in {_layout(s) for s in strategies})
-    return not job.device_bytes or needed <= USABLE * job.device_bytes
+    needed = sum(_rank_bytes(comparison.job, *layout) for layout in {_layout(s) for s in strategies})
+    return not comparison.device_bytes or needed <= USABLE * comparison.device_bytes
 
 
 def run_rounds(
-    job: Job, strategies: Sequence[ParallelStrategy], experience: MeasurementHistory, say: Say
+    comparison: Comparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
 ) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
-    together = fits_side_by_side(job, strategies)
+    together = fits_side_by_side(comparison, strategies)
     rows = {s: Row(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
@@ -85,19 +86,21 @@ def run_rounds(
             groups: dict[Layout, Sidecar] = {}
             for s in block:
                 if _layout(s) not in groups:
-                    groups[_layout(s)] = Sidecar(job.devices[: s.world_size])
+                    groups[_layout(s)] = Sidecar(comparison.devices[: s.world_size])
                     stack.callback(groups[_layout(s)].stop)
-            for turn in range(job.rounds + 1):
+            for turn in range(comparison.rounds + 1):
                 for s in block:
                     if rows[s].problem:
                         continue
-                    sidecar, placement = groups[_layout(s)], Placement(s, job.engine)
-                    say(f"{'warming up' if turn == 0 else f'round {turn} of {job.rounds}'}: {s.describe()}")
+                    sidecar, placement = groups[_layout(s)], Placement(s, comparison.engine)
+                    say(
+                        f"{'warming up' if turn == 0 else f'round {turn} of {comparison.rounds}'}: {s.describe()}"
+                    )
                     try:
-                        result = sidecar.sample(job.spec, job.request, placement)
+                        result = sidecar.sample(comparison.spec, comparison.request, placement)
                         if turn == 0 and s.world_size > 1:
-                            ids = experience.ids[: s.world_size]
-                            calibrations.append(calibrate_once(sidecar, placement, experience.store, ids))
+                            ids = history.ids[: s.world_size]
+                            calibrations.append(calibrate_once(sidecar, placement, history.store, ids))
                     except Cancelled:
                         raise
                     except ParallelError as error:
@@ -108,7 +111,7 @@ def run_rounds(
                         rows[s] = replace(rows[s], difference=_difference(result, reference))
                     else:
                         rows[s] = _with_run(rows[s], result.info)
-                        experience.remember(job.spec, job.file, work_of(job.file, job.request), result.info)
+                        history.record(comparison.job, result.info)
     return [rows[s] for s in strategies], together, calibrations
 
 
@@ -126,9 +129,9 @@ def _layout(strategy: ParallelStrategy) -> Layout:
     return strategy.world_size, strategy.weights
 
 
-def _rank_bytes(file: FluxFile, ranks: int, weights: ParallelStrategy) -> float:
+def _rank_bytes(job: Job, ranks: int, weights: ParallelStrategy) -> float:
     parts = ranks if weights.shard_weights else weights.pipefusion_degree * weights.tensor_degree
-    return file.tensor_bytes / parts + ROOM
+    return job.model.weight_bytes / parts + ROOM
 
 
 def _with_run(row: Row, info: RunInfo) -> Row:

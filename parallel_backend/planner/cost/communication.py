@@ -1,95 +1,19 @@
-"""What each strategy sends in one denoising step: messages, bytes and who talks to whom, in closed form."""
+"""The traffic of a strategy in one denoising step: messages, bytes and who talks to whom, in closed form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
-from ...models.catalog import Family
 from ...strategy import DEGREES, ParallelStrategy
+from ..job import Job
 from ..machine.cards import Interconnect, LinkLoad
 
 ACTIVATION_BYTES = 2  # bf16 activations
 
 
 @dataclass(frozen=True)
-class Work:
-    """One sampling job. `width`, `height`: pixels; `rows`: rows per image, 2 with CFG; `storage`: bytes per weight;
-    `step_cache`: it keeps residuals, which times do not count with."""
-
-    family: Family
-    width: int = 1024
-    height: int = 1024
-    frames: int = 1
-    batch: int = 1
-    rows: int = 1
-    steps: int = 28
-    storage: float = 2.0
-    text: int | None = None
-    step_cache: bool = False
-
-    @property
-    def image_tokens(self) -> int:
-        return self.family.image_tokens(self.width, self.height, self.frames)
-
-    @property
-    def text_tokens(self) -> int:
-        return self.family.text_tokens if self.text is None else self.text
-
-    @property
-    def all_rows(self) -> int:
-        return self.batch * self.rows
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.family.parameters * self.storage
-
-    @property
-    def flop(self) -> float:
-        """FLOPs of one denoising step: all rows."""
-        linear, attention = self.flop_parts
-        return linear + attention
-
-    @property
-    def flop_parts(self) -> tuple[float, float]:
-        """(linear, attention) FLOPs of one denoising step: all rows."""
-        f = self.family
-        if not f.is_transformer:  # convolutions dominate: in proportion to the pixels
-            return self.all_rows * f.image_flop * self.width * self.height / 1024**2, 0.0
-        image, text = self.image_tokens, self.text_tokens
-        return self.all_rows * f.linear_flop(image, text), self.all_rows * f.attention_flop(image, text)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy with what else decides its cost. `patches`: of PipeFusion, 0 for one per stage.
-
-    `shard_weights`: each rank keeps 1/world of the weights and gathers a block when it needs it (FSDP).
-    `gathered_ring`: keys and values are gathered before attention instead of passed round while it runs.
-    """
-
-    strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
-    shard_weights: bool = False
-    patches: int = 0
-    warmup_steps: int = 1
-    gathered_ring: bool = False
-
-    @property
-    def exact(self) -> bool:
-        """PipeFusion computes with keys and values of the step before; all else gives one device's result."""
-        return self.strategy.pipefusion_degree == 1
-
-    @property
-    def patch_count(self) -> int:
-        return self.patches or self.strategy.pipefusion_degree
-
-    def describe(self) -> str:
-        extra = " with sharded weights" if self.shard_weights else ""
-        return self.strategy.describe() + extra
-
-
-@dataclass(frozen=True)
-class Transfer:
+class StepTraffic:
     """All messages of one kind in one step. `sent`: bytes from one rank; `calls`: collectives or hops it joins."""
 
     kind: str  # "ulysses", "ring", "tensor", "pipefusion", "weights" or "rows"
@@ -97,17 +21,17 @@ class Transfer:
     sent: float
 
 
-def exchanges(work: Work, candidate: Candidate) -> tuple[Transfer, ...]:
-    """Everything a rank sends in one step under `candidate` (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
-    s, f = candidate.strategy, work.family
-    rows = -(-work.all_rows // s.row_degree)
+def exchanges(job: Job, strategy: ParallelStrategy) -> tuple[StepTraffic, ...]:
+    """Everything a rank sends in one step under `strategy` (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
+    s, f = strategy, job.model.family
+    rows = -(-job.rows // s.row_degree)
     per_stage = 1 / s.pipefusion_degree
     found = []
     ulysses, ring, tensor = s.ulysses_degree, s.ring_degree, s.tensor_degree
     sent = {"ulysses": 0.0, "ring": 0.0, "tensor": 0.0}
     reduces = 0.0
     for blocks in f.blocks:
-        moved = f.split_tokens(work.image_tokens, work.text_tokens, blocks)
+        moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
         layer = blocks.count * per_stage * rows * f.hidden / tensor * ACTIVATION_BYTES
         local = moved / s.sequence_degree
         # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest.
@@ -115,26 +39,26 @@ def exchanges(work: Work, candidate: Candidate) -> tuple[Transfer, ...]:
         # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
         sent["ring"] += 2 * layer * (moved / ring) * (ring - 1) / ulysses
         # An all-reduce sends 2 (T - 1) / T of the full width.
-        tokens = (work.image_tokens + work.text_tokens) / s.sequence_degree
+        tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
         sent["tensor"] += 2 * blocks.reduces * layer * tensor * tokens * (tensor - 1) / tensor
         reduces += blocks.reduces * blocks.count * per_stage
     count = f.block_count * per_stage
     if ulysses > 1:
-        found.append(Transfer("ulysses", round(4 * count), sent["ulysses"]))
+        found.append(StepTraffic("ulysses", round(4 * count), sent["ulysses"]))
     if ring > 1:
-        found.append(Transfer("ring", round(count * (ring - 1)), sent["ring"]))
+        found.append(StepTraffic("ring", round(count * (ring - 1)), sent["ring"]))
     if tensor > 1:
-        found.append(Transfer("tensor", round(reduces), sent["tensor"]))
+        found.append(StepTraffic("tensor", round(reduces), sent["tensor"]))
     if s.pipefusion_degree > 1:
-        tokens = (work.image_tokens + work.text_tokens) / s.sequence_degree
+        tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
         sent_on = rows * tokens * f.hidden * ACTIVATION_BYTES
-        found.append(Transfer("pipefusion", candidate.patch_count, sent_on))
-    if candidate.shard_weights and s.world_size > 1:
-        share = work.weight_bytes / (tensor * s.pipefusion_degree) / s.world_size
-        found.append(Transfer("weights", round(count), share * (s.world_size - 1)))
+        found.append(StepTraffic("pipefusion", s.pipeline_patches, sent_on))
+    if s.shard_weights and s.world_size > 1:
+        share = job.model.weight_bytes / (tensor * s.pipefusion_degree) / s.world_size
+        found.append(StepTraffic("weights", round(count), share * (s.world_size - 1)))
     if s.row_degree > 1:
-        latent = work.image_tokens * 64 * 4 * rows  # one patch: 64 numbers in fp32
-        found.append(Transfer("rows", 1, latent * (s.row_degree - 1)))
+        latent = job.image_tokens * 64 * 4 * rows  # one patch: 64 numbers in fp32
+        found.append(StepTraffic("rows", 1, latent * (s.row_degree - 1)))
     return tuple(found)
 
 
@@ -152,7 +76,7 @@ def axis_groups(strategy: ParallelStrategy, axis: str) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def unit_load(link: Interconnect, strategy: ParallelStrategy, kind: str) -> LinkLoad:
-    """What an exchange of one byte per rank puts on the link when all groups of the strategy run it together."""
+    """The load on the link when all groups of the strategy exchange one byte per rank together."""
     if kind == "ulysses":
         groups = axis_groups(strategy, "ulysses_degree")
         return link.load((a, b, 1 / (len(g) - 1)) for g in groups for a in g for b in g if a != b)

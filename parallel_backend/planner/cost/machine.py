@@ -1,22 +1,13 @@
-"""What this machine is to the cost model (which card and which link decide), and what `auto` chooses on it."""
+"""This machine as the cost model knows it: which card and which link decide, from the devices and their paths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import RequestError
-from ...models.catalog import Family, flux_family
-from ...strategy import ModelShape, ParallelStrategy
-from ...wire.calibration import Calibration
-from ..candidate_table import CandidateEstimate, outlooks_of
-from ..history.records import strategy_of
 from ..machine.cards import Card, Domain, Interconnect, find_card
 from ..machine.topology import PATHS, Topology
-from ..ranking import Ranking, choose, enumerate_candidates
-from .communication import Candidate, Work
-from .measured_links import measured_constants
-from .model import DEFAULT, USABLE_MEMORY, Machine, fixed_seconds
+from .model import USABLE_MEMORY, Machine
 
 # A socket's links to the other, nominal GB/s one way: about two or three UPI or xGMI links of 20 GB/s.
 SOCKET_LINK = 32.0
@@ -56,7 +47,7 @@ def model_machine(topology: Topology) -> tuple[Machine, tuple[str, ...]]:
 
 
 def _joinable(topology: Topology) -> int:
-    """How many of the devices, from the first on, NCCL can join: at most one slice of each GPU."""
+    """The number of devices, from the first on, that NCCL can join: at most one slice of each GPU."""
     parents: set[str] = set()
     for count, device in enumerate(topology.devices):
         if device.is_mig and device.parent in parents:
@@ -110,98 +101,3 @@ def _domain(topology: Topology, at_least: str) -> int:
         ):
             return size
     return 1
-
-
-def neighbours_first(topology: Topology) -> tuple[str, ...]:
-    """UUIDs ordered so that well-joined devices follow each other: the order in which ranks should sit on them."""
-    left = [d.uuid for d in topology.devices]
-    order: list[str] = []
-    while left:
-        block = [left.pop(0)]
-        best = max((topology.pair(block[0], u).rate for u in left), default=0.0)
-        paths = [PATHS.index(topology.pair(block[0], u).path) for u in left]
-        nearest = min(paths, default=0)
-        for u in list(left):
-            pair = topology.pair(block[0], u)
-            if pair.rate == best and PATHS.index(pair.path) == nearest:
-                block.append(u)
-                left.remove(u)
-        order += block
-    return tuple(order)
-
-
-@dataclass(frozen=True)
-class AutoAdvice:
-    """`choice` is None where nothing can be predicted (CPU, unknown card): the rule decides. `notes`: in words.
-
-    `outlooks`: the candidates of `choice` for a person, in its order.
-    """
-
-    choice: Ranking | None
-    notes: tuple[str, ...] = ()
-    outlooks: tuple[CandidateEstimate, ...] = ()
-
-    @property
-    def strategy(self) -> ParallelStrategy | None:
-        """What to run."""
-        return strategy_of(self.choice.best.candidate) if self.choice else None
-
-
-def flux_work(
-    dims, tensor_bytes: int, *, width: int, height: int, text: int, batch: int, has_cfg: bool, steps: int
-) -> Work:
-    """The job of sampling with a Flux file. `dims`: its flux_keys.FluxDims; `tensor_bytes`: its own; in pixels."""
-    family: Family = flux_family(dims.hidden, dims.heads, dims.double_blocks, dims.single_blocks)
-    return Work(
-        family,
-        width,
-        height,
-        batch=batch,
-        rows=2 if has_cfg else 1,
-        steps=max(1, steps),
-        storage=tensor_bytes / family.parameters,
-        text=text,
-    )
-
-
-def choose_here(
-    work: Work,
-    model: ModelShape,
-    topology: Topology,
-    *,
-    engine: str = "auto",
-    one_gpu_s: float | None = None,
-    measured: Mapping[Candidate, float] | None = None,
-    mode: str = "eager",
-    calibrations: Sequence[Calibration] = (),
-    approximation: str = "if_needed",
-    memory_of: Callable[[Candidate], float] | None = None,
-) -> AutoAdvice:
-    """The best strategy that this version can run on these devices or fewer of them, ranks in the topology's order.
-
-    `calibrations`: what the ranks measured of the links between these devices, one entry per rank; then `approximation`
-    "allowed" may choose PipeFusion for speed. `memory_of`: as choice.choose takes it.
-    """
-    try:
-        machine, notes = model_machine(topology)
-    except RequestError as error:
-        return AutoAdvice(None, (str(error),))
-    candidates = [
-        c
-        for c in enumerate_candidates(work, machine.count)
-        if not strategy_of(c).violations(model, machine.count, engine)
-    ]
-    choice = choose(
-        candidates,
-        work,
-        machine,
-        one_gpu_s=one_gpu_s,
-        measured=measured,
-        mode=mode,
-        constants=measured_constants(calibrations, machine.link) if calibrations else DEFAULT,
-        links_measured=bool(calibrations),
-        approximation=approximation,
-        memory_of=memory_of,
-    )
-    fixed_s = fixed_seconds(work, machine.card)
-    return AutoAdvice(choice, (*topology.notes, *notes), outlooks_of(choice, work.steps, fixed_s))

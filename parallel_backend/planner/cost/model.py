@@ -1,4 +1,4 @@
-"""Predicts time and memory of a strategy: pure functions of work, strategy, hardware and a few constants.
+"""Predicts the time of a strategy: pure functions of job, strategy, hardware and a few constants.
 
 One step on a rank takes the longer of what its GPU does and what its CPU launches:
 
@@ -11,23 +11,23 @@ measurements by benchmarks/selector.py; docs/selector.md has the table. Nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 
+from ...strategy import ParallelStrategy
+from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
+from ..job import Job
 from ..machine.cards import Card, Interconnect
-from .communication import Candidate, Work, exchanges, unit_load
+from .communication import exchanges, unit_load
 
-MODES = ("eager", "compiled")
-# A CUDA context, NCCL's channels and the allocator's slack, on each rank.
-RANK_OVERHEAD_BYTES = 1.5e9
-# Live activations of a block per token, in widths: residual, norm, q, k, v, their copies, feed-forward of ratio 4.
-LIVE_WIDTHS = 20
 # Share of a card's memory that may be planned with; the rest is fragmentation and the desktop.
 USABLE_MEMORY = 0.94
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says, the same for every card, link and model; the defaults are the priors of the fit.
+    """The facts that no data sheet has, the same for every card, link and model; defaults: the priors of the fit.
 
     call_s: GPU time that a collective takes before its first byte; hop_s: the same for a ring hop, with the smaller
     attention call and the merge that it needs; host_block_s, host_call_s: CPU time to launch a block, a collective in
@@ -75,12 +75,14 @@ DEFAULT = Constants(
 
 @dataclass(frozen=True)
 class Machine:
-    """`count` equal cards on one link. `memory`: bytes per card that may be used, the card's own unless given."""
+    """`count` equal cards on one link. `memory`: bytes per card that may be used, the card's own unless given;
+    `on_cpu`: the cards are shares of a CPU."""
 
     card: Card
     link: Interconnect
     count: int
     memory: float = 0.0
+    on_cpu: bool = False
 
     @property
     def usable(self) -> float:
@@ -89,13 +91,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is predicted to take. Seconds per step and per request, bytes per rank; `limits`: in words.
+    """The predicted time of a strategy. Seconds per step and per request, bytes per rank; `limits`: in words.
 
     `communication_s`: latency and `transfer_s`, the bytes' own exposed time; `gpu_s`: the step if launching on the CPU
     cost nothing.
     """
 
-    candidate: Candidate
+    strategy: ParallelStrategy
     step_s: float
     total_s: float
     compute_s: float
@@ -104,71 +106,54 @@ class Prediction:
     gpu_s: float
     host_s: float
     fixed_s: float
-    memory_bytes: float
     sent_bytes: float
     calls: int
     limits: str
 
 
-def memory_per_rank(work: Work, candidate: Candidate) -> float:
-    """Bytes on one rank: weights, live activations, communication buffers, the runtime; no text encoder or VAE."""
-    s, f = candidate.strategy, work.family
-    rows = -(-work.all_rows // s.row_degree)
-    tokens = (work.image_tokens + work.text_tokens) / s.sequence_degree
-    weights = work.weight_bytes / (s.tensor_degree * s.pipefusion_degree)
-    if candidate.shard_weights:
-        # Its own share, and two gathered blocks: the one in use and the one on its way.
-        weights = weights / s.world_size + 2 * weights / max(1, f.block_count)
-    layer = rows * tokens * f.hidden * 2
-    activations = layer * LIVE_WIDTHS / s.tensor_degree
-    if s.sequence_degree > 1:
-        activations += 4 * layer
-    if s.pipefusion_degree > 1:
-        # PipeFusion keeps the keys and values of every token for its own blocks.
-        activations = activations / candidate.patch_count + 2 * layer * f.block_count / s.pipefusion_degree
-    return weights + activations + RANK_OVERHEAD_BYTES
-
-
-def fixed_seconds(work: Work, card: Card, constants: Constants = DEFAULT) -> float:
+def fixed_seconds(job: Job, card: Card, constants: Constants = DEFAULT) -> float:
     """Text encoder and autoencoder, once per request, on one card."""
-    f = work.family
-    decoder = f.decoder_flop * work.width * work.height * work.frames * work.batch
-    text = 2 * f.text_encoder * work.text_tokens * work.rows
+    f = job.model.family
+    decoder = f.decoder_flop * job.width * job.height * job.frames * job.batch
+    text = 2 * f.text_encoder * job.text_tokens * job.prompts
     return (decoder + text) / (card.tflops * 1e12 * constants.decoder)
 
 
-def one_gpu_step(work: Work, card: Card, constants: Constants = DEFAULT, mode: str = "eager") -> float:
+def one_gpu_step(job: Job, card: Card, constants: Constants = DEFAULT) -> float:
     """Seconds of one step on one card, from its peak rate: the least certain prediction; measure when you can."""
-    rate = card.tflops * 1e12 * (constants.compiled if mode == "compiled" else constants.eager)
-    return work.flop / rate
+    rate = (
+        card.tflops * 1e12 * (constants.compiled if job.model.compute_options.compiles else constants.eager)
+    )
+    return job.flop / rate
 
 
 def predict(
-    work: Work,
-    candidate: Candidate,
+    job: Job,
+    strategy: ParallelStrategy,
     machine: Machine,
     constants: Constants = DEFAULT,
     *,
-    mode: str = "eager",
     one_gpu_s: float | None = None,
     with_fixed: bool = True,
 ) -> Prediction:
-    """Predicts `candidate`. `one_gpu_s`: measured seconds of one step on one card, in place of the peak-rate guess."""
-    s, f = candidate.strategy, work.family
-    alone = one_gpu_s or one_gpu_step(work, machine.card, constants, mode)
+    """Predicts `strategy`. `one_gpu_s`: measured seconds of one step on one card, in place of the peak-rate guess."""
+    s, f = strategy, job.model.family
+    alone = one_gpu_s or one_gpu_step(job, machine.card, constants)
     # Reading the weights takes as long for few tokens as for many; the rest of the time scales with the share.
-    reading = min(work.weight_bytes / (machine.card.bandwidth * 1e9), alone / 2)
-    share = compute_share(work, candidate)
+    reading = min(job.model.weight_bytes / (machine.card.bandwidth * 1e9), alone / 2)
+    share = compute_share(job, strategy)
     compute = (alone - reading) * share
-    compute += reading * candidate.patch_count / (s.pipefusion_degree**2 * s.tensor_degree)
+    compute += reading * s.pipeline_patches / (s.pipefusion_degree**2 * s.tensor_degree)
     if s.pipefusion_degree > 1:
         compute /= constants.pipeline
-    host = min(f.block_count * constants.host_block_s, alone) if mode == "eager" else 0.0
-    host *= candidate.patch_count / s.pipefusion_degree
+    host = (
+        min(f.block_count * constants.host_block_s, alone) if not job.model.compute_options.compiles else 0.0
+    )
+    host *= s.pipeline_patches / s.pipefusion_degree
 
-    attention = alone * share * work.flop_parts[1] / work.flop
+    attention = alone * share * job.flop_parts[1] / job.flop
     transfer, latencies, launches, calls, sent = 0.0, 0.0, 0, 0, 0.0
-    for e in exchanges(work, candidate):
+    for e in exchanges(job, strategy):
         load = unit_load(machine.link, s, e.kind)
         seconds = e.sent * machine.link.seconds(
             load, _reached(machine.link, constants), constants.reached_outside
@@ -176,10 +161,9 @@ def predict(
         latency = constants.call_s
         if e.kind == "ring":
             latency = constants.hop_s
-            if not candidate.gathered_ring:
-                # The last piece of attention has nothing left to hide.
-                covered = attention * (s.ring_degree - 1) / s.ring_degree
-                seconds -= constants.ring_overlap * min(seconds, covered)
+            # The last piece of attention has nothing left to hide.
+            covered = attention * (s.ring_degree - 1) / s.ring_degree
+            seconds -= constants.ring_overlap * min(seconds, covered)
             launches += 2 * e.calls  # send and receive, another attention call, the merge
         elif e.kind in ("pipefusion", "weights"):
             seconds = max(0.0, seconds - compute)  # sent ahead of its use, while something else computes
@@ -189,36 +173,35 @@ def predict(
         calls += e.calls
         sent += e.sent
     communication = transfer + latencies
-    if mode == "eager":
+    if not job.model.compute_options.compiles:
         host += launches * constants.host_call_s
     step = max(compute + communication, host)
-    fixed = fixed_seconds(work, machine.card, constants) if with_fixed else 0.0
+    fixed = fixed_seconds(job, machine.card, constants) if with_fixed else 0.0
     # Warm-up steps of PipeFusion go through the stages one after the other.
-    warm_up = min(candidate.warmup_steps, work.steps) * (s.pipefusion_degree - 1) * compute
-    denoising = work.steps * step + warm_up
-    denoising_gpu = work.steps * (compute + communication) + warm_up
+    warm_up = min(s.warmup_steps, job.steps) * (s.pipefusion_degree - 1) * compute
+    denoising = job.steps * step + warm_up
+    denoising_gpu = job.steps * (compute + communication) + warm_up
     return Prediction(
-        candidate=candidate,
-        step_s=denoising / work.steps,
+        strategy=strategy,
+        step_s=denoising / job.steps,
         total_s=denoising + fixed,
         compute_s=compute,
         communication_s=communication,
         transfer_s=transfer,
-        gpu_s=denoising_gpu / work.steps,
+        gpu_s=denoising_gpu / job.steps,
         host_s=host,
         fixed_s=fixed,
-        memory_bytes=memory_per_rank(work, candidate),
         sent_bytes=sent,
         calls=calls,
         limits=_limits(compute, communication, host, s.world_size),
     )
 
 
-def compute_share(work: Work, candidate: Candidate) -> float:
+def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
-    s, f = candidate.strategy, work.family
-    rows = -(-work.all_rows // s.row_degree) / work.all_rows
-    tokens = work.image_tokens + work.text_tokens
+    s, f = strategy, job.model.family
+    rows = -(-job.rows // s.row_degree) / job.rows
+    tokens = job.image_tokens + job.text_tokens
     sequence = -(-tokens // s.sequence_degree) / tokens
     parts = s.ulysses_degree * s.tensor_degree
     heads = -(-f.heads // parts) * parts / f.heads  # heads that do not divide are padded
@@ -243,3 +226,37 @@ def _limits(compute: float, communication: float, host: float, world: int) -> st
     if world > 1 and communication > 0.2 * compute:
         return "arithmetic, and the links between the GPUs"
     return "arithmetic"
+
+
+# A share of a nominal rate: below, something else than the link was measured; above, NVML knew too low a rate.
+_LEAST, _MOST = 1e-4, 2.0
+
+
+def measured_constants(
+    ranks: Sequence[Calibration], link: Interconnect, constants: Constants = DEFAULT
+) -> Constants:
+    """`constants` with the links as `ranks` measured them: the share of `link`'s rates that is reached, and the
+    latency of a collective.
+
+    The link keeps its levels: both shares, within and across sockets, are scaled by how far the all-to-all (else the
+    ring) over the calibrated groups was off.
+    """
+    strategy, world = ranks[0].strategy, len(ranks)
+    if world == 1:
+        return constants
+    inside = f"reached_{link.kind if link.kind != 'network' else 'outside'}"
+    known = {f.name: getattr(constants, f.name) for f in fields(constants)}
+    for kind, axis in ((ALL_TO_ALL, "ulysses"), (POINT_TO_POINT, "ring")):
+        rate = slowest_rate(tuple(ranks), kind)
+        if rate is None:
+            continue
+        # Where the strategy has no such axis, all ranks were measured together.
+        all_ranks = ParallelStrategy().replace(**{f"{axis}_degree": world})
+        over = strategy if getattr(strategy, f"{axis}_degree") > 1 else all_ranks
+        predicted = link.seconds(unit_load(link, over, axis), known[inside], constants.reached_outside)
+        factor = predicted * rate  # seconds predicted for one byte, over those measured
+        changed = {
+            name: min(max(known[name] * factor, _LEAST), _MOST) for name in {inside, "reached_outside"}
+        }
+        return constants.replace(**changed, call_s=median(c.collective_s for c in ranks))
+    return constants.replace(call_s=median(c.collective_s for c in ranks))

@@ -1,1 +1,1 @@
-"""What was measured on this machine, and where it is kept."""
+"""The measurements of this machine, and where they are kept."""

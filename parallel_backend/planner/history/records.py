@@ -1,21 +1,18 @@
-"""What was measured on one machine: step times of real runs and calibrations of links. Pure functions.
+"""The measurements of one machine: step times of real runs and calibrations of links. Pure functions.
 
-A prediction comes from data sheets; what was seen before outranks it (choice.choose takes `measured` and `one_gpu_s`).
+A prediction comes from data sheets; what was seen before outranks it (ranking.Evidence).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
-from ...models.catalog import Family
-from ...models.flux.keys import FluxDims
-from ...options import DEFAULT_COMPUTE, ComputeOptions
-from ...strategy import DEGREES, ParallelStrategy
+from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
-from ..cost.communication import Candidate, Work
-from ..machine.fingerprint import device_key, hashed
+from ..job import Job
+from ..machine.fingerprint import device_key
 
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
 KEPT_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
@@ -24,43 +21,57 @@ KEPT_CALIBRATIONS = 40
 
 
 @dataclass(frozen=True)
-class WorkKey:
-    """What of a request decides how long a step takes. Pixels; `rows`: 2 with CFG; `calls`: model calls per step."""
+class RunKind:
+    """Runs whose step times can be compared: of one model (JobModel.key), one size of job (as in Job), one strategy and
+    engine. `devices`: device_key() of those in use."""
 
+    model: str
     width: int
     height: int
     frames: int
     batch: int
-    rows: int
-    text: int
-    calls: int = 1
-
-    @classmethod
-    def of(cls, work: Work, calls: int = 1) -> WorkKey:
-        return cls(work.width, work.height, work.frames, work.batch, work.rows, work.text_tokens, calls)
-
-    def work(self, family: Family, steps: int = 1) -> Work:
-        return Work(
-            family, self.width, self.height, self.frames, self.batch, self.rows, steps, text=self.text
-        )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Runs whose step times can be compared. `model`: model_key(); `devices`: device_key() of those in use."""
-
-    model: str
-    work: WorkKey
+    prompts: int
+    text_tokens: int
+    model_calls: int
     strategy: ParallelStrategy
     engine: str
     devices: str
+
+    @classmethod
+    def of(cls, job: Job, strategy: ParallelStrategy, engine: str, devices: Sequence[str]) -> RunKind:
+        return cls(
+            job.model.key,
+            job.width,
+            job.height,
+            job.frames,
+            job.batch,
+            job.prompts,
+            job.text_tokens,
+            job.model_calls,
+            strategy,
+            engine,
+            device_key(devices[: strategy.world_size]),
+        )
+
+    def job(self, like: Job) -> Job:
+        """`like` in the size of these runs."""
+        return replace(
+            like,
+            width=self.width,
+            height=self.height,
+            frames=self.frames,
+            batch=self.batch,
+            prompts=self.prompts,
+            text=self.text_tokens,
+            model_calls=self.model_calls,
+        )
 
 
 @dataclass(frozen=True)
 class Observed:
     """The latest runs of one kind, oldest first. `seconds`: the median warm step of each; `at`: when, Unix time."""
 
-    kind: Kind
+    kind: RunKind
     seconds: tuple[float, ...]
     at: tuple[float, ...]
 
@@ -82,23 +93,12 @@ class Measurements:
     calibrated: tuple[Calibrated, ...] = ()
 
 
-def model_key(
-    dims: FluxDims,
-    tensor_bytes: int,
-    weight_dtype: str = "auto",
-    compute_options: ComputeOptions = DEFAULT_COMPUTE,
-) -> str:
-    """Stands for a model by its sizes and how it is computed, not by its file's name: fine-tunes take equally long."""
-    parts = [*(f"{k}={v}" for k, v in asdict(dims).items()), str(tensor_bytes), weight_dtype]
-    return hashed("flux", *parts, *(f"{k}={v}" for k, v in asdict(compute_options).items()))
-
-
 def warm_step(step_seconds: Sequence[float]) -> float | None:
     """The median step without the first, which warms up; None where no other was made."""
     return median(step_seconds[1:]) if len(step_seconds) > 1 else None
 
 
-def record(known: Measurements, kind: Kind, seconds: float, now: float) -> Measurements:
+def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Measurements:
     """`known` and one more run of `kind`, whose median warm step took `seconds`; the old is left out."""
     if not 0 < seconds < float("inf"):
         return known
@@ -128,7 +128,7 @@ def with_calibration(
 def calibration_of(
     known: Measurements, devices: Sequence[str], strategy: ParallelStrategy, now: float
 ) -> tuple[Calibration, ...] | None:
-    """What the ranks measured over the groups of `strategy` on `devices`, if that is not too old."""
+    """The measurements of the ranks over the groups of `strategy` on `devices`, if that is not too old."""
     key = device_key(devices)
     for found in known.calibrated:
         if _is_recent(found.at, now) and (found.devices, found.ranks[0].strategy) == (key, strategy):
@@ -136,77 +136,65 @@ def calibration_of(
     return None
 
 
+def newest_calibration(known: Measurements, devices: Sequence[str], now: float) -> tuple[Calibration, ...]:
+    """Of a strategy over all of these devices, whichever was measured last; empty where none was, or too long ago."""
+    key = device_key(devices)
+    newest = max((c for c in known.calibrated if c.devices == key), key=lambda c: c.at, default=None)
+    return newest.ranks if newest is not None and _is_recent(newest.at, now) else ()
+
+
 def measured(
     known: Measurements,
-    work: Work,
-    *,
-    model: str,
+    job: Job,
     devices: Sequence[str],
     now: float,
+    *,
     engine: str = "native",
-    calls: int = 1,
     fixed_s: float = 0.0,
-) -> dict[Candidate, float]:
-    """Seconds of the whole request for every strategy seen before on the first of `devices`, for choice.choose.
+) -> dict[ParallelStrategy, float]:
+    """Seconds of the whole request for every strategy seen before on the first of `devices`.
 
     A median step times the steps, and `fixed_s` for text encoder and decoder, which the ranks do not run: the cost
-    model's totals have it too (cost_model.fixed_seconds).
+    model's totals have it too (fixed_seconds). Uneven shares and offloaded weights are no candidates of the ranking.
     """
     found = {}
-    for kind, seconds in _comparable(known, model, engine, devices, now):
-        candidate = candidate_of(kind.strategy)
-        if candidate is not None and kind.work == WorkKey.of(work, calls):
-            found[candidate] = seconds * work.steps + fixed_s
+    for kind, seconds in _comparable(known, job, devices, now, engine):
+        strategy = kind.strategy
+        if strategy.device_shares or strategy.offload_weights:
+            continue
+        if kind == RunKind.of(job, strategy, engine, devices):
+            found[strategy.canonical] = seconds * job.steps + fixed_s
     return found
 
 
 def one_gpu_step(
-    known: Measurements, work: Work, *, model: str, devices: Sequence[str], now: float, engine: str = "native"
+    known: Measurements, job: Job, devices: Sequence[str], now: float, *, engine: str = "native"
 ) -> float | None:
-    """Seconds of a step of `work` on the first device, for choice.choose: seen, or at the FLOP/s of another size.
+    """Seconds of one model call of `job` on the first device: seen, or at the FLOP/s of another size.
 
     The nearest size counts, since small ones reach less of a card's rate. None where one device was never seen.
     """
+    one_call = replace(job, model_calls=1)
     alone = [
-        (kind.work, seconds)
-        for kind, seconds in _comparable(known, model, engine, devices, now)
-        if candidate_of(kind.strategy) == Candidate()
+        (kind, seconds)
+        for kind, seconds in _comparable(known, job, devices, now, engine)
+        if kind.strategy.canonical == ParallelStrategy()
     ]
-    for key, seconds in alone:
-        if key == WorkKey.of(work):
+    for kind, seconds in alone:
+        if kind == RunKind.of(one_call, kind.strategy, engine, devices):
             return seconds
     if not alone:
         return None
-    by_flop = [(key.work(work.family).flop * key.calls, seconds) for key, seconds in alone]
-    flop, seconds = min(by_flop, key=lambda found: abs(found[0] - work.flop))
-    return work.flop * seconds / flop
+    by_flop = [(kind.job(job).flop * kind.model_calls, seconds) for kind, seconds in alone]
+    flop, seconds = min(by_flop, key=lambda found: abs(found[0] - job.flop))
+    return job.flop * seconds / flop
 
 
-def candidate_of(strategy: ParallelStrategy) -> Candidate | None:
-    """`strategy` as choice.enumerate_candidates spells it; None for what it does not list (uneven shares, offload)."""
-    if strategy.device_shares or strategy.offload_weights:
-        return None
-    stages = strategy.pipefusion_degree
-    patches = strategy.num_pipeline_patch if stages > 1 else 0
-    return Candidate(
-        ParallelStrategy(**{name: getattr(strategy, name) for name in DEGREES}),
-        shard_weights=strategy.shard_weights,
-        patches=0 if patches == stages else patches,
-        warmup_steps=strategy.warmup_steps if stages > 1 else 1,
-    )
-
-
-def strategy_of(candidate: Candidate) -> ParallelStrategy:
-    """The strategy that runs `candidate`: candidate_of, the other way."""
-    return candidate.strategy.replace(
-        shard_weights=candidate.shard_weights,
-        num_pipeline_patch=candidate.patches,
-        warmup_steps=candidate.warmup_steps,
-    )
-
-
-def _comparable(known: Measurements, model: str, engine: str, devices: Sequence[str], now: float):
+def _comparable(
+    known: Measurements, job: Job, devices: Sequence[str], now: float, engine: str
+) -> Iterator[tuple[RunKind, float]]:
     """(kind, median seconds) of recent runs of this model by this engine on the first of `devices`."""
+    model = job.model.key
     keys = {count: device_key(devices[:count]) for count in range(1, len(devices) + 1)}
     for o in known.observed:
         recent = [s for s, t in zip(o.seconds, o.at, strict=True) if _is_recent(t, now)]

@@ -13,15 +13,15 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ...errors import TransportError
 from ...wire.strict_json import from_json, parse, to_json
 from ..machine.fingerprint import Fingerprint
 from .records import Calibrated, Measurements, Observed
 
-FORMAT = 1
+FORMAT = 2  # of other versions nothing is read, and the next run writes over them
 FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
@@ -29,6 +29,7 @@ LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 _POLL = 0.003  # s
 
 log = logging.getLogger(__name__)
+_Entry = TypeVar("_Entry", Observed, Calibrated)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -59,7 +60,7 @@ class MeasurementStore:
         )
 
     def read(self) -> Measurements:
-        """What is kept; empty where there is nothing, or nothing that can be read."""
+        """The measurements that are kept; empty where there is nothing, or nothing that can be read."""
         if self.path is None:
             return Measurements()
         try:
@@ -101,16 +102,14 @@ def _decode(data: bytes) -> Measurements:
         frame = None
     if not isinstance(frame, dict) or frame.get("format") != FORMAT:
         return Measurements()
-    kinds = {"observed": Observed, "calibrated": Calibrated}
-    found: dict[str, tuple] = {}
-    for field in fields(Measurements):
-        entries = frame.get(field.name)
-        found[field.name] = tuple(_entries(entries if isinstance(entries, list) else [], kinds[field.name]))
-    return replace(Measurements(), **found)
+    return Measurements(
+        observed=tuple(_entries(frame.get("observed"), Observed)),
+        calibrated=tuple(_entries(frame.get("calibrated"), Calibrated)),
+    )
 
 
-def _entries(entries: list, kind: type) -> Iterator:
-    for entry in entries:
+def _entries(entries: object, kind: type[_Entry]) -> Iterator[_Entry]:
+    for entry in entries if isinstance(entries, list) else []:
         try:
             value = from_json(entry, kind, kind.__name__)
         except TransportError as error:

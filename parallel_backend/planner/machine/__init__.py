@@ -1,1 +1,1 @@
-"""What this machine has: cards, links, the paths between them, shares of devices."""
+"""This machine: cards, links, the paths between them, shares of devices."""

@@ -107,7 +107,7 @@ class LinkLoad:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """How the cards of a box reach each other. `rate`: nominal GB/s one way per card, to its nearest neighbours.
+    """The links between the cards of a box. `rate`: nominal GB/s one way per card, to its neighbours.
 
     `domains`: nested groups with a shared way out, smallest first (a PCIe switch, a socket, a node). `kind`: which
     constant says how much of the nominal rate is reached: "nvlink", "pcie", "host" (no peer access, copies through
@@ -121,7 +121,7 @@ class Interconnect:
     host_total: float = 0.0
 
     def load(self, traffic: Iterable[tuple[int, int, float]]) -> LinkLoad:
-        """What messages (source rank, target rank, bytes) that start together put on each shared resource."""
+        """The load of messages (source rank, target rank, bytes) that start together on each shared resource."""
         out: dict[int, float] = {}
         leaving: dict[tuple[int, int], float] = {}
         for source, target, size in traffic:
@@ -130,14 +130,14 @@ class Interconnect:
                 if source // domain.size != target // domain.size:
                     key = (domain.size, source // domain.size)
                     leaving[key] = leaving.get(key, 0.0) + size
-        busiest = {}
+        busiest: dict[int, float] = {}
         for (size, _), sent in leaving.items():
             busiest[size] = max(busiest.get(size, 0.0), sent)
         ways = tuple((d, busiest[d.size]) for d in self.domains if d.size in busiest)
         return LinkLoad(max(out.values(), default=0.0), ways, sum(out.values()))
 
     def seconds(self, load: LinkLoad, reached: float, reached_outside: float) -> float:
-        """How long `load` takes: the busiest of a card's own port, the ways out of the domains, the host's memory.
+        """The time of `load`: the busiest of a card's own port, the ways out of the domains, the host's memory.
 
         `reached`: share of the nominal rates that is reached; `reached_outside`: on a way to another socket or node.
         """

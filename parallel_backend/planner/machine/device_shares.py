@@ -1,13 +1,12 @@
-"""How much of the work each selected device takes, from what a person wrote: nothing, `memory`, or numbers."""
+"""The share of the work that each selected device takes, from what a person wrote: nothing, `memory`, or numbers."""
 
 from __future__ import annotations
 
-import functools
 import re
 
 from ...devices import is_cpu
 from ...errors import StrategyError
-from .probe import read_topology
+from .probe import visible_topology
 from .topology import Topology
 
 BY_MEMORY = "memory"
@@ -44,7 +43,7 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
 
 
 def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -> str | None:
-    """What to tell a person whose devices differ in memory by more than a tenth and share evenly; None otherwise."""
+    """A remark for a person whose devices differ in memory by more than a tenth and share evenly; None otherwise."""
     if len(devices) < 2 or is_cpu(devices):
         return None
     by_name = _memory(topology or visible_topology())
@@ -55,12 +54,6 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
         f"the devices differ ({', '.join(f'{size / 2**30:.0f}' for size in sizes)} GiB) and share evenly, so the "
         f"smallest sets the pace and the limit; device_shares memory, or numbers such as 3,2, gives each its part."
     )
-
-
-@functools.cache
-def visible_topology() -> Topology:
-    """The devices that torch numbers, asked for once: every model call of the stepwise way comes by here."""
-    return read_topology().visible()
 
 
 def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:

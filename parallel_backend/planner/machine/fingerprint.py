@@ -1,4 +1,4 @@
-"""Which machine and which software a measurement belongs to: a digest that changes when a time could."""
+"""The machine and the software that a measurement belongs to: a digest that changes when a time could."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def cores() -> int:
 
 
 def device_ids(devices: Sequence[str], topology: Topology) -> tuple[str, ...]:
-    """What tells the devices of a group apart from others: UUIDs of GPUs, where known, else their names.
+    """Names that tell the devices of a group apart from others: UUIDs of GPUs, where known, else their names.
 
     `devices`: names in rank order, such as cuda:1; `topology`: what this process can see (Topology.visible).
     """

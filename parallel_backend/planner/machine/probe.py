@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from .topology import Device, Pair, Topology
 
@@ -18,16 +22,22 @@ _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}
 _NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 14.0, 6: 25.0, 7: 50.0}
 
 
-def read_topology(nvml=None, *, sys_root: Path = Path("/sys")) -> Topology:
+# nvidia-ml-py, or what a test puts in its place; its handles are its own business.
+Nvml = ModuleType | Any
+_NvLinks = tuple[int, list[str], bool]
+
+
+def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topology:
     """This machine's devices: through NVML, else torch (ROCm), else none. Creates no CUDA context.
 
     `nvml`: a module with nvidia-ml-py's functions, for tests. Never raises for a missing driver or library.
     """
     if nvml is None:
         try:
-            import pynvml as nvml
+            import pynvml
         except ImportError:
             return _from_torch("nvidia-ml-py is not installed; install it for link and NUMA details.")
+        nvml = pynvml
     try:
         nvml.nvmlInit()
     except Exception as error:  # NVMLError: no driver, no permission, no library
@@ -38,7 +48,14 @@ def read_topology(nvml=None, *, sys_root: Path = Path("/sys")) -> Topology:
         nvml.nvmlShutdown()
 
 
-def _ask_nvml(nvml, sys_root: Path) -> Topology:
+@functools.cache
+def visible_topology() -> Topology:
+    """The devices that torch numbers, asked for once: they do not change while a process lives, NVML takes a while, and
+    every model call of the stepwise way comes by here."""
+    return read_topology().visible()
+
+
+def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
     """The machine's topology from an initialised `nvml`."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     boards = [_device(nvml, i, handle, sys_root) for i, handle in enumerate(handles)]
@@ -47,7 +64,9 @@ def _ask_nvml(nvml, sys_root: Path) -> Topology:
 
     slices = [_slices(nvml, handle, board) for handle, board in zip(handles, boards, strict=True)]
     members = [
-        (i, d) for i, board in enumerate(boards) for d in (slices[i] if slices[i] is not None else [board])
+        (i, device)
+        for i, (board, found) in enumerate(zip(boards, slices, strict=True))
+        for device in ([board] if found is None else found)
     ]
     devices = tuple(d for _, d in members)
     pairs = []
@@ -78,7 +97,7 @@ def _ask_nvml(nvml, sys_root: Path) -> Topology:
     )
 
 
-def _device(nvml, index: int, handle, sys_root: Path) -> Device:
+def _device(nvml: Nvml, index: int, handle: Any, sys_root: Path) -> Device:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
     generation = ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
     width = ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
@@ -94,7 +113,7 @@ def _device(nvml, index: int, handle, sys_root: Path) -> Device:
     )
 
 
-def _numa(nvml, handle, bus: str, sys_root: Path) -> int | None:
+def _numa(nvml: Nvml, handle: Any, bus: str, sys_root: Path) -> int | None:
     """The kernel's NUMA node of the slot; -1 there means that it does not know."""
     file = sys_root / "bus/pci/devices" / bus / "numa_node"
     try:
@@ -104,7 +123,7 @@ def _numa(nvml, handle, bus: str, sys_root: Path) -> int | None:
     return node if node >= 0 else None
 
 
-def _nvlinks(nvml, handle) -> tuple[int, list[str], bool]:
+def _nvlinks(nvml: Nvml, handle: Any) -> _NvLinks:
     """(version, bus id of the other end per active link, whether links end in a switch)."""
     version, ends, switch = 0, [], False
     for link in range(_MAX_LINKS):
@@ -118,11 +137,11 @@ def _nvlinks(nvml, handle) -> tuple[int, list[str], bool]:
     return version, ends, switch
 
 
-def _with_links(board: Device, links: tuple[int, list[str], bool]) -> Device:
+def _with_links(board: Device, links: _NvLinks) -> Device:
     return replace(board, nvlinks=len(links[1]))
 
 
-def _slices(nvml, handle, board: Device) -> list[Device] | None:
+def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:
     """The MIG slices of a GPU in MIG mode, None of any other."""
     current, _ = ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))
     if not current:
@@ -148,7 +167,9 @@ def _slices(nvml, handle, board: Device) -> list[Device] | None:
     return found
 
 
-def _pair(nvml, one, other, a: Device, b: Device, a_links, b_links) -> Pair:
+def _pair(
+    nvml: Nvml, one: Any, other: Any, a: Device, b: Device, a_links: _NvLinks, b_links: _NvLinks
+) -> Pair:
     status = ask(nvml, "nvmlDeviceGetP2PStatus", one, other, _P2P_READ, default=None)
     peer = None if status is None else status == _P2P_OK
     (version, ends, switch), (_, b_ends, b_switch) = a_links, b_links
@@ -161,7 +182,7 @@ def _pair(nvml, one, other, a: Device, b: Device, a_links, b_links) -> Pair:
     return Pair(_LEVELS.get(level, "unknown"), peer, min(a.pcie, b.pcie))
 
 
-def ask(nvml, function: str, *args, default):
+def ask(nvml: Nvml, function: str, *args: object, default: Any) -> Any:
     """NVML's answer, or `default` where this driver, library or card does not know the question."""
     try:
         return getattr(nvml, function)(*args)
@@ -169,11 +190,11 @@ def ask(nvml, function: str, *args, default):
         return default
 
 
-def _text(value) -> str:
+def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _bus(value) -> str:
+def _bus(value: bytes | str) -> str:
     """NVML writes 00000000:3B:00.0, the kernel 0000:3b:00.0."""
     text = _text(value).lower()
     domain, _, rest = text.partition(":")
@@ -200,7 +221,9 @@ def _from_torch(why: str) -> Topology:
     return Topology(found, _all_pairs(found, torch.cuda.can_device_access_peer), "torch", notes=(why,))
 
 
-def _all_pairs(devices, can_access) -> tuple[tuple[str, str, Pair], ...]:
+def _all_pairs(
+    devices: Sequence[Device], can_access: Callable[[int, int], bool] | None
+) -> tuple[tuple[str, str, Pair], ...]:
     return tuple(
         (
             a.uuid,

@@ -77,7 +77,7 @@ class Topology:
         return replace(self, devices=chosen, pairs=kept)
 
     def visible(self, environ: Mapping[str, str] = os.environ) -> Topology:
-        """What CUDA shows to a process with this environment, in CUDA's order.
+        """The devices that CUDA shows to a process with this environment, in CUDA's order.
 
         CUDA's default order puts the fastest device first and leaves the rest as it likes: for cards that differ,
         the order is noted as uncertain unless CUDA_DEVICE_ORDER is PCI_BUS_ID; `select` the UUIDs that torch reports.
@@ -115,7 +115,7 @@ class Topology:
 
     @property
     def mixed(self) -> bool:
-        """Whether the devices differ in kind or memory (by more than 1 %: boards of one kind vary a little)."""
+        """True if the devices differ in kind or memory (by more than 1 %: boards of one kind vary a little)."""
         if len({d.name for d in self.devices}) > 1:
             return True
         sizes = [d.memory for d in self.devices]

@@ -1,6 +1,6 @@
-"""Which messages between the stages of a pipeline a rank holds while it computes. Pure functions.
+"""The messages between the stages of a pipeline that a rank holds while it computes. Pure functions.
 
-Follows engine/stage.py and engine/hops.py step by step: what they ask for, keep and free decides.
+Follows engine/pipefusion/stage.py and p2p.py step by step: what they ask for, keep and free decides.
 """
 
 from __future__ import annotations

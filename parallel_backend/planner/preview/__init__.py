@@ -1,1 +1,1 @@
-"""What a setting will do, told before a run."""
+"""A preview of settings, told before a run."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, RequestError, SettingsError
-from ...models.flux.checkpoint import FluxFile
+from ...models.model_file import ModelFile
+from ...models.registry import typical_model
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
 from ..rules import StrategySettings
-from .preview import FLUX, Preview, preview
+from .preview import Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
 _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
+_Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
 
@@ -42,13 +45,13 @@ class SelectorInputs:
     approximation: str = "if_needed"
 
     @classmethod
-    def of(cls, choice: StrategySettings) -> SelectorInputs:
-        """Those that give `choice`; degrees as they were set, whatever became of them."""
-        given = {name: getattr(choice.strategy, name) for name in _OF_STRATEGY}
+    def of(cls, settings: StrategySettings) -> SelectorInputs:
+        """Those that give `settings`; degrees as they were set, whatever became of them."""
+        given = {name: getattr(settings.strategy, name) for name in _OF_STRATEGY}
         others = ("mode", "devices", "engine", "device_shares", "approximation")
-        return cls(**given, **{name: getattr(choice, name) for name in others})
+        return cls(**given, **{name: getattr(settings, name) for name in others})
 
-    def choice(self) -> StrategySettings:
+    def settings(self) -> StrategySettings:
         """Raises StrategyError for words that no list has."""
         strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
         return StrategySettings(
@@ -83,9 +86,9 @@ def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
 
 
 def check_inputs(
-    inputs: SelectorInputs, loader: Loader, find_file: Callable[[Loader], FluxFile | None]
+    inputs: SelectorInputs, loader: Loader, find_file: Callable[[Loader], ModelFile | None]
 ) -> dict[str, object]:
-    """What the page shows, as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
+    """The page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
     `decided`: inputs that count for nothing now, because `auto` decides them.
 
@@ -96,12 +99,16 @@ def check_inputs(
     try:
         file = find_file(loader)
     except (CheckpointError, OSError) as error:
-        notes.append(f"Checked by the rules for {FLUX.name}, since its model cannot be read: {error}")
+        notes.append(
+            f"Checked by the rules for {typical_model().name}, since its model cannot be read: {error}"
+        )
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
-        told = preview(inputs.choice(), file or FLUX, dtype)
+        told = preview(inputs.settings(), file or typical_model(), dtype)
     except SettingsError as error:
-        problems = [{"inputs": list(p.inputs), "message": p.message} for p in error.problems]
+        problems: list[dict[str, object]] = [
+            {"inputs": list(p.inputs), "message": p.message} for p in error.problems
+        ]
         return _answer(inputs, problems=problems, notes=notes)
     except ParallelError as error:
         return _answer(inputs, problems=[{"inputs": [], "message": str(error)}], notes=notes)
@@ -109,21 +116,28 @@ def check_inputs(
 
 
 def _answer(
-    inputs: SelectorInputs, told: Preview | None = None, *, problems: list | None = None, notes: list[str]
+    inputs: SelectorInputs,
+    told: Preview | None = None,
+    *,
+    problems: Sequence[dict[str, object]] = (),
+    notes: list[str],
 ) -> dict[str, object]:
     cases = told.cases if told else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
-        "problems": problems or [],
+        "problems": list(problems),
         "why": told.why if told else "",
         "basis": told.basis if told else "",
-        "layout": [{"title": case.title, "seats": [seat.as_dict() for seat in case.seats]} for case in cases],
+        "layout": [
+            {"title": case.title, "seats": [device.as_dict() for device in case.assignments]}
+            for case in cases
+        ],
         "notes": [*notes, *(told.notes if told else ())],
         "memory": told.memory if told else "",
     }
 
 
-def _known(value: object, names: tuple[str, ...], where: str) -> dict:
+def _known(value: object, names: tuple[str, ...], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{where} is {shown(value)}; it must be an object.")
     if unknown := sorted(set(value) - set(names)):
@@ -131,8 +145,8 @@ def _known(value: object, names: tuple[str, ...], where: str) -> dict:
     return value
 
 
-def _read(value: object, kind: type, where: str):
-    known = {f.name: f.default for f in fields(kind)}
+def _read(value: object, kind: type[_Inputs], where: str) -> _Inputs:
+    known = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]  # both kinds are dataclasses
     given = _known(value, tuple(known), where)
     for name, own in given.items():
         _check(f"{where}.{name}", name, own, type(known[name]))
@@ -142,9 +156,9 @@ def _read(value: object, kind: type, where: str):
 def _check(where: str, name: str, value: object, kind: type) -> None:
     if type(value) is not kind:  # exact: true is no number
         raise RequestError(f"{where} is {shown(value)}; it must be of type {kind.__name__}.")
-    if kind is str and len(value) > _MOST_LETTERS:
+    if isinstance(value, str) and len(value) > _MOST_LETTERS:
         raise RequestError(f"{where} has {len(value)} letters; at most {_MOST_LETTERS} are read.")
-    if kind is int:
+    if kind is int and isinstance(value, int):
         least, most = LIMITS[name]
         if not least <= value <= most:
             raise RequestError(f"{where} is {shown(value)}; it must be from {least} to {most}.")

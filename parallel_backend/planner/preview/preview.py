@@ -1,38 +1,38 @@
-"""What a choice will do, told before a run: in words, device by device, and how much memory it will take."""
+"""A preview of what settings will do, before a run: in words, device by device, and how much memory it will take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...devices import is_cpu
 from ...errors import StrategyError
-from ...models.flux.checkpoint import FluxFile
-from ...models.flux.keys import FLUX_DEV
+from ...models.catalog import Family
+from ...models.model_file import ModelFile
+from ...models.registry import typical_model
 from ...sidecar.device_health import left_out
-from ...strategy import ModelShape, ParallelStrategy, RequestShape
-from ..decide import devices_in_use
+from ...strategy import ParallelStrategy
+from ..decide import find_machine
+from ..job import Job
+from ..job_models import CatalogModel, CheckpointModel
+from ..machine.local import LocalMachine
 from ..memory.fit import MemoryCheck, check_capacity, fits
-from ..memory.model import Job, fullest_rank, predict_memory
-from ..rules import StrategySettings, resolve
-from .rank_diagram import DeviceAssignment, seats_of
+from ..memory.rank_memory import fullest_rank
+from ..rules import StrategySettings, resolve_strategy
+from .rank_diagram import DeviceAssignment, assign_devices
 
-# Stands for the model where nobody knows it; a published file is as large as its 12 billion parameters in bf16.
-FLUX = FluxFile("Flux.1", "original", "", FLUX_DEV, "bfloat16", tensor_bytes=23_800_000_000)
-_SQUARE = Job(height=128, width=128)  # latent pixels
 _SIZE = "1024x1024"
-# Any model: zero heads divide by everything, so only the rules that hold for each count.
-_ANY_MODEL = ModelShape(heads=0, blocks=0)
-# A request that gives every degree something to do.
-_ANY_REQUEST = RequestShape(batch=64, has_cfg=True)
+# Any model: zero heads divide by everything, so only the rules that hold for each count. And a request that gives every
+# degree something to do.
+_ANY_MODEL = CatalogModel(Family("the model", hidden=0, heads=0, blocks=(), parameters=0, text_tokens=0))
+_ANY_JOB = Job(_ANY_MODEL, batch=64, prompts=2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way it will run. `title`: for which requests; `seats`: all selected devices."""
+    """One way it will run. `title`: for which requests; `assignments`: of all selected devices."""
 
     title: str
     strategy: ParallelStrategy
-    seats: tuple[DeviceAssignment, ...]
+    assignments: tuple[DeviceAssignment, ...]
 
 
 @dataclass(frozen=True)
@@ -47,58 +47,53 @@ class Preview:
     memory: str
 
 
-def preview(choice: StrategySettings, file: FluxFile | None = None, weight_dtype: str = "auto") -> Preview:
+def preview(settings: StrategySettings, file: ModelFile | None = None, weight_dtype: str = "auto") -> Preview:
     """Raises StrategyError or DeviceError for what cannot run: with `file`, by that model's own rules too.
 
-    Without, `manual` is held to the rules of any model, and `auto` and the memory are told for Flux.1.
+    Without, `manual` is held to the rules of any model, and `auto` and the memory are told for a typical one.
     """
-    devices, failing = devices_in_use(choice)
-    if choice.mode == "manual":
-        return _manual(choice, devices, file, weight_dtype)
-    return _auto(choice, devices, failing, file, weight_dtype)
+    machine = find_machine(settings)
+    model = CheckpointModel(file or typical_model(), weight_dtype)
+    tell = _manual if settings.mode == "manual" else _auto
+    return tell(settings, machine, model, file is not None)
 
 
 def _manual(
-    choice: StrategySettings, devices: tuple[str, ...], file: FluxFile | None, weight_dtype: str
+    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel, is_known: bool
 ) -> Preview:
-    decision = resolve(choice, _ANY_MODEL if file is None else file.shape, _ANY_REQUEST, devices)
-    strategy, model = decision.strategy, file or FLUX
-    notes = decision.notes
-    memory = _memory(model, weight_dtype, strategy, devices)
-    said = f"{strategy.describe()} on {', '.join(devices)}, set by hand"
+    job = replace(_ANY_JOB, model=model) if is_known else _ANY_JOB
+    decision = resolve_strategy(settings, job, machine.devices)
+    strategy, notes = decision.strategy, decision.notes
+    memory = _memory(model, strategy, machine)
+    said = f"{strategy.describe()} on {', '.join(machine.devices)}, set by hand"
     why = ". ".join([said, *(note.rstrip(".") for note in notes), memory]) + "."
-    if file is not None:
-        notes += _capacity(model, weight_dtype, strategy, devices)
+    if is_known:
+        notes += _capacity(model, strategy, machine)
     title = strategy.describe()
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
-    return Preview(
-        why, "Set by hand", (Case(title, strategy, seats_of(strategy, devices, model.dims)),), notes, memory
-    )
+    case = Case(title, strategy, assign_devices(strategy, machine.devices, model.file))
+    return Preview(why, "Set by hand", (case,), notes, memory)
 
 
 def _auto(
-    choice: StrategySettings,
-    devices: tuple[str, ...],
-    failing: tuple[str, ...],
-    file: FluxFile | None,
-    weight_dtype: str,
+    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel, is_known: bool
 ) -> Preview:
-    model = file or FLUX
     plain, with_cfg = (
-        resolve(choice, model.shape, RequestShape(batch=1, has_cfg=has_cfg), devices)
-        for has_cfg in (False, True)
+        resolve_strategy(settings, Job(model, prompts=prompts), machine.devices) for prompts in (1, 2)
     )
-    memory = _memory(model, weight_dtype, plain.strategy, devices)
+    memory = _memory(model, plain.strategy, machine)
+    name = model.file.name
     alike = plain.strategy == with_cfg.strategy
-    said = [f"auto on {', '.join(devices)}"]
+    said = [f"auto on {', '.join(machine.devices)}"]
     if alike:
-        said.append(f"By the rule for {model.name}: {plain.reason}")
+        said.append(f"By the rule for {name}: {plain.reason}")
     else:
-        said.append(f"By the rule for {model.name} without a negative prompt: {plain.reason}")
+        said.append(f"By the rule for {name} without a negative prompt: {plain.reason}")
         said.append(f"With one: {with_cfg.reason}")
-    notes = tuple(dict.fromkeys([*([left_out(failing)] if failing else []), *plain.notes, *with_cfg.notes]))
-    if file is not None and not fits(MemoryCheck(model, weight_dtype, plain.strategy, _SQUARE, devices)):
+    left = [left_out(machine.failing)] if machine.failing else []
+    notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
+    if is_known and not fits(MemoryCheck(_square(model), plain.strategy, machine.devices)):
         notes += (
             f"At {_SIZE} that does not fit in the memory of these devices: auto then shards the weights or keeps "
             f"them in host memory.",
@@ -112,30 +107,34 @@ def _auto(
         ]
     return Preview(
         ". ".join([*said, memory]) + ".",
-        f"By the rule for {model.name}; what was measured may choose otherwise in a run",
+        f"By the rule for {name}; what was measured may choose otherwise in a run",
         tuple(
-            Case(f"{title}: {s.describe()}", s, seats_of(s, devices, model.dims, images=1, prompts=prompts))
-            for title, s, prompts in cases
+            Case(
+                f"{title}: {strategy.describe()}",
+                strategy,
+                assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
+            )
+            for title, strategy, prompts in cases
         ),
         notes,
         memory,
     )
 
 
-def _memory(model: FluxFile, weight_dtype: str, strategy: ParallelStrategy, devices: tuple[str, ...]) -> str:
-    memories = predict_memory(
-        model.dims, model.dtype, strategy, _SQUARE, weight_dtype=weight_dtype, on_cpu=is_cpu(devices)
-    )
-    dtype = model.dtype if weight_dtype == "auto" else weight_dtype
+def _square(model: CheckpointModel) -> Job:
+    return Job(model, width=1024, height=1024, steps=20, text=512)
+
+
+def _memory(model: CheckpointModel, strategy: ParallelStrategy, machine: LocalMachine) -> str:
+    memories = model.memory(_square(model), strategy, on_cpu=machine.on_cpu)
+    dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
     fullest = fullest_rank(memories).describe()
-    return f"Predicted for {model.name} in {dtype} at {_SIZE}: {fullest} on the fullest device"
+    return f"Predicted for {model.file.name} in {dtype} at {_SIZE}: {fullest} on the fullest device"
 
 
-def _capacity(
-    model: FluxFile, weight_dtype: str, strategy: ParallelStrategy, devices: tuple[str, ...]
-) -> tuple[str, ...]:
+def _capacity(model: CheckpointModel, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:
     try:
-        check_capacity(MemoryCheck(model, weight_dtype, strategy, _SQUARE, devices[: strategy.world_size]))
+        check_capacity(MemoryCheck(_square(model), strategy, machine.devices[: strategy.world_size]))
     except StrategyError as error:
         return (f"At {_SIZE}: {error}",)
     return ()

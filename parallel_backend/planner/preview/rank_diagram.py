@@ -1,12 +1,12 @@
-"""What each device does under a strategy, in words: the boxes of Strategy Selector's diagram. Pure functions."""
+"""The rank diagram: each device's part under a strategy, in words, as Strategy Selector shows it. Pure functions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...layout import RankCoordinates, slice_of, split_sizes
-from ...models.flux.keys import FluxDims
-from ...models.flux.weight_bytes import chunks_of, token_shares
+from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
 
 PROMPTS = ("cond", "uncond")
@@ -14,7 +14,7 @@ PROMPTS = ("cond", "uncond")
 
 @dataclass(frozen=True)
 class Role:
-    """What sets a device apart on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor or share."""
+    """The part of a device on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor or share."""
 
     axis: str
     text: str
@@ -37,32 +37,39 @@ class DeviceAssignment:
         return {"device": self.device, "rank": self.rank, "roles": roles, "text": self.describe()}
 
 
-def seats_of(
-    strategy: ParallelStrategy, devices: tuple[str, ...], dims: FluxDims, *, images: int = 0, prompts: int = 0
+def assign_devices(
+    strategy: ParallelStrategy,
+    devices: tuple[str, ...],
+    file: ModelFile,
+    *,
+    images: int = 0,
+    prompts: int = 0,
 ) -> tuple[DeviceAssignment, ...]:
-    """One seat for each of `devices`, those in use first: device i is rank i.
+    """One for each of `devices`, those in use first: device i is rank i.
 
     `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy can share out.
     """
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
     used = devices[: strategy.world_size]
-    seats = [
-        DeviceAssignment(device, rank, tuple(_roles(strategy, rank, dims, images, prompts)))
+    assigned = [
+        DeviceAssignment(device, rank, tuple(_roles(strategy, rank, file, images, prompts)))
         for rank, device in enumerate(used)
     ]
     return (
-        *seats,
+        *assigned,
         *(DeviceAssignment(device, None, (Role("idle", "idle"),)) for device in devices[len(used) :]),
     )
 
 
-def _roles(strategy: ParallelStrategy, rank: int, dims: FluxDims, images: int, prompts: int):
+def _roles(
+    strategy: ParallelStrategy, rank: int, file: ModelFile, images: int, prompts: int
+) -> Iterator[Role]:
     place = RankCoordinates.of(strategy, rank)
     if strategy.row_degree > 1:
         yield Role("rows", _rows(strategy, place, images, prompts))
     if strategy.pipefusion_degree > 1:
-        blocks = sum(len(chunk) for chunk in chunks_of(dims, strategy, place))
-        of = f"{blocks} of {dims.double_blocks + dims.single_blocks} blocks"
+        blocks = sum(len(chunk) for chunk in file.chunks(strategy, place))
+        of = f"{blocks} of {file.shape.blocks} blocks"
         yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
     for axis, own, degree, what in (
         ("ring", place.ring, strategy.ring_degree, "ring"),
@@ -72,7 +79,7 @@ def _roles(strategy: ParallelStrategy, rank: int, dims: FluxDims, images: int, p
         if degree > 1:
             yield Role(axis, f"{what} {own + 1}/{degree}")
     if strategy.device_shares and strategy.sequence_degree > 1:
-        tenths = token_shares(strategy, place, 1000)[place.ring * strategy.ulysses_degree + place.ulysses]
+        tenths = place.split_tokens(strategy, 1000)[place.ring * strategy.ulysses_degree + place.ulysses]
         yield Role("share", f"{tenths / 10:.0f} % of the tokens")
 
 

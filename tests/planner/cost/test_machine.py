@@ -3,43 +3,49 @@
 import pytest
 
 import fake_nvml
-from parallel_backend.models.catalog import find_family, flux_family
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.cost.machine import choose_here, flux_work
-from parallel_backend.planner.history.records import strategy_of
+from jobs import FP8, flux_job
+from parallel_backend.models.catalog import find_family
+from parallel_backend.planner.auto import rank_strategies
+from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Device, Topology
-from parallel_backend.strategy import ModelShape, ParallelStrategy
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.strategy import ParallelStrategy
 
-SHAPE = ModelShape(24, 57, "flux1-dev.safetensors")
-REQUEST = {"width": 1024, "height": 1024, "text": 512, "batch": 1, "has_cfg": False, "steps": 28}
+
+def rank_on(topology, job):
+    """The ranking of `auto` on all devices of `topology`, where nothing was measured."""
+    devices = tuple(f"cuda:{i}" for i in range(len(topology.devices) or 1))
+    return rank_strategies(StrategySettings(), job, MeasurementHistory(devices, topology))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "off")
 
 
 def test_a_flux_file_has_the_work_of_its_family():
-    bf16 = flux_work(FLUX_DEV, 23_800_000_000, **REQUEST)
+    bf16 = flux_job()
     assert bf16.flop / 1e12 == pytest.approx(74.36, abs=0.01)
-    assert bf16.weight_bytes == pytest.approx(23.8e9)
-    assert flux_family(3072, 24, 19, 38).parameters == pytest.approx(
-        find_family("flux1-dev").parameters, rel=0.02
-    )
+    assert bf16.model.weight_bytes == pytest.approx(23.8e9)
+    assert bf16.model.family.parameters == pytest.approx(find_family("flux1-dev").parameters, rel=0.02)
 
 
 def test_only_strategies_of_this_version_are_chosen(tmp_path):
-    work = flux_work(FLUX_DEV, 11_900_000_000, **{**REQUEST, "has_cfg": True})
-    topology = read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path)
-    found = choose_here(work, SHAPE, topology)
-    assert found.choice.best.candidate.strategy == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
-    for entry in found.choice.ranked:
-        assert not strategy_of(entry.candidate).violations(SHAPE, 8)
+    job = flux_job(FP8, prompts=2)
+    found = rank_on(read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path), job)
+    assert found.best.strategy == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
+    for entry in found.ranked:
+        assert not entry.strategy.violations(job.model.shape, 8)
 
 
 def test_cards_that_differ_are_noted(tmp_path):
-    work = flux_work(FLUX_DEV, 11_900_000_000, **REQUEST)
-    found = choose_here(work, SHAPE, read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path))
-    assert found.choice.best.candidate.strategy.world_size == 2 and "differ" in found.notes[-1]
+    found = rank_on(read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path), flux_job(FP8))
+    assert found.best.strategy.world_size == 2 and "differ" in found.notes[-1]
 
 
 @pytest.mark.parametrize("devices", [(), (Device(0, "GPU-1", "NVIDIA Mystery 1", 10**10),)])
 def test_where_nothing_can_be_predicted_the_rule_is_left_to_decide(devices):
-    found = choose_here(flux_work(FLUX_DEV, 11_900_000_000, **REQUEST), SHAPE, Topology(devices))
-    assert found.choice is None and found.notes[0]
+    found = rank_on(Topology(devices), flux_job(FP8))
+    assert found.ranked == () and found.notes[0]

@@ -1,18 +1,24 @@
 """Measured links in the cost model: what was measured is what is predicted, and it changes the choice."""
 
+import time
+
 import pytest
 
 import fake_nvml
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.cost.communication import Candidate, unit_load
-from parallel_backend.planner.cost.machine import choose_here, flux_work, link_of, model_machine
-from parallel_backend.planner.cost.measured_links import measured_constants
-from parallel_backend.planner.cost.model import DEFAULT, predict
+from jobs import FP8, flux_job
+from parallel_backend.planner.auto import rank_strategies
+from parallel_backend.planner.cost.communication import unit_load
+from parallel_backend.planner.cost.machine import link_of, model_machine
+from parallel_backend.planner.cost.model import DEFAULT, measured_constants, predict
+from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner.history.records import with_calibration
+from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.machine.cards import LINKS
 from parallel_backend.planner.machine.probe import read_topology
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import ALL_TO_ALL, POINT_TO_POINT, SIZES, Calibration, Transfer
-from tests.planner.cost.test_machine import REQUEST, SHAPE
 
 ULYSSES = ParallelStrategy(ulysses_degree=4)
 
@@ -53,23 +59,27 @@ def test_a_measurement_beyond_belief_is_bounded():
     assert measured_constants(calibrations(ULYSSES, 1e15), link).reached_nvlink == 2.0
 
 
-def test_links_that_turn_out_slow_change_the_choice(tmp_path):
+def test_links_that_turn_out_slow_change_the_choice(tmp_path, monkeypatch):
     """Two 4090s whose PCIe slots run at a fraction of their width: one card is faster, and the reason says so."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
     box = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
-    work = flux_work(FLUX_DEV, 11_900_000_000, **{**REQUEST, "width": 512, "height": 512})
-    assert choose_here(work, SHAPE, box).choice.best.candidate.strategy.world_size == 2
-    slow = calibrations(ParallelStrategy(ulysses_degree=2), 0.2e9)
-    choice = choose_here(work, SHAPE, box, calibrations=slow, one_gpu_s=0.25).choice
-    assert choice.best.candidate == Candidate()
-    assert choice.reason.startswith("one GPU on 1 of 2 GPUs")
-    assert "limited by the links between the GPUs" in choice.reason
+    history = MeasurementHistory(("cuda:0", "cuda:1"), box)
+    job = flux_job(FP8, width=512, height=512)
+    assert rank_strategies(StrategySettings(), job, history).best.strategy.world_size == 2
+    slow = tuple(calibrations(ParallelStrategy(ulysses_degree=2), 0.2e9))
+    history.store.update(lambda known: with_calibration(known, history.ids, slow, time.time()))
+    history.record(job, RunInfo("native", ParallelStrategy(), step_seconds=(9.0, 0.25)))
+    ranking = rank_strategies(StrategySettings(), job, history)
+    assert ranking.best.strategy == ParallelStrategy()
+    assert ranking.reason.startswith("one GPU on 1 of 2 GPUs")
+    assert "limited by the links between the GPUs" in ranking.reason
 
 
 def test_fast_links_are_trusted_too(tmp_path):
     box = read_topology(fake_nvml.l40_two_sockets(), sys_root=tmp_path)
-    work = flux_work(FLUX_DEV, 11_900_000_000, **REQUEST)
+    job = flux_job(FP8)
     machine, _ = model_machine(box)
-    rule = Candidate(ParallelStrategy(ulysses_degree=8))
-    before = predict(work, rule, machine)
-    constants = measured_constants(calibrations(rule.strategy, 20e9), link_of(box, machine.card))
-    assert predict(work, rule, machine, constants).communication_s < before.communication_s
+    rule = ParallelStrategy(ulysses_degree=8)
+    before = predict(job, rule, machine)
+    constants = measured_constants(calibrations(rule, 20e9), link_of(box, machine.card))
+    assert predict(job, rule, machine, constants).communication_s < before.communication_s

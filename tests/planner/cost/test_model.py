@@ -6,25 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs import catalog_job
 from parallel_backend.errors import RequestError
 from parallel_backend.models.catalog import FAMILIES, find_family, guess_family, split_name
-from parallel_backend.planner.cost.communication import Candidate, Work, axis_groups, exchanges, unit_load
-from parallel_backend.planner.cost.model import DEFAULT, Machine, compute_share, memory_per_rank, predict
+from parallel_backend.planner.cost.communication import axis_groups, exchanges, unit_load
+from parallel_backend.planner.cost.model import DEFAULT, Machine, compute_share, predict
 from parallel_backend.planner.machine.cards import CARDS, LINKS, Domain, Interconnect, find_card, find_link
+from parallel_backend.planner.memory.estimate import estimate_memory
 from parallel_backend.strategy import ParallelStrategy
 
-FLUX = Work(find_family("flux1-dev"))
+FLUX = catalog_job()
 TOKENS, HIDDEN, BLOCKS = 4096 + 512, 3072, 57
 NVLINK = Machine(find_card("h100"), find_link("nvlink", find_card("h100")), 8)
 PCIE = Machine(find_card("l20"), find_link("pcie", find_card("l20")), 8)
 
 
-def _candidate(**degrees):
-    return Candidate(ParallelStrategy(**{f"{name}_degree": value for name, value in degrees.items()}))
+def _strategy(**degrees):
+    return ParallelStrategy(**{f"{name}_degree": value for name, value in degrees.items()})
 
 
-def _exchange(work, kind, **degrees):
-    (found,) = [e for e in exchanges(work, _candidate(**degrees)) if e.kind == kind]
+def estimate(job, strategy):
+    return estimate_memory(job, strategy).private_bytes
+
+
+def _exchange(job, kind, **degrees):
+    (found,) = [e for e in exchanges(job, _strategy(**degrees)) if e.kind == kind]
     return found
 
 
@@ -38,7 +44,7 @@ def test_flux_takes_74_teraflop_a_step():
 
 
 def test_cfg_and_batch_multiply_the_work():
-    assert replace(FLUX, batch=3, rows=2).flop == 6 * FLUX.flop
+    assert replace(FLUX, batch=3, prompts=2).flop == 6 * FLUX.flop
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_the_forms_are_those_of_the_engine():
     traffic = pytest.importorskip("tests.closed_forms.traffic")
     for ulysses, ring in ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4)):
         strategy = ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
-        sent = sum(e.sent for e in exchanges(FLUX, Candidate(strategy)))
+        sent = sum(e.sent for e in exchanges(FLUX, strategy))
         counted = traffic.expected_bytes(
             strategy, 0, rows=1, text=512, image=4096, layers=BLOCKS, hidden=HIDDEN, latent_elements=0,
             patch_channels=0, element_size=2,
@@ -104,19 +110,19 @@ def test_tensor_parallelism_reduces_twice_in_a_double_and_once_in_a_single_block
 
 def test_pipefusion_sends_activations_once_and_sharding_sends_weights():
     assert _exchange(FLUX, "pipefusion", pipefusion=4).sent == TOKENS * HIDDEN * 2
-    sharded = Candidate(ParallelStrategy(ulysses_degree=4), shard_weights=True)
+    sharded = ParallelStrategy(ulysses_degree=4, shard_weights=True)
     (weights,) = [e for e in exchanges(FLUX, sharded) if e.kind == "weights"]
-    assert weights.sent == pytest.approx(FLUX.weight_bytes * 3 / 4)
+    assert weights.sent == pytest.approx(FLUX.model.weight_bytes * 3 / 4)
 
 
 def test_cfg_moves_next_to_nothing():
-    work = replace(FLUX, rows=2)
-    cfg = sum(e.sent for e in exchanges(work, _candidate(cfg=2)))
-    assert cfg < sum(e.sent for e in exchanges(work, _candidate(ulysses=2))) / 100
+    job = replace(FLUX, prompts=2)
+    cfg = sum(e.sent for e in exchanges(job, _strategy(cfg=2)))
+    assert cfg < sum(e.sent for e in exchanges(job, _strategy(ulysses=2))) / 100
 
 
 def test_cross_attention_keeps_the_text_at_home():
-    wan = Work(find_family("wan14b"), 832, 480, 81)
+    wan = catalog_job("wan14b", width=832, height=480, frames=81)
     found = _exchange(wan, "ulysses", ulysses=2)
     assert found.sent == pytest.approx(40 * 4 * wan.image_tokens / 2 * 5120 * 2 / 2)
 
@@ -150,54 +156,54 @@ def test_without_peer_access_all_cards_share_the_host():
 
 def test_what_does_not_divide_costs_the_busiest_rank():
     flux3 = replace(FLUX, batch=3)
-    assert compute_share(flux3, _candidate(data=2)) == pytest.approx(2 / 3)
-    z_image = Work(find_family("z-image"))
-    assert compute_share(z_image, _candidate(ulysses=4)) == pytest.approx(32 / 30 / 4, rel=1e-3)
-    assert compute_share(FLUX, _candidate(pipefusion=4)) == pytest.approx(15 / 57)
+    assert compute_share(flux3, _strategy(data=2)) == pytest.approx(2 / 3)
+    z_image = catalog_job("z-image")
+    assert compute_share(z_image, _strategy(ulysses=4)) == pytest.approx(32 / 30 / 4, rel=1e-3)
+    assert compute_share(FLUX, _strategy(pipefusion=4)) == pytest.approx(15 / 57)
 
 
 def test_one_device_is_predicted_as_measured():
-    p = predict(FLUX, Candidate(), NVLINK, one_gpu_s=0.2)
+    p = predict(FLUX, ParallelStrategy(), NVLINK, one_gpu_s=0.2)
     assert p.step_s == pytest.approx(0.2)
     assert p.communication_s == 0 and p.sent_bytes == 0
     assert p.total_s == pytest.approx(28 * 0.2 + p.fixed_s)
 
 
 def test_ring_hides_part_of_its_transfer_unless_it_gathers():
-    ring = _candidate(ring=4)
+    ring = _strategy(ring=4)
     hidden = predict(FLUX, ring, PCIE, one_gpu_s=0.8)
-    gathered = predict(FLUX, replace(ring, gathered_ring=True), PCIE, one_gpu_s=0.8)
+    gathered = predict(FLUX, ring, PCIE, DEFAULT.replace(ring_overlap=0.0), one_gpu_s=0.8)
     assert hidden.communication_s < gathered.communication_s
 
 
 def test_slower_links_cost_more_and_eager_mode_has_a_floor():
-    ulysses = _candidate(ulysses=4)
+    ulysses = _strategy(ulysses=4)
     fast = predict(FLUX, ulysses, NVLINK, one_gpu_s=0.8)
     slow = predict(FLUX, ulysses, PCIE, one_gpu_s=0.8)
     assert fast.step_s < slow.step_s
-    eager = predict(FLUX, _candidate(ulysses=8), NVLINK, one_gpu_s=0.1, mode="eager")
-    compiled = predict(FLUX, _candidate(ulysses=8), NVLINK, one_gpu_s=0.1, mode="compiled")
+    eager = predict(FLUX, _strategy(ulysses=8), NVLINK, one_gpu_s=0.1)
+    compiled = predict(catalog_job(compiled=True), _strategy(ulysses=8), NVLINK, one_gpu_s=0.1)
     assert eager.step_s > compiled.step_s and eager.limits == "launching kernels on the CPU"
 
 
 def test_warm_up_of_pipefusion_runs_the_stages_one_by_one():
-    work = replace(FLUX, steps=4)
-    pipe = _candidate(pipefusion=4)
-    steps = [predict(work, replace(pipe, warmup_steps=w), PCIE, one_gpu_s=0.8).total_s for w in (0, 1, 4)]
+    job = replace(FLUX, steps=4)
+    pipe = _strategy(pipefusion=4)
+    steps = [predict(job, replace(pipe, warmup_steps=w), PCIE, one_gpu_s=0.8).total_s for w in (0, 1, 4)]
     assert steps[0] < steps[1] < steps[2]
-    each = predict(work, pipe, PCIE, one_gpu_s=0.8).compute_s
+    each = predict(job, pipe, PCIE, one_gpu_s=0.8).compute_s
     assert steps[2] - steps[0] == pytest.approx(4 * 3 * each)
 
 
 def test_memory_is_divided_only_by_what_divides_weights():
-    whole = memory_per_rank(FLUX, Candidate())
-    assert whole > FLUX.weight_bytes == 11.9e9 * 2
-    assert memory_per_rank(FLUX, _candidate(ulysses=4)) > FLUX.weight_bytes
+    whole = estimate(FLUX, ParallelStrategy())
+    assert whole > FLUX.model.weight_bytes == 11.9e9 * 2
+    assert estimate(FLUX, _strategy(ulysses=4)) > FLUX.model.weight_bytes
     for degrees in ({"tensor": 4}, {"pipefusion": 4}):
-        assert memory_per_rank(FLUX, _candidate(**degrees)) < FLUX.weight_bytes / 2
-    sharded = Candidate(ParallelStrategy(ulysses_degree=4), shard_weights=True)
-    assert memory_per_rank(FLUX, sharded) < FLUX.weight_bytes / 2
-    assert memory_per_rank(replace(FLUX, storage=1.0), Candidate()) == pytest.approx(whole - 11.9e9)
+        assert estimate(FLUX, _strategy(**degrees)) < FLUX.model.weight_bytes / 2
+    sharded = ParallelStrategy(ulysses_degree=4, shard_weights=True)
+    assert estimate(FLUX, sharded) < FLUX.model.weight_bytes / 2
+    assert estimate(catalog_job(storage=1.0), ParallelStrategy()) == pytest.approx(whole - 11.9e9)
 
 
 @given(
@@ -207,19 +213,20 @@ def test_memory_is_divided_only_by_what_divides_weights():
     cfg=st.sampled_from([1, 2]),
     split=st.sampled_from(["ulysses", "ring", "tensor", "pipefusion"]),
     degree=st.sampled_from([1, 2, 4]),
-    mode=st.sampled_from(["eager", "compiled"]),
+    compiled=st.booleans(),
 )
-def test_no_prediction_beats_perfect_scaling(name, card, link, cfg, split, degree, mode):
+def test_no_prediction_beats_perfect_scaling(name, card, link, cfg, split, degree, compiled):
     family = find_family(name)
     if not family.is_transformer:
         degree = 1
-    work = Work(family, *family.default_size, rows=2)
-    candidate = _candidate(cfg=cfg, **{split: degree})
-    world = candidate.strategy.world_size
-    p = predict(work, candidate, Machine(CARDS[card], LINKS[link], world), mode=mode)
-    one = predict(work, Candidate(), Machine(CARDS[card], LINKS[link], 1), mode=mode)
+    width, height, frames = family.default_size
+    job = catalog_job(name, compiled=compiled, width=width, height=height, frames=frames, prompts=2)
+    strategy = _strategy(cfg=cfg, **{split: degree})
+    world = strategy.world_size
+    p = predict(job, strategy, Machine(CARDS[card], LINKS[link], world))
+    one = predict(job, ParallelStrategy(), Machine(CARDS[card], LINKS[link], 1))
     assert p.step_s >= one.step_s / world * 0.999
-    assert p.total_s > p.fixed_s > 0 and p.memory_bytes > 0
+    assert p.total_s > p.fixed_s > 0 and estimate(job, strategy) > 0
 
 
 @pytest.mark.parametrize(

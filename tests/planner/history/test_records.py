@@ -5,45 +5,41 @@ import dataclasses
 import pytest
 
 import fake_nvml
-from parallel_backend.models.catalog import find_family
-from parallel_backend.models.flux.keys import FluxDims
-from parallel_backend.planner.cost.communication import Candidate, Work
+from jobs import catalog_job, flux_file
+from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.cost.machine import model_machine
 from parallel_backend.planner.history.records import (
     KEPT_CALIBRATIONS,
     KEPT_KINDS,
     KEPT_RUNS,
     MAX_AGE_S,
-    Kind,
     Measurements,
-    WorkKey,
+    RunKind,
     calibration_of,
-    candidate_of,
     measured,
-    model_key,
     one_gpu_step,
     record,
     warm_step,
     with_calibration,
 )
+from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.machine.fingerprint import Fingerprint, cpu_name, device_key, take_fingerprint
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Topology
-from parallel_backend.planner.ranking import choose, enumerate_candidates
+from parallel_backend.planner.ranking import Evidence, enumerate_candidates, rank_candidates
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, Transfer
 
-FLUX = find_family("flux1-dev")
-WORK = Work(FLUX, steps=28)
+JOB = catalog_job()
 DEVICES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 NOW = 2_000_000_000.0
-HERE = {"model": "m", "devices": DEVICES, "now": NOW}
+HERE = (DEVICES, NOW)
 
 
-def kind(strategy=ULYSSES, of=WORK, **changes):
-    devices = device_key(DEVICES[: strategy.world_size])
-    return dataclasses.replace(Kind("m", WorkKey.of(of), strategy, "native", devices), **changes)
+def kind(strategy=ULYSSES, of=JOB, **changes):
+    return dataclasses.replace(RunKind.of(of, strategy, "native", DEVICES), **changes)
 
 
 def known(*runs, now=NOW):
@@ -56,8 +52,8 @@ def known(*runs, now=NOW):
 
 def test_the_median_of_a_kind_counts_for_the_whole_request():
     found = known(*[(kind(), s) for s in (0.5, 9.0, 0.4)])
-    assert measured(found, WORK, **HERE) == {Candidate(ULYSSES): pytest.approx(28 * 0.5)}
-    assert measured(found, WORK, fixed_s=2.0, **HERE) == {Candidate(ULYSSES): pytest.approx(28 * 0.5 + 2)}
+    assert measured(found, JOB, *HERE) == {ULYSSES: pytest.approx(28 * 0.5)}
+    assert measured(found, JOB, *HERE, fixed_s=2.0) == {ULYSSES: pytest.approx(28 * 0.5 + 2)}
 
 
 def test_only_the_latest_runs_are_kept():
@@ -71,20 +67,20 @@ def test_only_the_latest_runs_are_kept():
         {"model": "another"},
         {"engine": "xfuser"},
         {"devices": device_key(("GPU-c", "GPU-d"))},
-        {"work": WorkKey.of(Work(FLUX, width=512))},
-        {"work": WorkKey.of(Work(FLUX, rows=2))},
-        {"work": WorkKey.of(WORK, calls=2)},
+        {"width": 512},
+        {"prompts": 2},
+        {"model_calls": 2},
         {"strategy": ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))},
     ],
     ids=lambda other: next(iter(other)),
 )
 def test_runs_of_another_kind_do_not_count(other):
-    assert measured(known((kind(**other), 0.5)), WORK, **HERE) == {}
+    assert measured(known((kind(**other), 0.5)), JOB, *HERE) == {}
 
 
 def test_old_runs_are_ignored_and_forgotten():
     old = known((kind(), 9.0), now=NOW - MAX_AGE_S - 1)
-    assert measured(old, WORK, **HERE) == {} and one_gpu_step(old, WORK, **HERE) is None
+    assert measured(old, JOB, *HERE) == {} and one_gpu_step(old, JOB, *HERE) is None
     both = record(old, kind(), 1.0, NOW)
     assert both.observed[0].seconds == (1.0,)
     other = record(old, kind(ParallelStrategy(ring_degree=2)), 1.0, NOW)
@@ -93,7 +89,7 @@ def test_old_runs_are_ignored_and_forgotten():
 
 def test_a_time_from_the_future_is_no_measurement():
     ahead = known((kind(), 1.0), now=NOW + 10 * 86400)
-    assert measured(ahead, WORK, **HERE) == {}
+    assert measured(ahead, JOB, *HERE) == {}
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
@@ -116,40 +112,35 @@ def test_warm_up_does_not_count():
 
 def test_one_gpus_time_is_scaled_by_flops_from_the_nearest_size():
     one = ParallelStrategy()
-    small, large = Work(FLUX, width=512, height=512), Work(FLUX, width=2048, height=2048)
+    small, large = catalog_job(width=512, height=512), catalog_job(width=2048, height=2048)
     found = known((kind(one, small), 1.0), (kind(one, large), 40.0), (kind(), 3.0))
-    assert one_gpu_step(found, large, **HERE) == 40.0
-    near = Work(FLUX, width=1920, height=2048)
-    assert one_gpu_step(found, near, **HERE) == pytest.approx(40.0 * near.flop / large.flop)
-    assert one_gpu_step(known((kind(), 3.0)), WORK, **HERE) is None
+    assert one_gpu_step(found, large, *HERE) == 40.0
+    near = catalog_job(width=1920, height=2048)
+    assert one_gpu_step(found, near, *HERE) == pytest.approx(40.0 * near.flop / large.flop)
+    assert one_gpu_step(known((kind(), 3.0)), JOB, *HERE) is None
 
 
 def test_candidates_are_spelt_as_the_choice_spells_them():
-    listed = set(enumerate_candidates(Work(FLUX, rows=2, batch=2), 4))
-    for candidate in listed:
-        assert candidate_of(candidate.strategy.replace(shard_weights=candidate.shard_weights)) == candidate
-    assert candidate_of(ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=2)) in listed
-    assert candidate_of(ParallelStrategy(ulysses_degree=2, warmup_steps=4)) in listed
-    patched = candidate_of(ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=4))
-    assert patched.patches == 4
-    assert candidate_of(ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))) is None
+    listed = set(enumerate_candidates(catalog_job(prompts=2, batch=2), 4))
+    assert all(strategy.canonical == strategy for strategy in listed)
+    assert ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=2).canonical in listed
+    assert ParallelStrategy(ulysses_degree=2, warmup_steps=4).canonical in listed
+    patched = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=4)
+    assert patched.canonical == patched
+    for unlisted in ({"device_shares": (2, 1)}, {"shard_weights": True, "offload_weights": True}):
+        assert measured(known((kind(ULYSSES.replace(**unlisted)), 0.5)), JOB, *HERE) == {}
 
 
 def test_what_was_seen_outranks_the_model_in_the_choice(tmp_path):
-    work = dataclasses.replace(WORK, storage=1.0)  # fp8 fits one such card
+    job = catalog_job(storage=1.0)  # fp8 fits one such card
     machine, _ = model_machine(read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
-    candidates = enumerate_candidates(work, 2, sharded=False)
-    assert choose(candidates, work, machine).best.candidate == Candidate(ULYSSES)
-    found = known((kind(ParallelStrategy()), 1.0), (kind(), 1.3))
-    choice = choose(
-        candidates,
-        work,
-        machine,
-        measured=measured(found, work, **HERE),
-        one_gpu_s=one_gpu_step(found, work, **HERE),
-    )
-    assert choice.best.candidate == Candidate() and choice.best.measured
-    assert "measured 30% faster" in choice.reason
+    candidates = enumerate_candidates(job, 2, sharded=False)
+    assert rank_candidates(candidates, job, machine).best.strategy == ULYSSES
+    found = known((kind(ParallelStrategy(), job), 1.0), (kind(of=job), 1.3))
+    evidence = Evidence(measured(found, job, *HERE), one_gpu_step(found, job, *HERE))
+    ranking = rank_candidates(candidates, job, machine, evidence)
+    assert ranking.best.strategy == ParallelStrategy() and ranking.best.measured
+    assert "measured 30% faster" in ranking.reason
 
 
 def calibration(strategy=ULYSSES, seconds=1.0):
@@ -172,18 +163,20 @@ def test_the_newest_calibration_of_a_group_is_found_by_its_devices_and_strategy(
     assert len(found.calibrated) == KEPT_CALIBRATIONS
 
 
-def test_a_model_is_its_sizes():
-    dims = FluxDims(
-        hidden=3072, heads=24, head_dim=128, mlp=12288, double_blocks=19, single_blocks=38, context_dim=4096,
-        pooled_dim=768, in_channels=64, out_channels=64, guidance=True,
-    )  # fmt: skip
-    assert model_key(dims, 10, "bfloat16") == model_key(dataclasses.replace(dims), 10, "bfloat16")
+def test_a_model_is_its_sizes_and_how_it_is_computed():
+    def key(dims=FLUX_DEV, tensor_bytes=10, weight_dtype="bfloat16", options=None, path="a"):
+        return CheckpointModel(
+            flux_file(tensor_bytes, dims, path), weight_dtype, options or ComputeOptions()
+        ).key
+
+    assert key() == key(dataclasses.replace(FLUX_DEV), path="b")
     others = [
-        model_key(dataclasses.replace(dims, single_blocks=37), 10, "bfloat16"),
-        model_key(dims, 11, "bfloat16"),
-        model_key(dims, 10, "float32"),
+        key(dataclasses.replace(FLUX_DEV, single_blocks=37)),
+        key(tensor_bytes=11),
+        key(weight_dtype="float32"),
+        key(options=ComputeOptions("blocks")),
     ]
-    assert len({*others, model_key(dims, 10, "bfloat16")}) == 4
+    assert len({*others, key()}) == 5
 
 
 def test_a_fingerprint_changes_with_what_could_change_a_time_and_names_nobody(tmp_path):

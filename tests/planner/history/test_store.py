@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.planner.history import store as calibration_store
-from parallel_backend.planner.history.records import Kind, Measurements, WorkKey, record, with_calibration
+from parallel_backend.planner.history.records import Measurements, RunKind, record, with_calibration
 from parallel_backend.planner.history.store import VARIABLE, MeasurementStore, cache_folder
 from parallel_backend.planner.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.planner.machine.topology import Topology
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, Transfer
+from parallel_backend.wire.strict_json import to_json
 
 BOX = Fingerprint(("2 cards",), ("torch 2.13",))
 NOW = 2_000_000_000.0
@@ -24,7 +25,7 @@ NOW = 2_000_000_000.0
 
 def kind(model="m"):
     strategy = ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))
-    return Kind(model, WorkKey(1024, 1024, 1, 1, 1, 512), strategy, "native", "devices")
+    return RunKind(model, 1024, 1024, 1, 1, 1, 512, 1, strategy, "native", "devices")
 
 
 def full() -> Measurements:
@@ -50,6 +51,20 @@ def test_another_machine_or_version_finds_nothing(store, tmp_path):
         MeasurementStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache").read()
         == Measurements()
     )
+
+
+def test_a_file_of_another_format_counts_as_empty_and_is_written_over(store):
+    """The first format kept a run's sizes as an object of their own."""
+    work = {"width": 8, "height": 8, "frames": 1, "batch": 1, "rows": 1, "text": 8, "calls": 1}
+    strategy = to_json(kind().strategy)
+    run = {"model": "m", "work": work, "strategy": strategy, "engine": "native", "devices": "devices"}
+    old = {"format": 1, "observed": [{"kind": run, "seconds": [0.5], "at": [NOW]}], "calibrated": []}
+    store.path.parent.mkdir(parents=True)
+    store.path.write_text(json.dumps(old))
+    assert store.read() == Measurements()
+    assert store.update(lambda known: record(known, kind(), 0.25, NOW))
+    assert [o.seconds for o in store.read().observed] == [(0.25,)]
+    assert json.loads(store.path.read_text())["format"] == 2
 
 
 def _write(folder, name, count):
@@ -82,7 +97,7 @@ def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path):
         lambda data: data[: len(data) // 2],
         lambda data: b"\xff\x00" * 50,
         lambda data: b"[" * 100_000,
-        lambda data: data.replace(b'"format": 1', b'"format": 2'),
+        lambda data: data.replace(b'"format": 2', b'"format": 3'),
         lambda data: b" " * (calibration_store.MAX_BYTES + 1) + data,
         lambda data: b"null",
     ],

@@ -6,7 +6,8 @@ import pytest
 
 import fake_nvml
 from parallel_backend.errors import DeviceError, RequestError
-from parallel_backend.planner.cost.machine import model_machine, neighbours_first
+from parallel_backend.planner.cost.machine import model_machine
+from parallel_backend.planner.machine.local import neighbours_first
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Topology
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from jobs import flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.models.flux.checkpoint import FluxFile
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.memory.fit import MemoryCheck, check_capacity, fits, host_memory
-from parallel_backend.planner.memory.model import Job
+from parallel_backend.planner.memory.fit import MemoryCheck, check_capacity, fits
 from parallel_backend.strategy import ParallelStrategy
 
 GIB = 2**30
-FILE = FluxFile("/models/flux.safetensors", "original", "", FLUX_DEV, "bfloat16", 23_800_000_000)
-SQUARE = Job(128, 128)
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
-def plan(strategy=ULYSSES, job=SQUARE, weight_dtype="auto", devices=None) -> MemoryCheck:
+def plan(strategy=ULYSSES, devices=None, **job) -> MemoryCheck:
     names = devices or tuple(f"cuda:{i}" for i in range(strategy.world_size))
-    return MemoryCheck(FILE, weight_dtype, strategy, job, names)
+    return MemoryCheck(flux_job(**job), strategy, names)
 
 
 def refusal(size_gib: float, **what) -> str:
@@ -48,8 +44,8 @@ def test_one_card_is_told_to_offload_and_then_to_use_half_precision():
 
 def test_a_batch_is_told_to_be_smaller_and_an_image_too():
     fp8 = {"weight_dtype": "float8_e4m3fn", "strategy": ParallelStrategy(pipefusion_degree=2)}
-    assert "a batch of 2 instead of 4" in refusal(12, job=Job(128, 128, images=4), **fp8)
-    assert "an image of 1536x1536 instead of 2048x2048" in refusal(12, job=Job(256, 256), **fp8)
+    assert "a batch of 2 instead of 4" in refusal(12, batch=4, **fp8)
+    assert "an image of 1536x1536 instead of 2048x2048" in refusal(12, width=2048, height=2048, **fp8)
 
 
 def test_what_no_change_saves_is_told_so():
@@ -71,12 +67,4 @@ def test_ranks_on_the_cpu_share_the_computers_memory():
     with pytest.raises(
         StrategyError, match=r"2 rank\(s\) on the CPU need about .* this computer has 2.00 GiB"
     ):
-        check_capacity(plan(devices=cpus, job=Job(512, 512)), (2 * GIB,))
-
-
-def test_a_containers_limit_is_the_computers_memory(tmp_path):
-    limit = tmp_path / "memory.max"
-    limit.write_text("max\n")
-    total = host_memory(limit)
-    limit.write_text(f"{GIB}\n")
-    assert host_memory(limit) == GIB < total == host_memory(tmp_path / "absent")
+        check_capacity(plan(devices=cpus, width=4096, height=4096), (2 * GIB,))

@@ -7,16 +7,21 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch.profiler import ProfilerActivity, profile
 
+from jobs import file_of
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
+from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.flux import module as flux
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims, diffusers_shapes
 from parallel_backend.models.flux.tensor_parallel import Slices, slice_layers
-from parallel_backend.models.flux.weight_bytes import Dtypes, held_weights
-from parallel_backend.planner.memory.model import Job, fullest_rank, predict_memory
+from parallel_backend.models.flux.weight_bytes import held_weights, kept_dtype
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.memory.model import predict_memory
+from parallel_backend.planner.memory.rank_memory import fullest_rank
 from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, ModelSpec, Placement, SampleRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
@@ -24,7 +29,15 @@ from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
 GIB = 2**30
-SQUARE = Job(128, 128)  # 1024 x 1024
+DEV = file_of(FLUX_DEV, "bfloat16")
+
+
+def job_of(height: int, width: int, text: int = 512, file=DEV, **job) -> Job:
+    """Height and width in latent pixels."""
+    return Job(CheckpointModel(file), **{"steps": 20} | job, text=text, height=8 * height, width=8 * width)
+
+
+SQUARE = job_of(128, 128)  # 1024 x 1024
 
 
 def numbers(dims: FluxDims) -> int:
@@ -40,7 +53,7 @@ def weights_of(strategy: ParallelStrategy, dims: FluxDims = FLUX_DEV, **options)
 def test_flux_dev_is_as_large_as_its_model_card_says():
     assert numbers(FLUX_DEV) == pytest.approx(11.9e9, rel=0.005)
     assert weights_of(ParallelStrategy()) == [2 * numbers(FLUX_DEV)]
-    (alone,) = predict_memory(FLUX_DEV, "bfloat16", ParallelStrategy(), SQUARE)
+    (alone,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
     assert alone.weights == 2 * numbers(FLUX_DEV)
     assert alone.private_bytes / GIB == pytest.approx(24.2, abs=0.3)
     assert alone.mapped == alone.host == 0
@@ -63,7 +76,7 @@ def test_larger_shares_mean_more_blocks():
     assert 1.7 < large / small < 2.3
     # A share of tokens changes activations, not weights.
     uneven = ParallelStrategy(ulysses_degree=2, device_shares=(2.0, 1.0))
-    first, second = predict_memory(FLUX_DEV, "bfloat16", uneven, SQUARE)
+    first, second = predict_memory(DEV, uneven, SQUARE)
     assert first.weights == second.weights and first.activations > 1.5 * second.activations
 
 
@@ -72,8 +85,8 @@ def test_shards_add_up_to_the_model_and_offloading_moves_them_to_the_host(degree
     strategy = ParallelStrategy(ulysses_degree=degree, shard_weights=True)
     whole = 2 * numbers(FLUX_DEV)
     assert whole <= sum(weights_of(strategy)) < 1.001 * whole
-    shard = predict_memory(FLUX_DEV, "bfloat16", strategy, SQUARE)[0]
-    offloaded = predict_memory(FLUX_DEV, "bfloat16", strategy.replace(offload_weights=True), SQUARE)[0]
+    shard = predict_memory(DEV, strategy, SQUARE)[0]
+    offloaded = predict_memory(DEV, strategy.replace(offload_weights=True), SQUARE)[0]
     assert offloaded.host == weights_of(strategy)[0]
     assert shard.weights - offloaded.weights == offloaded.host
     assert (
@@ -114,21 +127,19 @@ def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
     parameters = object.__new__(flux._Parameters)
     parameters.compute, parameters._storage = compute, storage
     for name in ("transformer_blocks.0.ff.net.2.weight", "transformer_blocks.0.ff.net.2.bias"):
-        assert getattr(torch, dtypes.kept(name)) == parameters.dtype(name, getattr(torch, stored))
+        assert getattr(torch, kept_dtype(name, dtypes)) == parameters.dtype(name, getattr(torch, stored))
     for name in (
         "x_embedder.weight",
         "single_transformer_blocks.0.attn.norm_q.weight",
         "norm_out.linear.bias",
     ):
-        assert getattr(torch, dtypes.kept(name)) == parameters.dtype(name, getattr(torch, stored))
+        assert getattr(torch, kept_dtype(name, dtypes)) == parameters.dtype(name, getattr(torch, stored))
 
 
 @pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree", "tensor_degree", "pipefusion_degree"])
 def test_more_devices_never_take_more_memory_each(axis):
     peaks = [
-        fullest_rank(
-            predict_memory(FLUX_DEV, "bfloat16", ParallelStrategy(**{axis: degree}), Job(256, 256))
-        ).private_bytes
+        fullest_rank(predict_memory(DEV, ParallelStrategy(**{axis: degree}), job_of(256, 256))).private_bytes
         for degree in (1, 2, 4, 8)
     ]
     assert peaks == sorted(peaks, reverse=True)
@@ -136,27 +147,25 @@ def test_more_devices_never_take_more_memory_each(axis):
 
 def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_parallelism():
     def peak(strategy: ParallelStrategy | None = None, **job) -> int:
-        job = Job(**{"height": 128, "width": 128} | job)
-        return fullest_rank(
-            predict_memory(FLUX_DEV, "bfloat16", strategy or ParallelStrategy(), job)
-        ).private_bytes
+        job = job_of(**{"height": 128, "width": 128} | job)
+        return fullest_rank(predict_memory(DEV, strategy or ParallelStrategy(), job)).private_bytes
 
-    assert peak() < peak(images=2) < peak(images=3)
+    assert peak() < peak(batch=2) < peak(batch=3)
     assert peak() < peak(height=256)
-    assert peak() < peak(text_tokens=1024)
+    assert peak() < peak(text=1024)
     assert peak() < peak(prompts=2)
     assert peak(ParallelStrategy(cfg_degree=2), prompts=2) == peak()
 
 
 def test_fp8_halves_the_blocks_and_says_so_in_words():
-    (whole,) = predict_memory(FLUX_DEV, "bfloat16", ParallelStrategy(), SQUARE)
-    (half,) = predict_memory(FLUX_DEV, "bfloat16", ParallelStrategy(), SQUARE, weight_dtype="float8_e4m3fn")
+    (whole,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
+    (half,) = predict_memory(DEV, ParallelStrategy(), SQUARE, weight_dtype="float8_e4m3fn")
     assert 0.5 < half.weights / whole.weights < 0.52
     assert "GiB (weights 11." in half.describe()
 
 
 def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
-    (alone,) = predict_memory(FLUX_DEV, "float32", ParallelStrategy(), SQUARE, on_cpu=True)
+    (alone,) = predict_memory(file_of(FLUX_DEV, "float32"), ParallelStrategy(), SQUARE, on_cpu=True)
     assert alone.weights == 0
     assert alone.shared_bytes == 4 * numbers(FLUX_DEV)
     assert "shared by all ranks" in alone.describe()
@@ -194,7 +203,7 @@ def sample_request(job: Job, context_dim: int) -> SampleRequest:
             torch.randn(1, job.text_tokens, context_dim), torch.randn(1, 32), torch.tensor([3.5])
         )
 
-    noise = torch.randn(job.images, 16, job.height, job.width)
+    noise = torch.randn(job.batch, 16, *job.latent_size)
     negative = prompt() if job.prompts == 2 else None
     sigmas = torch.linspace(1, 0, job.steps + 1)
     return SampleRequest(
@@ -217,20 +226,20 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "job"),
     [
-        (ParallelStrategy(), Job(64, 64, 64, steps=2)),
-        (ParallelStrategy(), Job(64, 64, 64, steps=3, step_cache=True)),
-        (ParallelStrategy(), Job(32, 64, 600, images=2, prompts=2, steps=1)),
-        (ParallelStrategy(cfg_degree=2), Job(64, 64, 64, prompts=2, steps=2)),
-        (ParallelStrategy(ring_degree=2), Job(64, 64, 64, steps=2)),
-        (ParallelStrategy(ring_degree=3), Job(64, 64, 64, steps=2)),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), Job(64, 64, 64, steps=3)),
-        (ParallelStrategy(pipefusion_degree=2), Job(64, 64, 64, steps=5)),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), Job(64, 64, 64, images=3, steps=3)),
+        (ParallelStrategy(), job_of(64, 64, 64, steps=2)),
+        (ParallelStrategy(), job_of(64, 64, 64, steps=3, step_cache=True)),
+        (ParallelStrategy(), job_of(32, 64, 600, batch=2, prompts=2, steps=1)),
+        (ParallelStrategy(cfg_degree=2), job_of(64, 64, 64, prompts=2, steps=2)),
+        (ParallelStrategy(ring_degree=2), job_of(64, 64, 64, steps=2)),
+        (ParallelStrategy(ring_degree=3), job_of(64, 64, 64, steps=2)),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(64, 64, 64, steps=3)),
+        (ParallelStrategy(pipefusion_degree=2), job_of(64, 64, 64, steps=5)),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(64, 64, 64, batch=3, steps=3)),
         (
             ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5, warmup_steps=0),
-            Job(64, 64, 600, steps=4),
+            job_of(64, 64, 600, steps=4),
         ),
-        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), Job(64, 64, 64, prompts=2, steps=4)),
+        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(64, 64, 64, prompts=2, steps=4)),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
@@ -240,6 +249,6 @@ def test_a_job_holds_what_is_predicted(tmp_path, strategy, job):
     file, dtypes = inspect_flux(path), ("auto", "bfloat16")
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job)
     for i, dtype in enumerate(dtypes):
-        predicted = predict_memory(file.dims, file.dtype, strategy, job, weight_dtype=dtype, on_cpu=True)
+        predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
         for measured, rank in zip(held, predicted, strict=True):
             assert rank.activations + rank.buffers == pytest.approx(measured[i], rel=0.05), rank.fullest

@@ -1,12 +1,14 @@
 """The check of Strategy Selector's inputs: problems by input in the backend's words, and no JSON that breaks it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel_backend.errors import CheckpointError, RequestError, StrategyError
+from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
 from parallel_backend.planner.preview import form as selector_inputs
 from parallel_backend.planner.preview.form import (
     LIMITS,
@@ -16,7 +18,7 @@ from parallel_backend.planner.preview.form import (
     check_inputs,
     read_inputs,
 )
-from parallel_backend.planner.preview.preview import FLUX, preview
+from parallel_backend.planner.preview.preview import preview
 from parallel_backend.planner.rules import StrategySettings
 
 
@@ -42,8 +44,8 @@ def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
         "cpu:2 · uncond · heads 1/2",
         "cpu:3 · uncond · heads 2/2",
     ]
-    choice = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).choice()
-    assert answer["why"] == preview(choice).why
+    chosen = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).settings()
+    assert answer["why"] == preview(chosen).why
 
 
 def test_auto_is_shown_without_and_with_a_negative_prompt():
@@ -91,15 +93,15 @@ def test_a_problem_names_the_inputs_it_lies_in(inputs, marked, word):
 def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
     with pytest.raises(StrategyError) as raised:
         inputs = SelectorInputs("manual", "cpu:2", cfg_degree=3, ulysses_degree=5)
-        preview(inputs.choice(), FLUX)
+        preview(inputs.settings(), PUBLISHED_DEV)
     problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
     assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "ulysses_degree", "cfg_degree"]
     assert all(problem["message"] in str(raised.value) for problem in problems)
 
 
 def test_the_rules_are_those_of_the_model_that_the_loader_names():
-    dims = FLUX.dims.__class__(**{**FLUX.dims.__dict__, "heads": 6, "hidden": 768})
-    small = FLUX.__class__(**{**FLUX.__dict__, "path": "small.safetensors", "dims": dims})
+    dims = replace(PUBLISHED_DEV.dims, heads=6, hidden=768)
+    small = replace(PUBLISHED_DEV, path="small.safetensors", dims=dims)
     assert _manual("cpu:4", ulysses_degree=4)["problems"] == []
     answer = _check(lambda loader: small, mode="manual", devices="cpu:4", ulysses_degree=4)
     assert "6 attention heads of small.safetensors" in answer["problems"][0]["message"]
@@ -114,14 +116,14 @@ def test_a_model_that_cannot_be_read_is_a_note():
 
 
 def test_without_a_model_only_the_rules_of_any_model_count():
-    choice = SelectorInputs("manual", "cpu:5", ulysses_degree=5).choice()
-    assert "Ulysses 5 on cpu:0" in preview(choice).why
+    chosen = SelectorInputs("manual", "cpu:5", ulysses_degree=5).settings()
+    assert "Ulysses 5 on cpu:0" in preview(chosen).why
 
 
-def test_defaults_are_those_of_a_choice():
-    assert SelectorInputs().choice() == StrategySettings()
+def test_defaults_are_those_of_the_settings():
+    assert SelectorInputs().settings() == StrategySettings()
     inputs = SelectorInputs("manual", "cpu:2", cfg_degree=2, shard_weights=True, device_shares="2,1")
-    assert SelectorInputs.of(inputs.choice()) == inputs
+    assert SelectorInputs.of(inputs.settings()) == inputs
 
 
 def test_auto_decides_the_degrees_and_nothing_else():

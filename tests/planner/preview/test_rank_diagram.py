@@ -8,8 +8,8 @@ import torch
 from parallel_backend.engine.groups import ROW_AXES, rank_groups
 from parallel_backend.engine.rows import Rows, take
 from parallel_backend.layout import slice_of, split_sizes
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.preview.rank_diagram import PROMPTS, seats_of
+from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
+from parallel_backend.planner.preview.rank_diagram import PROMPTS, assign_devices
 from parallel_backend.requests import Conditioning
 from parallel_backend.strategy import ParallelStrategy
 
@@ -24,35 +24,35 @@ HYBRIDS = [
 ]
 
 
-def _seats(strategy, idle=0, **request):
+def _assigned(strategy, idle=0, **request):
     devices = tuple(f"cuda:{i}" for i in range(strategy.world_size + idle))
-    return seats_of(strategy, devices, FLUX_DEV, **request)
+    return assign_devices(strategy, devices, PUBLISHED_DEV, **request)
 
 
-def _roles(seat):
-    return {role.axis: role.text for role in seat.roles}
+def _roles(assigned):
+    return {role.axis: role.text for role in assigned.roles}
 
 
 @pytest.mark.parametrize("strategy", HYBRIDS, ids=ParallelStrategy.describe)
 def test_each_axis_reads_as_the_engines_groups_are(strategy):
-    seats = _seats(strategy)
+    devices = _assigned(strategy)
     for axis, word in AXES.items():
         for group in rank_groups(strategy, (axis,)):
-            texts = [_roles(seats[rank]).get(axis) for rank in group]
+            texts = [_roles(devices[rank]).get(axis) for rank in group]
             if len(group) == 1:
                 assert texts == [None]
                 continue
             numbers = [re.match(rf"{word} (\d+)(?:/| of )(\d+)", text).groups() for text in texts]
             assert numbers == [(str(i + 1), str(len(group))) for i in range(len(group))]
             # and its members differ in nothing else
-            others = [{a: t for a, t in _roles(seats[rank]).items() if a != axis} for rank in group]
+            others = [{a: t for a, t in _roles(devices[rank]).items() if a != axis} for rank in group]
             assert all(other == others[0] for other in others)
 
 
 @pytest.mark.parametrize("strategy", HYBRIDS, ids=ParallelStrategy.describe)
 @pytest.mark.parametrize(("images", "prompts"), [(0, 0), (2, 2), (3, 2), (5, 1), (1, 1)])
 def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, prompts):
-    seats = _seats(strategy, images=images, prompts=prompts)
+    devices = _assigned(strategy, images=images, prompts=prompts)
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
     empty = Conditioning(torch.zeros(1, 1, 1), torch.zeros(1, 1), None)
     rows = [  # each row's number is 10 * prompt + image
@@ -63,7 +63,7 @@ def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, p
     for group in rank_groups(strategy, ROW_AXES):
         for index, rank in enumerate(group):
             taken = [int(x) for entry in take(rows, slice_of(sizes, index)) for x in entry.x.flatten()]
-            assert _numbers(_roles(seats[rank]).get("rows"), images, prompts) == taken
+            assert _numbers(_roles(devices[rank]).get("rows"), images, prompts) == taken
 
 
 def _numbers(text, images, prompts):
@@ -81,18 +81,18 @@ def _numbers(text, images, prompts):
 
 
 def test_a_device_in_a_line():
-    assert [seat.describe() for seat in _seats(HYBRIDS[0])][:5:4] == [
+    assert [device.describe() for device in _assigned(HYBRIDS[0])][:5:4] == [
         "cuda:0 · cond · ring 1/2 · heads 1/2",
         "cuda:4 · uncond · ring 1/2 · heads 1/2",
     ]
-    assert _seats(HYBRIDS[1])[2].describe() == "cuda:2 · cond · stage 2 of 2, 29 of 57 blocks · heads 1/2"
+    assert _assigned(HYBRIDS[1])[2].describe() == "cuda:2 · cond · stage 2 of 2, 29 of 57 blocks · heads 1/2"
 
 
 def test_devices_beyond_the_strategy_are_idle():
-    *_, last = _seats(ParallelStrategy(ulysses_degree=2), idle=1)
+    *_, last = _assigned(ParallelStrategy(ulysses_degree=2), idle=1)
     assert (last.device, last.rank, last.describe()) == ("cuda:2", None, "cuda:2 · idle")
 
 
 def test_unequal_shares_are_said_in_hundredths_of_the_tokens():
-    seats = _seats(ParallelStrategy(ring_degree=2, device_shares=(3, 1)))
-    assert [_roles(seat)["share"] for seat in seats] == ["75 % of the tokens", "25 % of the tokens"]
+    devices = _assigned(ParallelStrategy(ring_degree=2, device_shares=(3, 1)))
+    assert [_roles(device)["share"] for device in devices] == ["75 % of the tokens", "25 % of the tokens"]

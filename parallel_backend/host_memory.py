@@ -1,0 +1,45 @@
+"""The host memory that this process may use: the computer's, or what its control group and those around it leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED = 2**60  # bytes; a control group of version 1 without a limit says something larger
+
+
+def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes. `cgroups`: where the control groups are mounted; `own`: the file that names those of this process."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_limits(cgroups, own)])
+
+
+def _limits(cgroups: Path, own: Path) -> Iterator[int]:
+    for file in _limit_files(cgroups, own):
+        try:
+            limit = int(file.read_text())
+        except (OSError, ValueError):  # none there, or `max`
+            continue
+        if limit < _UNLIMITED:
+            yield limit
+
+
+def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
+    """A limit of a group holds for all groups inside it. A container often sees its own group as the mount itself,
+    under whatever path the kernel names, so that the mount is looked at in any case."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {"": "/", "memory": "/"}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in {"", "memory"} & set(controllers.split(",")):
+            paths[controller] = path
+    for mount, path, name in (
+        (cgroups, paths[""], "memory.max"),
+        (cgroups / "memory", paths["memory"], "memory.limit_in_bytes"),
+    ):
+        group = mount / path.lstrip("/")
+        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount))

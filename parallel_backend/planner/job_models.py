@@ -1,0 +1,91 @@
+"""The models of jobs: a family of the catalog, about which data sheets tell, and a checkpoint that is at hand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from ..models.catalog import Family
+from ..models.dtypes import FP8, ITEMSIZE
+from ..models.model_file import ModelFile
+from ..options import DEFAULT_COMPUTE, ComputeOptions
+from ..strategy import ModelShape, ParallelStrategy
+from .job import Job
+from .machine.fingerprint import hashed
+from .memory.estimate import estimate_memory
+from .memory.model import predict_memory
+from .memory.rank_memory import RankMemory
+
+
+@dataclass(frozen=True)
+class CatalogModel:
+    """A published family without a file. `storage`: bytes per weight."""
+
+    family: Family
+    storage: float = 2.0
+    compute_options: ComputeOptions = DEFAULT_COMPUTE
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.family.heads, self.family.block_count, self.family.name)
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.family.parameters * self.storage
+
+    @property
+    def uncompiled(self) -> CatalogModel:
+        return replace(self, compute_options=replace(self.compute_options, compile="off"))
+
+    @property
+    def in_fp8(self) -> CatalogModel | None:
+        return replace(self, storage=1.0) if self.storage > 1 else None
+
+    @property
+    def key(self) -> str:
+        return hashed(self.family.name, str(self.storage), *_options(self.compute_options))
+
+    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
+        """In closed form, of a rank with as much as any."""
+        return (estimate_memory(job, strategy),)
+
+
+@dataclass(frozen=True)
+class CheckpointModel:
+    """A checkpoint as ranks keep and compute it. `weight_dtype`: as in ModelSpec."""
+
+    file: ModelFile
+    weight_dtype: str = "auto"
+    compute_options: ComputeOptions = DEFAULT_COMPUTE
+
+    @property
+    def family(self) -> Family:
+        return self.file.family
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.file.shape
+
+    @property
+    def weight_bytes(self) -> float:
+        stored = ITEMSIZE[self.file.dtype]
+        return self.file.tensor_bytes * ITEMSIZE.get(self.weight_dtype, stored) / stored
+
+    @property
+    def uncompiled(self) -> CheckpointModel:
+        return replace(self, compute_options=replace(self.compute_options, compile="off"))
+
+    @property
+    def in_fp8(self) -> CheckpointModel | None:
+        return None if FP8 in (self.weight_dtype, self.file.dtype) else replace(self, weight_dtype=FP8)
+
+    @property
+    def key(self) -> str:
+        """The dtype that ranks compute in follows from these and the device."""
+        return hashed(*self.file.fingerprint, self.weight_dtype, *_options(self.compute_options))
+
+    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
+        return predict_memory(self.file, strategy, job, weight_dtype=self.weight_dtype, on_cpu=on_cpu)
+
+
+def _options(compute_options: ComputeOptions) -> list[str]:
+    return [f"{name}={value}" for name, value in asdict(compute_options).items()]

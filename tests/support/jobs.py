@@ -1,0 +1,32 @@
+"""Jobs to plan for: with a published family, and with Flux files of which only the sizes exist."""
+
+from dataclasses import replace
+
+from parallel_backend.models.catalog import find_family
+from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV, FluxFile
+from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.options import ComputeOptions
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CatalogModel, CheckpointModel
+
+BF16, FP8 = 23_800_000_000, 11_900_000_000  # bytes of a published Flux.1
+
+
+def flux_file(tensor_bytes=BF16, dims=FLUX_DEV, path="/models/flux.safetensors"):
+    dtype = "float8_e4m3fn" if tensor_bytes == FP8 else "bfloat16"
+    return replace(PUBLISHED_DEV, path=path, dims=dims, dtype=dtype, tensor_bytes=tensor_bytes)
+
+
+def file_of(dims, dtype):
+    return FluxFile("/models/flux.safetensors", "original", "", dims, dtype, 0)
+
+
+def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job):
+    """1024 x 1024, 512 tokens of text, 28 steps, unless told otherwise."""
+    model = CheckpointModel(flux_file(tensor_bytes), weight_dtype, compute_options or ComputeOptions())
+    return Job(model, **job)
+
+
+def catalog_job(name="flux1-dev", storage=2.0, compiled=False, **job):
+    options = ComputeOptions("blocks" if compiled else "off")
+    return Job(CatalogModel(find_family(name), storage, options), **job)
