@@ -50,6 +50,18 @@ class RankCoordinates:
             summed[i : i + strategy.sequence_degree] for i in range(0, len(summed), strategy.sequence_degree)
         ]
 
+    def stage_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
+        """The share of the model's blocks that each stage of this rank's pipeline takes."""
+        grid = self.pipeline_shares(strategy)
+        return tuple(sum(stage) for stage in grid) or (1.0,) * strategy.pipefusion_degree
+
+    def sequence_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
+        """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares.
+
+        Ranks that must hold the same tokens, those of other stages and of the tensor axis, take their sum.
+        """
+        return tuple(map(sum, zip(*self.pipeline_shares(strategy), strict=True)))
+
 
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:
     """Sizes of `parts` contiguous shares of `total`, as even as whole numbers allow; the first are the larger.

@@ -11,16 +11,17 @@ from .strategy import ParallelStrategy
 
 # Samplers that the resident loop implements; everything else runs stepwise.
 RESIDENT_SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
-LATENT_CHANNELS = 16  # of Flux's latent space
+LATENT_CHANNELS = 16  # of the latent space of the models that run stepwise
 WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to load: `path` of a .safetensors file, `family` ("flux"), `weight_dtype` one of WEIGHT_DTYPES."""
+    """A model to load. `path`: of a .safetensors file; `family`: a provider's name (models/registry.py), empty for the
+    first one; `weight_dtype`: one of WEIGHT_DTYPES."""
 
     path: str
-    family: str = "flux"
+    family: str = ""
     weight_dtype: str = "auto"
 
 
@@ -53,7 +54,7 @@ class SampleRequest:
     noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
     sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
     cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise; cache_threshold: of the step cache
-    (step_cache.py), 0 for none.
+    (options.py), 0 for none.
     """
 
     noise: torch.Tensor
@@ -111,6 +112,17 @@ class Extras:
 
     def __bool__(self) -> bool:
         return bool(self.references or self.residuals) or self.mask is not None or self.places is not None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Images of one model call that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or
+    r. `extras`: rows 1 or r, still where they arrived: a rank moves what it needs of them."""
+
+    x: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: Conditioning
+    extras: Extras = field(default_factory=Extras)
 
 
 @dataclass(frozen=True)

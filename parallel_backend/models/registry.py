@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..errors import RequestError
+from ..requests import ModelSpec
+from .base import ModelPart, TokenModel
 from .model_file import ModelFile
 
 
 @dataclass(frozen=True)
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
-    and without the library that computes; `load`: the same in a rank's half, from a ModelSpec to a LoadedModel."""
+    and without the library that computes; `load`: in a rank, from a ModelSpec, a device and a ModelPart to a model."""
 
     name: str
     inspect: str
     load: str
 
 
-PROVIDERS = (Provider("flux", inspect="flux.checkpoint:inspect_flux", load="flux.module:load"),)
+PROVIDERS = (Provider("flux", inspect="flux.checkpoint:inspect_flux", load="flux.load:load"),)
 
 
 def provider_of(family: str) -> Provider:
@@ -34,8 +38,13 @@ def provider_of(family: str) -> Provider:
 
 
 def inspect_model(path: str, family: str = "") -> ModelFile:
-    """What the file at `path` holds, by its header. Raises CheckpointError for a file that is refused."""
+    """The model in the file at `path`, by its header. Raises CheckpointError for a file that is refused."""
     return imported(provider_of(family).inspect)(path)
+
+
+def load_model(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> TokenModel:
+    """The model, or a rank's part of it, on a device. Raises CheckpointError for a file that is refused."""
+    return imported(provider_of(spec.family).load)(spec, device, part)
 
 
 def imported(reference: str) -> Callable[..., Any]:

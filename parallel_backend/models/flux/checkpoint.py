@@ -1,4 +1,4 @@
-"""What a Flux.1 file holds, read from its header: layout, prefix, sizes, dtype. Refuses everything else by name."""
+"""A Flux.1 file as its header tells it: layout, prefix, sizes, dtype. Refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -214,14 +214,15 @@ def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDim
     )
 
 
-def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, **sizes: int | bool) -> FluxDims:
+def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, guidance: bool, **sizes: int) -> FluxDims:
     if head_dim != sum(AXES_DIMS):
         raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
     if hidden % head_dim:
         raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
     if mlp != 4 * hidden:
         raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
-    return FluxDims(hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, **sizes)
+    heads = hidden // head_dim
+    return FluxDims(hidden=hidden, heads=heads, head_dim=head_dim, mlp=mlp, guidance=guidance, **sizes)
 
 
 def _check_variant(name: str, dims: FluxDims) -> None:

@@ -11,10 +11,11 @@ from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.models.flux import module as flux
+from parallel_backend.models.base import Slices
+from parallel_backend.models.flux import load as flux
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims, diffusers_shapes
-from parallel_backend.models.flux.tensor_parallel import Slices, slice_layers
+from parallel_backend.models.flux.tensor_parallel import slice_layers
 from parallel_backend.models.flux.weight_bytes import Dtypes, held_weights
 from parallel_backend.planner.memory.model import Job, fullest_rank, predict_memory
 from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, ModelSpec, Placement, SampleRequest
