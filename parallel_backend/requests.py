@@ -71,8 +71,9 @@ class SampleRequest:
     @property
     def prompts(self) -> tuple[Conditioning, ...]:
         """Those that are evaluated: positive, and negative where there is one and cfg is not 1."""
-        with_negative = self.negative is not None and self.cfg != 1.0
-        return (self.positive, self.negative) if with_negative else (self.positive,)
+        if self.negative is None or self.cfg == 1.0:
+            return (self.positive,)
+        return (self.positive, self.negative)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from .traffic_counter import Traffic
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
 ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
-_WEIGHTS = "weights"  # purpose of the groups over which weights are gathered
+# Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
+_WEIGHTS, _RETURN = "weights", "return"
 
 
 class World:
@@ -117,7 +118,7 @@ class Layouts:
                 self.world,
                 row=self._axis(strategy, ROW_AXES),
                 pipe=self._axis(strategy, ("pipefusion",)),
-                return_group=self._axis(strategy, ("pipefusion",), purpose="way back"),
+                return_group=self._axis(strategy, ("pipefusion",), purpose=_RETURN),
                 sequence=self._axis(strategy, SEQUENCE_AXES),
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),

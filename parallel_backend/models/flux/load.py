@@ -14,7 +14,7 @@ from ...errors import CheckpointError, RequestError
 from ...layout import split_blocks
 from ...requests import WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
-from ..base import ModelPart, Slices, WeightSharding
+from ..base import ModelPart, Slices, TokenModel, WeightSharding
 from ..block_list import BlockList
 from ..casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
@@ -35,7 +35,7 @@ class _Unchanged(nn.Module):
         return hidden_states
 
 
-def load(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> FluxModel:
+def load(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> TokenModel:
     """Loads `spec` for one rank: the whole model, or this rank's part of it.
 
     On the CPU the parameters are views of the mapped file: no copy, but for shares that `part.sharding` has made. On an
