@@ -51,14 +51,20 @@ class RankCoordinates:
         ]
 
     def stage_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
-        """How much of the blocks each stage of this rank's pipeline takes."""
-        shares = tuple(sum(stage) for stage in self.pipeline_shares(strategy))
-        return shares or (1.0,) * strategy.pipefusion_degree
+        """The share of the model's blocks that each stage of this rank's pipeline takes."""
+        grid = self.pipeline_shares(strategy)
+        return tuple(sum(stage) for stage in grid) or (1.0,) * strategy.pipefusion_degree
+
+    def sequence_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
+        """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares.
+
+        Ranks that must hold the same tokens, those of other stages and of the tensor axis, take their sum.
+        """
+        return tuple(map(sum, zip(*self.pipeline_shares(strategy), strict=True)))
 
     def split_tokens(self, strategy: ParallelStrategy, total: int) -> tuple[int, ...]:
         """`total` tokens over the sequence axis, by device_shares where there are any."""
-        weights = tuple(sum(stages) for stages in zip(*self.pipeline_shares(strategy), strict=True))
-        return split_sizes(total, strategy.sequence_degree, weights)
+        return split_sizes(total, strategy.sequence_degree, self.sequence_shares(strategy))
 
 
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:

@@ -18,10 +18,11 @@ WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to load: `path` of a .safetensors file, `family` ("flux"), `weight_dtype` one of WEIGHT_DTYPES."""
+    """A model to load. `path`: of a .safetensors file; `family`: a provider's name (models/registry.py), empty for the
+    first one; `weight_dtype`: one of WEIGHT_DTYPES."""
 
     path: str
-    family: str = "flux"
+    family: str = ""
     weight_dtype: str = "auto"
 
 
@@ -54,7 +55,7 @@ class SampleRequest:
     noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
     sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
     cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise; cache_threshold: of the step cache
-    (step_cache.py), 0 for none.
+    (options.py), 0 for none.
     """
 
     noise: torch.Tensor
@@ -71,8 +72,9 @@ class SampleRequest:
     @property
     def prompts(self) -> tuple[Conditioning, ...]:
         """Those that are evaluated: positive, and negative where there is one and cfg is not 1."""
-        with_negative = self.negative is not None and self.cfg != 1.0
-        return (self.positive, self.negative) if with_negative else (self.positive,)
+        if self.negative is None or self.cfg == 1.0:
+            return (self.positive,)
+        return (self.positive, self.negative)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,17 @@ class Extras:
 
     def __bool__(self) -> bool:
         return bool(self.references or self.residuals) or self.mask is not None or self.places is not None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Images of one model call that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or
+    r. `extras`: rows 1 or r, still where they arrived: a rank moves what it needs of them."""
+
+    x: torch.Tensor
+    sigma: torch.Tensor
+    conditioning: Conditioning
+    extras: Extras = field(default_factory=Extras)
 
 
 @dataclass(frozen=True)

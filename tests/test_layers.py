@@ -1,6 +1,7 @@
 """The rooms of the house and who may import whom, read from the source, so that an arrow the wrong way fails here."""
 
 import ast
+import io
 import tokenize
 from pathlib import Path
 
@@ -21,6 +22,8 @@ ROOMS = {
     "nodes": {"observability", "planner", "sidecar", "models", "wire"},
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
+# Rooms that know no family of models: what is one family's lives in its folder below models/.
+ROOMS_WITHOUT_A_FAMILY = ["engine", "sampling", "rank"]
 # ComfyUI and its parts. In a rank only `models/comfyui/` may use them.
 COMFYUI = {
     "comfy",
@@ -142,6 +145,13 @@ def test_nothing_that_nodes_reach_loads_an_engine_library_or_a_ranks_half():
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in XFUSER_OWNERS])
 def test_one_place_owns_the_import_of_xfuser(module):
     assert IMPORTS[module][0] & {"xfuser", "yunchang"} == set()
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if _room(m) in ROOMS_WITHOUT_A_FAMILY])
+def test_rooms_of_a_rank_do_not_even_say_the_name_of_a_family(module):
+    tokens = tokenize.generate_tokens(io.StringIO(MODULES[module].read_text()).readline)
+    code = [token for token in tokens if token.type != tokenize.COMMENT]
+    assert [token.start[0] for token in code if "flux" in token.string.lower()] == []
 
 
 def test_there_are_no_import_cycles():

@@ -75,20 +75,19 @@ def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traff
     """
     ranks, index, size = axis.ranks, axis.index, axis.size
     current = mine.contiguous()
-    for hop in range(size):
-        waiting, following = [], None
-        if hop + 1 < size:
-            following = mine.new_empty(sizes[(index - hop - 1) % size], *mine.shape[1:])
-            traffic.add(current.numel(), current)
-            waiting = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, current, ranks[(index + 1) % size], axis.group),
-                    dist.P2POp(dist.irecv, following, ranks[(index - 1) % size], axis.group),
-                ]
-            )
+    for hop in range(1, size):
+        following = mine.new_empty(sizes[(index - hop) % size], *mine.shape[1:])
+        traffic.add(current.numel(), current)
+        operations = []  # none for a share without elements: both sides know its size
+        if current.numel():
+            operations.append(dist.P2POp(dist.isend, current, ranks[(index + 1) % size], axis.group))
+        if following.numel():
+            operations.append(dist.P2POp(dist.irecv, following, ranks[(index - 1) % size], axis.group))
+        waiting = dist.batch_isend_irecv(operations) if operations else []
         yield current
         if waiting:
             with heartbeat.inside("a ring step", (ranks[index], ranks[(index - 1) % size])):
                 for work in waiting:
                     work.wait()
         current = following
+    yield current

@@ -1,7 +1,7 @@
-"""The blocks of a transformer compiled by torch.compile, one graph for all blocks of a kind, or as they are.
+"""A model's blocks compiled by torch.compile, one graph for all blocks of a kind, or as they are.
 
 Regional compilation (PyTorch recipes) as diffusers' compile_repeated_blocks has it, but of each block's forward alone:
-hooks around it stay outside, which gather sharded weights or keep a chunk's last text.
+hooks around it stay outside, which gather sharded weights.
 """
 
 from __future__ import annotations
@@ -10,35 +10,33 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from diffusers.models.transformers.transformer_flux import (
-    FluxSingleTransformerBlock,
-    FluxTransformer2DModel,
-    FluxTransformerBlock,
-)
 from torch import Tensor, nn
 
+from ..models.base import Attention, BlockKind, TokenModel
 from ..options import COMPILE_BACKEND, CompileStats
-from .attention.patch_diffusers import SharedAttention, share_attention
 from .operators import AttentionOperator
 
 # Versions that are compiled of each kind of block. One image size takes one, all others together one or two more, and
 # images one by one others than several at once; more come from a change of dtype or of the split of the weights.
 MOST_VERSIONS = 8
-_KINDS = (FluxTransformerBlock, FluxSingleTransformerBlock)
 
 
 class Blocks(Protocol):
-    """How the blocks of a model's transformers run."""
+    """A way to run the blocks of a model."""
 
-    compiles: bool
+    @property
+    def compiles(self) -> bool: ...
 
-    def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
-        """Makes `transformer` ready for a call whose attention is computed by `attention`."""
+    def running(
+        self, model: TokenModel, chunk: int, attention: Attention
+    ) -> AbstractContextManager[Attention]:
+        """Inside, one call of a chunk of `model` runs so; gives the attention to hand to it in place of `attention`."""
 
 
 class PlainBlocks:
@@ -46,27 +44,32 @@ class PlainBlocks:
 
     compiles = False
 
-    def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
-        for block in _blocks(transformer):
-            block.__dict__.pop("forward", None)
-        share_attention(transformer, attention)
+    def running(
+        self, model: TokenModel, chunk: int, attention: Attention
+    ) -> AbstractContextManager[Attention]:
+        return nullcontext(attention)
 
 
 class CompiledBlocks:
-    """Blocks compiled by `compiler` for a model on `device`."""
+    """Blocks compiled by `compiler`."""
 
     compiles = True
 
-    def __init__(self, compiler: Compiler, device: torch.device) -> None:
+    def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._device = device
 
-    def use(self, transformer: FluxTransformer2DModel, attention: SharedAttention) -> None:
-        for block in _blocks(transformer):
-            if "forward" not in block.__dict__:
-                block.__dict__["forward"] = functools.partial(self._compiler.run, block)
-        self._compiler.attention.use(attention, self._device)
-        share_attention(transformer, self._compiler.attention)
+    @contextmanager
+    def running(self, model: TokenModel, chunk: int, attention: Attention) -> Iterator[Attention]:
+        blocks = model.blocks[chunk]
+        for block in blocks:
+            kind = next(kind for kind in model.block_kinds if isinstance(block, kind.module))
+            block.__dict__["forward"] = functools.partial(self._compiler.run, kind, block)
+        try:
+            with self._compiler.attention.of_call(attention, model.device):
+                yield self._compiler.attention
+        finally:
+            for block in blocks:
+                block.__dict__.pop("forward", None)
 
 
 class Compiler:
@@ -83,52 +86,46 @@ class Compiler:
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before 2.7
         setattr(config, limit, MOST_VERSIONS)
         config.suppress_errors = True  # what torch cannot compile runs as it is
-        self.attention = AttentionOperator()
+        self.attention = AttentionOperator("attention")
         self.on_begin: Callable[[], None] = lambda: None
         self._backend = torch._dynamo.lookup_backend(backend)
-        self._versions = {kind: torch.compile(kind.forward, backend=self._compile) for kind in _KINDS}
-        self._first: dict[tuple, tuple] = {}
+        self._versions: dict[type[nn.Module], Callable[..., tuple[Tensor, ...]]] = {}
+        # By class, width, dtype and device the shapes of the tokens that were met first.
+        self._first: dict[tuple[type[nn.Module], int, torch.dtype, torch.device], tuple[torch.Size, ...]] = {}
         self._begun = 0.0
         self._graphs, self._seconds, self._problem = 0, 0.0, ""
 
-    def run(
-        self,
-        block: nn.Module,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: tuple[Tensor, Tensor],
-        **others: object,
-    ) -> tuple[Tensor, Tensor]:
-        """block.forward of diffusers' Flux."""
-        kind = next(kind for kind in _KINDS if isinstance(block, kind))
-        image, text = _plain(hidden_states), _plain(encoder_hidden_states)
-        shape = (image.shape, text.shape)
-        first = self._first.setdefault((kind, image.shape[-1], image.dtype, image.device), shape)
-        if shape != first:
-            for tensor, dim in ((image, 1), (text, 1), *((part, 0) for part in image_rotary_emb)):
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
-            if len(image) > 1:
-                for tensor in (image, text, temb):
+    def run(self, kind: BlockKind, block: nn.Module, **arguments: Any) -> tuple[Tensor, ...]:
+        """The forward of a block of `kind`, with arguments by name."""
+        tokens = [_plain(arguments[name]) for name in kind.tokens]
+        arguments |= dict(zip(kind.tokens, tokens, strict=True))
+        shapes = tuple(tensor.shape for tensor in tokens)
+        first, like = self._first, tokens[0]
+        if shapes != first.setdefault((kind.module, like.shape[-1], like.dtype, like.device), shapes):
+            for tensor in tokens:
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            for name in kind.per_token:
+                for tensor in _tensors(arguments[name]):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if len(like) > 1:
+                for tensor in (*tokens, *(arguments[name] for name in kind.per_row)):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self._begun = time.perf_counter()
-        return self._versions[kind](
-            block,
-            hidden_states=image,
-            encoder_hidden_states=text,
-            temb=temb,
-            image_rotary_emb=image_rotary_emb,
-            **others,
-        )
+        return self._version(kind.module)(block, **arguments)
+
+    def _version(self, module: type[nn.Module]) -> Callable[..., tuple[Tensor, ...]]:
+        if module not in self._versions:
+            self._versions[module] = torch.compile(module.forward, backend=self._compile)
+        return self._versions[module]
 
     def take(self) -> CompileStats:
-        """What was done since this was asked last."""
+        """Takes the counts of what was done since this was asked last."""
         done = CompileStats(self._graphs, self._seconds, self.attention.uncompiled)
         self._graphs, self._seconds, self.attention.uncompiled = 0, 0.0, 0
         return done
 
     def notes_on(self, done: CompileStats) -> list[str]:
-        """What went otherwise than a person asked for, in words."""
+        """Notes on what went otherwise than a person asked for."""
         if self._problem:
             return [f"torch.compile failed, so blocks ran uncompiled: {self._problem}; set compile to off"]
         if done.uncompiled:
@@ -138,7 +135,7 @@ class Compiler:
             ]
         return []
 
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """A backend of torch.compile. `_begun`: torch began to trace then."""
         self.on_begin()
         try:
@@ -161,7 +158,7 @@ def compiler() -> Compiler:
 
 
 def why_not(device_type: str) -> str | None:
-    """What this machine lacks to compile for a device, with the remedy; None where nothing is missing."""
+    """The lack that keeps this machine from compiling for a device, with the remedy; None where nothing is missing."""
     if os.environ.get(COMPILE_BACKEND):
         return None
     if device_type == "cpu":
@@ -173,17 +170,14 @@ def why_not(device_type: str) -> str | None:
         return None
     if find_spec("triton") is None:
         return "the package triton is not installed; install it, or set compile to off"
-    name = os.environ.get("CC")
-    if not any(shutil.which(found) for found in ([name] if name else ("gcc", "clang", "cc"))):
-        return f"there is no C compiler ({name or 'gcc'}); install gcc, or set compile to off"
+    wanted = os.environ.get("CC")
+    if not any(shutil.which(found) for found in ([wanted] if wanted else ("gcc", "clang", "cc"))):
+        return f"there is no C compiler ({wanted or 'gcc'}); install gcc, or set compile to off"
     return None
 
 
-def _blocks(transformer: FluxTransformer2DModel) -> list[nn.Module]:
-    return [
-        *transformer.transformer_blocks.children(),
-        *transformer.single_transformer_blocks.children(),
-    ]
+def _tensors(argument: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def _plain(tensor: Tensor) -> Tensor:

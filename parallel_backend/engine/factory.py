@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ..models.flux.module import FluxModel
+from ..models.base import TokenModel
 from ..options import ComputeOptions
 from ..requests import Placement
 from .attention.kernels import kernel_for
@@ -19,7 +19,7 @@ from .traffic_counter import Traffic
 
 
 def make_forward(
-    model: FluxModel, layouts: Layouts, placement: Placement
+    model: TokenModel, layouts: Layouts, placement: Placement
 ) -> ParallelForward | PipelineForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together.
 
@@ -34,15 +34,15 @@ def make_forward(
     return forward
 
 
-def _blocks(model: FluxModel, compute_options: ComputeOptions) -> tuple[Blocks, list[str]]:
-    """How the blocks run, and what is to say about it."""
+def _blocks(model: TokenModel, compute_options: ComputeOptions) -> tuple[Blocks, list[str]]:
+    """Blocks that run as was asked for, or plain ones, and what there is to say about it."""
     if not compute_options.compiles:
         return PlainBlocks(), []
     reason = why_not_compile(model.device.type)
     if reason is not None:
         return PlainBlocks(), [f"blocks ran uncompiled: {reason}"]
     try:
-        return CompiledBlocks(compiler(), model.device), []
+        return CompiledBlocks(compiler()), []
     except Exception as error:  # a Python that this torch cannot compile for, say
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         return PlainBlocks(), [
@@ -51,14 +51,14 @@ def _blocks(model: FluxModel, compute_options: ComputeOptions) -> tuple[Blocks, 
 
 
 def _make_forward(
-    model: FluxModel, layout: Layout, engine: str, kernel: str, blocks: Blocks, traffic: Traffic
+    model: TokenModel, layout: Layout, engine: str, kernel: str, blocks: Blocks, traffic: Traffic
 ) -> ParallelForward | PipelineForward:
     native = NativeAttention(layout, kernel, traffic)
     if layout.pipe.size > 1:
         pipeline = PipelineForward(model, layout, native, traffic, blocks)
         if engine == "xfuser":
             pipeline.notes.append(
-                "engine xfuser stood back: its PipeFusion belongs to its own pipelines; native took its place"
+                "engine xfuser fell back to native: its PipeFusion belongs to its own pipelines"
             )
         return pipeline
     if engine != "xfuser":
@@ -72,13 +72,13 @@ def _make_forward(
         xfuser = XfuserAttention(layout, kernel, traffic)
         return ParallelForward(model, layout, [xfuser, native], traffic, blocks)
     forward = ParallelForward(model, layout, [native], traffic, blocks)
-    forward.notes.append(f"engine xfuser stood back: {reason}; native took its place")
+    forward.notes.append(f"engine xfuser fell back to native: {reason}")
     return forward
 
 
 def _why_not_xfuser(layout: Layout) -> str | None:
     if layout.tensor.size > 1:
-        return "its tensor parallelism of Flux splits the feed-forward layers only"
+        return "its tensor parallelism splits the feed-forward layers only"
     if layout.sequence.size == 1:
         return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
     if find_spec("xfuser") is None:

@@ -13,12 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..models.flux.first_block import FIRST, FirstBlockOutput, first_block, last_layer, other_blocks
-from ..requests import SamplerState
+from ..models.base import FirstBlockOutput
+from ..requests import Rows, SamplerState
 from .collectives import all_gather
-from .forward import ParallelForward, Share
+from .forward import ParallelForward, RowShare
 from .groups import Axis
-from .rows import Rows
 
 MakeState = Callable[[], SamplerState]
 
@@ -37,6 +36,8 @@ class CachedForward:
     it before it is compared would only move the place where that happens.
     """
 
+    patchwise = None  # whole images only
+
     def __init__(self, forward: ParallelForward, threshold: float, state: SamplerState | None = None) -> None:
         """`state`: of a job that is resumed; its counts go on, what was cached is gone."""
         self._forward = forward
@@ -47,7 +48,6 @@ class CachedForward:
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self.calls = 0 if state is None else state.calls
         self.reused = 0 if state is None else state.reused
-        self.warmup_steps = forward.warmup_steps
 
     @property
     def device(self) -> torch.device:
@@ -71,38 +71,37 @@ class CachedForward:
 
         return counted
 
-    def _velocities(self, share: Share) -> list[Tensor]:
+    def _velocities(self, share: RowShare) -> list[Tensor]:
         forward, model = self._forward, self._forward.model
         calls = [forward.begin(part) for part in share.parts]
         begun = []
         for call in calls:
-            forward.make_ready(call)
-            begun.append(first_block(model, call.inputs))
-        forward.join_gathers(share.idle, FIRST)
-        if self._is_near(share, begun):
+            with forward.running(call) as attention:
+                begun.append(model.first_block(call.share, attention))
+        forward.join_gathers(share.idle, range(1))
+        outputs = []
+        if self._kept is not None and self._is_near(share, begun, self._kept):
             self.reused += 1
             forward.join_gathers(share.idle, range(0))
-            outputs = []
             for call, one, (_, added) in zip(calls, begun, self._kept, strict=True):
-                outputs.append(forward.end(call, last_layer(model, one, added, call.inputs)))
+                outputs.append(forward.end(call, model.last_layer(one, added, call.share)))
             return outputs
         self._kept = []
-        outputs = []
         for call, one in zip(calls, begun, strict=True):
-            forward.make_ready(call)
-            output, added = other_blocks(model, one, call.inputs)
+            with forward.running(call) as attention:
+                output, added = model.other_blocks(one, call.share, attention)
             self._kept.append((one.change, added))
             outputs.append(forward.end(call, output))
-        forward.join_gathers(share.idle, range(1, model.blocks[0].stop))
+        forward.join_gathers(share.idle, range(1, len(model.blocks[0])))
         return outputs
 
-    def _is_near(self, share: Share, begun: list[FirstBlockOutput]) -> bool:
-        """Whether no row of any rank changed too much; the same on all ranks. Collective but for the first call."""
-        if self._kept is None:
-            return False
+    def _is_near(
+        self, share: RowShare, begun: list[FirstBlockOutput], kept: list[tuple[Tensor, Tensor]]
+    ) -> bool:
+        """Whether no row of any rank changed too much; the same on all ranks. Collective."""
         sums = torch.zeros(share.total, 2, dtype=torch.float64, device=self.device)
         row = share.first
-        for one, (before, _) in zip(begun, self._kept, strict=True):
+        for one, (before, _) in zip(begun, kept, strict=True):
             here = slice(row, row + len(before))
             sums[here, 0] = _absolute(one.change.float() - before)
             sums[here, 1] = _absolute(before)

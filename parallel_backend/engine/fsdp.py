@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
@@ -31,7 +33,7 @@ _WORDS = torch.uint8  # on the wire: gloo knows no fp8, and nothing is computed 
 
 
 class Sharding:
-    """Shares out transformers over `axis`. With `offload` a device's shares lie in pinned host memory."""
+    """Shares out modules over `axis`. With `offload` a device's shares lie in pinned host memory."""
 
     def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, *, offload: bool) -> None:
         if not hasattr(FSDPModule, "set_custom_all_gather"):
@@ -43,36 +45,37 @@ class Sharding:
         self._device = device
         self._gather = _CountedGather(axis, traffic)
         self._offload = offload and device.type != "cpu"
-        self._transformers: list[FluxTransformer2DModel] = []
+        self._sharded: list[tuple[FSDPModule, list[FSDPModule]]] = []  # each module with its blocks
 
-    def shard(self, transformer: FluxTransformer2DModel) -> dict[str, tuple[Tensor, slice]]:
-        """Allocates this rank's share of every parameter of a transformer on the meta device.
+    def shard(self, module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, tuple[Tensor, slice]]:
+        """Allocates this rank's share of every parameter of a module on the meta device (base.WeightSharding).
 
         Returns for each name the share, uninitialised, and the rows of the parameter that belong in it.
         """
         mesh = DeviceMesh.from_group(_group(self._axis, self._device), self._device.type)
         policy = CPUOffloadPolicy(pin_memory=True) if self._offload else OffloadPolicy()
-        blocks = _blocks(transformer)
-        for module in (*blocks, transformer):
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
-            module.set_custom_all_gather(self._gather)
-        _look_ahead((transformer, *blocks))
-        rows = {name: parameter.shape[0] for name, parameter in transformer.named_parameters()}
-        transformer.to_empty(device="cpu" if self._offload else self._device)
-        transformer.register_forward_hook(self._end_call)
-        self._transformers.append(transformer)
+        sharded = []
+        for part in (*blocks, module):
+            one = fully_shard(part, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+            one.set_custom_all_gather(self._gather)  # type: ignore[arg-type]  # its class is private
+            sharded.append(one)
+        *own, whole = sharded
+        _look_ahead((whole, *own))
+        rows = {name: parameter.shape[0] for name, parameter in module.named_parameters()}
+        module.to_empty(device="cpu" if self._offload else self._device)
+        module.register_forward_hook(self._end_call)
+        self._sharded.append((whole, own))
         return {
-            name: (parameter.to_local(), _share(rows[name], self._axis))
-            for name, parameter in transformer.named_parameters()
+            name: (cast(DTensor, parameter).to_local(), _share(rows[name], self._axis))
+            for name, parameter in module.named_parameters()
         }
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def join_gathers(self, blocks: range | None = None) -> None:
         """Takes part in gathering the weights for a model call, through `blocks` or all, that only other ranks make."""
-        for transformer in self._transformers:
-            own = _blocks(transformer)
-            for module in (transformer, *(own if blocks is None else own[blocks.start : blocks.stop])):
+        for whole, own in self._sharded:
+            for module in (whole, *(own if blocks is None else own[blocks.start : blocks.stop])):
                 module.unshard()
                 module.reshard()
         self._gather.free()
@@ -81,22 +84,18 @@ class Sharding:
     def only(self, blocks: range) -> Iterator[None]:
         """Inside, model calls go through `blocks` alone: what is gathered ahead follows them."""
         try:
-            for transformer in self._transformers:
-                _look_ahead((transformer, *_blocks(transformer)[blocks.start : blocks.stop]))
+            for whole, own in self._sharded:
+                _look_ahead((whole, *own[blocks.start : blocks.stop]))
             yield
         finally:
-            for transformer in self._transformers:
-                _look_ahead((transformer, *_blocks(transformer)))
+            for whole, own in self._sharded:
+                _look_ahead((whole, *own))
 
-    def _end_call(self, transformer: FluxTransformer2DModel, *inputs_and_output: object) -> None:
+    def _end_call(self, module: nn.Module, *inputs_and_output: object) -> None:
         """Forgets what FSDP notes down for a backward pass that never comes; frees what the call gathered."""
-        if hasattr(transformer, "reset_iter_state"):
-            transformer.reset_iter_state()
+        if (forget := getattr(module, "reset_iter_state", None)) is not None:
+            forget()
         self._gather.free()
-
-
-def _blocks(transformer: FluxTransformer2DModel) -> list[nn.Module]:
-    return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
 
 
 def _look_ahead(modules: Sequence[FSDPModule]) -> None:
@@ -118,9 +117,13 @@ def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
         return axis.group
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return dist.group.WORLD
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, but not to type checkers
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        group = dist.group.WORLD
+    else:
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert group is not None, "this rank is in it"
+    return group
 
 
 class _CountedGather:
@@ -136,24 +139,26 @@ class _CountedGather:
         self._traffic = traffic
         self._arrivals = torch.empty(0, dtype=_WORDS)
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
-        (numel,) = size
+        numel = math.prod(map(int, size))
         needed, storage = numel * dtype.itemsize, self._arrivals.untyped_storage()
         if storage.nbytes() < needed:
             storage.resize_(0)  # nothing in it is worth moving
             storage.resize_(needed)
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
 
     def _exchange(self, everyones: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
         ranks, index, size = self._axis.ranks, self._axis.index, self._axis.size
-        shares, waiting = everyones.chunk(size), []
+        shares, waiting = everyones.chunk(size), list[dist.Work | None]()
         for peer in ((index + hop) % size for hop in range(1, size)):
             waiting.append(dist.irecv(shares[peer], ranks[peer], group=group))
             waiting.append(dist.isend(mine, ranks[peer], group=group))
         with heartbeat.inside("a gather of weights", ranks):
-            for work in waiting:
+            for work in filter(None, waiting):
                 work.wait()
 
     def free(self) -> None:

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..layout import AXES, RankCoordinates
 from ..strategy import ParallelStrategy
+from .operators import SliceMeeting
 from .traffic_counter import Traffic
 
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
 ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
-_WEIGHTS = "weights"  # purpose of the groups over which weights are gathered
+# Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
+_WEIGHTS, _RETURN = "weights", "return"
 
 
 class World:
@@ -36,7 +38,8 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if world_size > 1:
-            store = dist.FileStore(store_path, world_size)
+            # torch exports it, but not to type checkers
+            store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
             self.group = dist.group.WORLD
             self.control = self.group if backend == "gloo" else dist.new_group(backend="gloo")
@@ -78,40 +81,29 @@ class Layout:
 
     @property
     def sequence_shares(self) -> tuple[float, ...]:
-        """How much of an image's tokens each rank of a sequence axis takes; empty for equal shares.
-
-        Ranks that must hold the same tokens, those of other stages and of the tensor axis, take their sum.
-        """
-        grid = self._device_shares()
-        return tuple(sum(map(sum, stages)) for stages in zip(*grid, strict=True))
+        """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares."""
+        return self._coordinates.sequence_shares(self.strategy)
 
     @property
     def stage_shares(self) -> tuple[float, ...]:
-        """How much of the model's blocks each stage of this rank's pipeline takes."""
-        return tuple(sum(map(sum, stage)) for stage in self._device_shares()) or (1.0,) * self.pipe.size
+        """The share of the model's blocks that each stage of this rank's pipeline takes."""
+        return self._coordinates.stage_shares(self.strategy)
 
-    def _device_shares(self) -> list[list[tuple[float, ...]]]:
-        """The shares of this rank's pipeline, by stage, sequence index and tensor index; empty for equal shares."""
-        shares = self.strategy.device_shares
-        if not shares:
-            return []
-        axes = ("pipefusion", *SEQUENCE_AXES, "tensor")
-        (ranks,) = (group for group in rank_groups(self.strategy, axes) if self.world.rank in group)
-        own = [shares[rank] for rank in ranks]
-        sequence, tensor = self.sequence.size, self.tensor.size
-        by_tensor = [tuple(own[i : i + tensor]) for i in range(0, len(own), tensor)]
-        return [by_tensor[i : i + sequence] for i in range(0, len(by_tensor), sequence)]
+    @property
+    def _coordinates(self) -> RankCoordinates:
+        return RankCoordinates.of(self.strategy, self.world.rank)
 
 
 class Layouts:
     """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order.
 
-    `traffic`: what this rank sends over any of them.
+    `traffic`: what this rank sends over any of them; `meetings`: where the ranks of a tensor axis meet, by those.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.traffic = Traffic()
+        self.meetings: dict[tuple[int, ...], SliceMeeting] = {}
         self._layouts: dict[ParallelStrategy, Layout] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
@@ -126,7 +118,7 @@ class Layouts:
                 self.world,
                 row=self._axis(strategy, ROW_AXES),
                 pipe=self._axis(strategy, ("pipefusion",)),
-                return_group=self._axis(strategy, ("pipefusion",), purpose="way back"),
+                return_group=self._axis(strategy, ("pipefusion",), purpose=_RETURN),
                 sequence=self._axis(strategy, SEQUENCE_AXES),
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),

@@ -1,12 +1,9 @@
-"""Which part of a model each rank of a strategy holds, and how it gets it from the file."""
+"""Loading under a strategy: each rank takes its part of a model from the file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ..layout import split_blocks
-from ..models.flux.checkpoint import inspect_flux
-from ..models.flux.module import FluxModel, load
+from ..models.base import ModelPart, TokenModel
+from ..models.registry import inspect_model, load_model
 from ..requests import ModelSpec
 from ..strategy import ParallelStrategy
 from .fsdp import Sharding
@@ -14,7 +11,7 @@ from .groups import Layout, Layouts
 from .tensor_parallel import slices_of
 
 
-def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> FluxModel:
+def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> TokenModel:
     """This rank's part of `spec` under `strategy`. Raises CheckpointError for a file that is refused.
 
     Collective where ranks hold different parts: all ranks call it together. Only laying out the groups is, and that
@@ -22,18 +19,18 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     """
     device, strategy = layouts.world.device, strategy.weights
     if strategy == ParallelStrategy():
-        return load(spec, device)
+        return load_model(spec, device)
     layout = layouts.get(strategy)
-    strategy.check(inspect_flux(spec.path).shape, layouts.world.world_size)
-    slices = slices_of(layout.tensor, layouts.traffic)
+    strategy.check(inspect_model(spec.path, spec.family).shape, layouts.world.world_size)
+    slices = slices_of(layout.tensor, layouts)
     if not _is_worth_sharding(layout):
-        return load(spec, device, _stage(spec, layout), slices)
+        return load_model(spec, device, ModelPart(layout.pipe.index, layout.stage_shares, slices))
     sharding = Sharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
-    return replace(load(spec, device, None, slices, sharding.shard), gathers=sharding)
+    return load_model(spec, device, ModelPart(slices=slices, sharding=sharding))
 
 
 def notes_on_weights(layout: Layout) -> list[str]:
-    """What of the wishes on weights changes nothing here, in words."""
+    """The wishes on weights that change nothing here, in words."""
     strategy, on_cpu = layout.strategy, layout.world.device.type == "cpu"
     notes = []
     if strategy.offload_weights and on_cpu:
@@ -49,11 +46,3 @@ def _is_worth_sharding(layout: Layout) -> bool:
     """A rank alone shares with nobody, and on the CPU there is nowhere to offload to."""
     alone = layout.shard.size == 1
     return layout.strategy.shards and not (alone and layout.world.device.type == "cpu")
-
-
-def _stage(spec: ModelSpec, layout: Layout) -> tuple[range, ...] | None:
-    """The chunks of blocks of this rank's pipeline stage; None for the whole model."""
-    if layout.pipe.size == 1:
-        return None
-    dims = inspect_flux(spec.path).dims
-    return split_blocks(dims.double_blocks, dims.single_blocks, layout.stage_shares)[layout.pipe.index]

@@ -1,4 +1,4 @@
-"""How PipeFusion cuts an image into patches, each shared out over the sequence axis. Pure functions."""
+"""PipeFusion's patches of an image, each shared out over the sequence axis. Pure functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PatchPlan:
 
     def image_tokens(self, rank: int) -> list[int]:
         """Image tokens of a rank of the sequence axis, patch after patch."""
-        found = []
+        found: list[int] = []
         for i, patch in enumerate(self.patches):
             begin = self.image_span(i).start + sum(patch.image[:rank])
             found += range(begin, begin + patch.image[rank])
@@ -72,7 +72,7 @@ class PatchPlan:
         return tuple(sum(patch.lengths[r] for r in self._group(member)) for patch in self.patches)
 
     def order(self, member: int) -> list[int]:
-        """Where each key that a ring member holds lies among those of one exchange of the whole image.
+        """The places of the keys that a ring member holds among those of one exchange of the whole image.
 
         An exchange brings them rank by rank, [text, image]; they are held patch by patch, within it rank by rank.
         """
@@ -80,7 +80,7 @@ class PatchPlan:
         for rank in self._group(member):
             starts[rank] = begin
             begin += self.whole.lengths[rank]
-        found = []
+        found: list[int] = []
         for i, patch in enumerate(self.patches):
             for rank in self._group(member):
                 text = self.whole.text[rank]

@@ -1,26 +1,11 @@
-"""Rows: the images of one model call, and how they are picked and put together for a rank. Pure functions."""
+"""Rows of a model call, picked and put together for a rank. Pure functions."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..requests import Conditioning, Extras
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Images that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or r.
-
-    `extras`: rows 1 or r, still where they arrived: a rank moves what it needs of them.
-    """
-
-    x: Tensor
-    sigma: Tensor
-    conditioning: Conditioning
-    extras: Extras = field(default_factory=Extras)
+from ..requests import Conditioning, Extras, Rows
 
 
 def take(rows: list[Rows], wanted: slice) -> list[Rows]:
@@ -38,13 +23,19 @@ def take(rows: list[Rows], wanted: slice) -> list[Rows]:
     return taken
 
 
-def _lines(tensor: Tensor | None, count: int, part: slice) -> Tensor | None:
-    return None if tensor is None else tensor.expand(count, *tensor.shape[1:])[part]
+def _lines(tensor: Tensor, count: int, part: slice) -> Tensor:
+    return tensor.expand(count, *tensor.shape[1:])[part]
+
+
+def _lines_or_none(tensor: Tensor | None, count: int, part: slice) -> Tensor | None:
+    return None if tensor is None else _lines(tensor, count, part)
 
 
 def _lines_of_prompt(prompt: Conditioning, count: int, part: slice) -> Conditioning:
     return Conditioning(
-        *(_lines(tensor, count, part) for tensor in (prompt.context, prompt.pooled, prompt.guidance))
+        _lines(prompt.context, count, part),
+        _lines(prompt.pooled, count, part),
+        _lines_or_none(prompt.guidance, count, part),
     )
 
 
@@ -55,7 +46,7 @@ def _lines_of_extras(extras: Extras, count: int, part: slice) -> Extras:
     return Extras(
         references=tuple(_lines(latent, count, part) for latent in extras.references),
         places=extras.places,
-        mask=_lines(extras.mask, count, part),
+        mask=_lines_or_none(extras.mask, count, part),
         residuals={block: shared[id(r)] for block, r in extras.residuals.items()},
     )
 
@@ -74,18 +65,15 @@ def batched(rows: list[Rows]) -> list[Rows]:
 def _same_form(one: Rows, other: Rows) -> bool:
     if one.extras or other.extras:
         return False
-    one, other = one.conditioning, other.conditioning
-    return one.context.shape[1:] == other.context.shape[1:] and (one.guidance is None) == (
-        other.guidance is None
-    )
+    a, b = one.conditioning, other.conditioning
+    return a.context.shape[1:] == b.context.shape[1:] and (a.guidance is None) == (b.guidance is None)
 
 
 def _joined(one: Rows, other: Rows) -> Rows:
+    """Two of the same form."""
     a, b = one.conditioning, other.conditioning
-    prompt = replace(
-        a,
-        context=torch.cat([a.context, b.context]),
-        pooled=torch.cat([a.pooled, b.pooled]),
-        guidance=None if a.guidance is None else torch.cat([a.guidance, b.guidance]),
-    )
+    guidance = None
+    if a.guidance is not None and b.guidance is not None:
+        guidance = torch.cat([a.guidance, b.guidance])
+    prompt = Conditioning(torch.cat([a.context, b.context]), torch.cat([a.pooled, b.pooled]), guidance)
     return Rows(torch.cat([one.x, other.x]), torch.cat([one.sigma, other.sigma]), prompt)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..models.flux.tensor_parallel import Slices
-from .collectives import Traffic, all_gather, all_reduce
-from .groups import Axis
-from .operators import meeting_of_slices
+from ..models.base import Slices
+from .collectives import all_gather, all_reduce
+from .groups import Axis, Layouts
+from .operators import SliceMeeting
 
 
-def slices_of(axis: Axis, traffic: Traffic) -> Slices | None:
+def slices_of(axis: Axis, layouts: Layouts) -> Slices | None:
     """This rank's slices of every layer; None where the axis has one rank."""
     if axis.size == 1:
         return None
+    if axis.ranks not in layouts.meetings:
+        layouts.meetings[axis.ranks] = _meeting(axis, layouts)
+    meeting = layouts.meetings[axis.ranks]
+    return Slices(axis.size, axis.index, meeting.add_up, meeting.join)
+
+
+def _meeting(axis: Axis, layouts: Layouts) -> SliceMeeting:
+    traffic = layouts.traffic
 
     def add_up(partial: Tensor) -> Tensor:
         return all_reduce(partial, axis, traffic)
@@ -23,4 +31,4 @@ def slices_of(axis: Axis, traffic: Traffic) -> Slices | None:
         sizes = (columns.shape[1],) * axis.size
         return all_gather(columns.T, sizes, axis, traffic).T
 
-    return Slices(axis.size, axis.index, *meeting_of_slices(f"ranks {axis.ranks}", axis.size, add_up, join))
+    return SliceMeeting(f"ranks {axis.ranks}", axis.size, layouts.world.device, add_up, join)

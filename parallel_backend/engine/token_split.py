@@ -1,4 +1,4 @@
-"""Which tokens of an image each rank holds: contiguous shares of its patches. Pure functions."""
+"""The split of an image's tokens over ranks: contiguous shares. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..layout import slice_of, split_sizes
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Which text and image tokens each rank of the sequence axis holds, by count.
+    """The number of text and image tokens that each rank of the sequence axis holds.
 
     Both are contiguous shares. Surplus text goes to the first ranks and surplus image tokens to the last, so equal
     shares differ by at most one token.

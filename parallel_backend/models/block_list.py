@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -11,9 +12,20 @@ Block = Callable[..., tuple[Tensor, Tensor]]
 
 
 class BlockList(nn.ModuleList):
-    """A forward of diffusers calls what iterating over its lists gives: the blocks, or `route` while there is one."""
+    """Blocks of which iterating, all that diffusers' forwards do, gives those that replace them for a call."""
 
-    route: Sequence[Block] | None = None
+    _replacement: Sequence[Block] | None = None
 
-    def __iter__(self) -> Iterator[Block]:
-        return super().__iter__() if self.route is None else iter(self.route)
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._replacement is None:
+            return super().__iter__()
+        return iter(self._replacement)  # type: ignore[arg-type]  # the forward only calls them
+
+    @contextmanager
+    def replaced_by(self, blocks: Sequence[Block]) -> Iterator[None]:
+        """Inside, iterating gives `blocks`."""
+        self._replacement = blocks
+        try:
+            yield
+        finally:
+            self._replacement = None

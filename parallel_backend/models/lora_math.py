@@ -36,7 +36,7 @@ def apply_patches(weight: Tensor, patches: Sequence[WeightPatch], tensors: Mappi
 def cut_rows(
     patch: WeightPatch, tensors: Mapping[str, Tensor], first: int, count: int, whole: int
 ) -> tuple[list[WeightPatch], dict[str, Tensor]] | None:
-    """What `patch` does to `count` rows from `first` on of a tensor of `whole` rows, as changes of those rows alone.
+    """The effect of `patch` on `count` rows from `first` on of a tensor of `whole` rows, as changes of those alone.
 
     None where a row's new value depends on other rows, or is not simply told from the factors.
     """

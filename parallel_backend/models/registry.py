@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..errors import RequestError
+from ..requests import ModelSpec
+from .base import ModelPart, TokenModel
 from .model_file import ModelFile
 
 
 @dataclass(frozen=True)
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
-    and without the library that computes; `load`: the same in a rank's half, from a ModelSpec to a LoadedModel;
+    and without the library that computes; `load`: in a rank, from a ModelSpec, a device and a ModelPart to a model;
     `typical`: a ModelFile that stands for the model where nobody knows it; `catalog`: what catalog.py calls the models
     that it loads."""
 
@@ -28,7 +32,7 @@ PROVIDERS = (
     Provider(
         "flux",
         inspect="flux.checkpoint:inspect_flux",
-        load="flux.module:load",
+        load="flux.load:load",
         typical="flux.checkpoint:PUBLISHED_DEV",
         catalog=("flux1-dev", "flux1-schnell"),
     ),
@@ -45,7 +49,7 @@ def provider_of(family: str) -> Provider:
 
 
 def inspect_model(path: str, family: str = "") -> ModelFile:
-    """What the file at `path` holds, by its header. Raises CheckpointError for a file that is refused."""
+    """The model in the file at `path`, by its header. Raises CheckpointError for a file that is refused."""
     return imported(provider_of(family).inspect)(path)
 
 
@@ -57,6 +61,11 @@ def typical_model(family: str = "") -> ModelFile:
 def is_loadable(name: str) -> bool:
     """Whether some provider loads the family that catalog.py calls `name`."""
     return any(name in provider.catalog for provider in PROVIDERS)
+
+
+def load_model(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> TokenModel:
+    """The model, or a rank's part of it, on a device. Raises CheckpointError for a file that is refused."""
+    return imported(provider_of(spec.family).load)(spec, device, part)
 
 
 def imported(reference: str) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import PurePath
 
+from ..models.registry import provider_of
 from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped, listen
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
@@ -81,7 +82,7 @@ def _facts(event: Event) -> dict[str, object] | None:
     if isinstance(event, Loaded):
         return {
             "model": PurePath(event.spec.path.replace("\\", "/")).name,
-            "family": event.spec.family,
+            "family": provider_of(event.spec.family).name,
             "dtype": event.info.dtype,
             "seconds": _rounded(event.info.seconds),
             "bytes": event.info.bytes,

@@ -15,7 +15,7 @@ from ..wire.weight_patches import RecentSets, WeightPatch, digests_of, parse_des
 from .errors import PeerFailed
 
 if TYPE_CHECKING:
-    from ..models.flux.weights import FluxWeights
+    from ..models.base import Weights
 
 
 class LoraWorker:
@@ -27,12 +27,12 @@ class LoraWorker:
         self._factors: dict[str, Tensor] = {}
         self._recent = RecentSets()
         self._applied: tuple[WeightPatch, ...] = ()
-        self._weights: FluxWeights | None = None  # those that were changed last
+        self._weights: Weights | None = None  # those that were changed last
 
     def keep(self, tensors: Tensors) -> None:
         self._factors.update(tensors)
 
-    def apply(self, weights: FluxWeights, message: ApplyPatches, tensors: Tensors) -> RankPatch:
+    def apply(self, weights: Weights, message: ApplyPatches, tensors: Tensors) -> RankPatch:
         """Makes the weights the file's own with these changes and no others, on every rank or on none."""
         begun = time.perf_counter()
         if set(tensors) != {"description"}:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..engine.groups import Layouts, World
 from ..errors import DeviceError, RequestError
 from ..options import check_step_cache
-from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire.calibration import Calibration
 from ..wire.heartbeat import heartbeat
@@ -25,6 +26,11 @@ from .lora_worker import LoraWorker
 from .memory_meter import MemoryMeter
 from .step_boundary import StepBoundary
 from .vae_worker import VaeWorker
+
+if TYPE_CHECKING:  # imported when they are first needed: they take seconds
+    from ..engine.forward import ParallelForward
+    from ..engine.pipefusion.forward import PipelineForward
+    from ..models.base import TokenModel
 
 OnCompile = Callable[[], None]
 
@@ -47,9 +53,9 @@ class RankWorker:
         self.patches = LoraWorker(lambda error: self._agree(error) == _GOOD)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
-        self._model = None
+        self._model: TokenModel | None = None
         self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
-        self._forwards: dict[Placement, object] = {}
+        self._forwards: dict[Placement, ParallelForward | PipelineForward] = {}
         self._prompts: dict[int, Conditioning] = {}
 
     def load(self, spec: ModelSpec, strategy: ParallelStrategy) -> LoadInfo:
@@ -66,7 +72,7 @@ class RankWorker:
             self._drop_model()  # the old one was in the way
             model, error = self._try_load(spec, strategy)
             worst = self._agree(error)
-        if worst != _GOOD:
+        if worst != _GOOD or model is None:
             model = None
             _collect(self.world.device)
             raise error or PeerFailed("another rank could not load the model")
@@ -77,7 +83,7 @@ class RankWorker:
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
-            dtype=model.file.dtype,
+            dtype=model.stored_dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
         )
 
@@ -96,7 +102,8 @@ class RankWorker:
     ) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
         are compiled."""
-        from ..sampling.denoise import denoise
+        from ..engine.first_block_cache import CachedForward
+        from ..sampling.denoise import Keep, denoise
 
         begun = time.perf_counter()
         state = take_state(tensors)
@@ -105,11 +112,13 @@ class RankWorker:
         request = sample_request(message, tensors)
         forward = self._forward(message.placement, on_compile)
         sent = forward.bytes_sent
-        cached, keep = None, on_step.keep
+        cached: CachedForward | None = None
+        keep: Keep = on_step.keep
         if request.cache_threshold > 0:
             check_step_cache(request.cache_threshold, message.placement.strategy)
-            from ..engine.first_block_cache import CachedForward
+            from ..engine.forward import ParallelForward
 
+            assert isinstance(forward, ParallelForward), "only PipeFusion has another, and was refused"
             cached = CachedForward(forward, request.cache_threshold, state)
             keep = cached.kept_by(on_step.keep)
         latent = denoise(cached or forward, request, on_step, state=state, keep=keep)
@@ -126,8 +135,6 @@ class RankWorker:
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
         """One model call; the velocity is the same on every rank."""
-        from ..engine.rows import Rows
-
         begun = time.perf_counter()
         x, sigma, conditioning, extras = predict_parts(tensors)
         device = self.world.device
@@ -192,11 +199,11 @@ class RankWorker:
             raise error or PeerFailed("another rank could not move its weights")
         _collect(self.world.device)
 
-    def _forward(self, placement: Placement, on_compile: OnCompile):
+    def _forward(self, placement: Placement, on_compile: OnCompile) -> ParallelForward | PipelineForward:
         if self._model is None:
             raise RequestError("the ranks hold no model; load one first.")
         if placement not in self._forwards:
-            self._forwards[placement] = self._make_forward(placement)
+            self._forwards[placement] = self._make_forward(self._model, placement)
         forward = self._forwards[placement]
         if forward.compiles:
             from ..engine.compile import compiler
@@ -205,21 +212,23 @@ class RankWorker:
             compiler().take()  # what a request did that failed or was cancelled
         return forward
 
-    def _make_forward(self, placement: Placement):
+    def _make_forward(self, model: TokenModel, placement: Placement) -> ParallelForward | PipelineForward:
         """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
         from ..engine.attention.kernels import kernel_for
         from ..engine.factory import make_forward
 
         error = None
         try:
-            kernel_for(self.world.device, self._model.compute_dtype, placement.compute_options.attention)
+            kernel_for(self.world.device, model.compute_dtype, placement.compute_options.attention)
         except Exception as failure:
             error = failure
         if self._agree(error) != _GOOD:
             raise error or PeerFailed("another rank lacks the attention kernel")
-        return make_forward(self._model, self._layouts, placement)
+        return make_forward(model, self._layouts, placement)
 
-    def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
+    def _try_load(
+        self, spec: ModelSpec, strategy: ParallelStrategy
+    ) -> tuple[TokenModel | None, Exception | None]:
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
             heartbeat.point("load")
@@ -230,9 +239,7 @@ class RankWorker:
         except Exception as error:
             return None, error
 
-    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy):
-        if spec.family != "flux":
-            raise RequestError(f"model family {spec.family!r} is unknown; this version knows flux.")
+    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> TokenModel:
         from ..engine.load import load_under
 
         return load_under(spec, self._layouts, strategy)
@@ -254,7 +261,9 @@ class RankWorker:
         _collect(self.world.device)
 
 
-def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankRun:
+def _run(
+    forward: ParallelForward | PipelineForward, placement: Placement, begun: float, sent_before: int
+) -> RankRun:
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
@@ -263,7 +272,7 @@ def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankR
             if forward.engine == "xfuser"
             else "a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks"
         )
-        notes.append(f"attention {wish} stood back: {reason}; {forward.kernel} took its place")
+        notes.append(f"attention {wish} fell back to {forward.kernel}: {reason}")
     if forward.compiles:
         from ..engine.compile import compiler
 

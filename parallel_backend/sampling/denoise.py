@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..engine.rows import Rows
 from ..errors import Cancelled, RequestError
-from ..requests import Conditioning, SampleRequest, SamplerState
+from ..requests import Conditioning, Rows, SampleRequest, SamplerState
 from .guidance import Guidance, noised
-from .patchwise import PatchSampling
-from .samplers import STEPS, History, model_calls, run, start_history
+from .patchwise import OnPatchStep, Packing, PatchSampling
+from .samplers import STEPS, History, Model, model_calls, run, start_history
 
 
 class Forward(Protocol):
-    """A model call over all ranks. `warmup_steps`: exact steps before patches flow; None where they never do."""
+    """A model call over all ranks."""
 
-    device: torch.device
-    warmup_steps: int | None
+    @property
+    def device(self) -> torch.device: ...
 
-    def __call__(self, rows: list[Rows]) -> list[Tensor]: ...
+    @property
+    def patchwise(self) -> PatchwiseForward | None:
+        """The same as one under which patches flow; None where all steps are whole images."""
+
+    def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        """Velocities [r, C, h, w] float32 of each entry."""
+
+
+class PatchwiseForward(Packing, Protocol):
+    """A forward under which patches flow through `stages` of devices once whole images have warmed it up (PipeFusion).
+
+    `samples`: whether samplers run on this rank while patches flow.
+    """
+
+    @property
+    def warmup_steps(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def samples(self) -> bool: ...
+
+    def start_run(self) -> PatchRun: ...
+
+    def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
+        """The latent of ranks that sample, on every rank. `like`: any tensor of its shape."""
+
+
+class PatchRun(Protocol):
+    """The patches of one job, and what the whole images before them leave to them."""
+
+    def whole(self, rows: list[Rows]) -> list[Tensor]:
+        """As Forward's call; leaves its keys and values to the patches."""
+
+    def by_patches(self, rows: list[Rows], sigmas: Sequence[Tensor], sampling: PatchSampling) -> bool:
+        """Runs a model call for each of `sigmas`; False when `sampling` stopped it. x of `rows` tells the shape."""
 
 
 # Is given a way to make the state after a step, to be called before the next one begins or not at all.
 Keep = Callable[[Callable[[], SamplerState]], None]
 
 
-class OnStep(Protocol):
-    """What happens between two steps on every rank (step_boundary.py); a plain function where no patches flow."""
+class OnStep(OnPatchStep, Protocol):
+    """The boundary between two steps on every rank (rank/step_boundary.py)."""
 
     def __call__(self, i: int, denoised: Tensor) -> None:
         """After step i (0-based); may raise Cancelled, on all ranks alike."""
-
-    def passed(self, i: int, denoised: Tensor) -> None:
-        """The same for a step of flowing patches, on ranks where samplers run; never raises."""
-
-    def is_stopped(self, lag: int) -> bool:
-        """Whether the request was cancelled, as known `lag` questions ago; the same on all ranks."""
 
 
 @torch.inference_mode()
@@ -70,9 +99,12 @@ def denoise(
     guidance = Guidance(noise, latent, mask, request.cfg)
     prompts = [_on_device(prompt, device) for prompt in request.prompts]
 
-    def model(x: Tensor, sigma: Tensor) -> Tensor:
-        x = guidance.model_input(x, sigma)
-        return guidance.denoised(x, sigma, forward(_rows(x, sigma, prompts)))
+    def calling(call: Callable[[list[Rows]], list[Tensor]]) -> Model:
+        def model(x: Tensor, sigma: Tensor) -> Tensor:
+            x = guidance.model_input(x, sigma)
+            return guidance.denoised(x, sigma, call(_rows(x, sigma, prompts)))
+
+        return model
 
     step, history = STEPS[request.sampler], start_history(request.seed, device)
     steps = len(sigmas) - 1
@@ -81,27 +113,25 @@ def denoise(
         x, first, so_far_exact = state.x.to(device), _first_step(state, x, steps), state.exact
         history.denoised = None if state.denoised is None else state.denoised.to(device)
         history.generator.set_state(state.generator)
-    exact = steps
-    if forward.warmup_steps is not None:  # patches want keys and values, which a new group does not have
-        exact = min(first + max(forward.warmup_steps, min(first, 1)), steps)
-    for i in range(first, exact):
-        if i == exact - 1 < steps - 1:
-            forward.remember(True)  # the last exact step leaves its keys and values to the patches
-        x, denoised = run(step(x, sigmas, i, history), model)
+    patchwise, whole = forward.patchwise, steps
+    if patchwise is not None:  # patches want keys and values, which a new group does not have
+        whole = min(first + max(patchwise.warmup_steps, min(first, 1)), steps)
+    flow = None if patchwise is None or whole == steps else patchwise.start_run()
+    for i in range(first, whole):
+        call = forward if flow is None or i < whole - 1 else flow.whole  # whose keys and values patches need
+        x, denoised = run(step(x, sigmas, i, history), calling(call))
         if keep is not None and i + 1 < steps:
             keep(_state_of(i + 1, x, history, so_far_exact))
         on_step(i, denoised)
-    if exact < steps:
-        try:
-            calls = [sigma for i in range(exact, steps) for sigma in model_calls(step, sigmas, i)]
-            patches = PatchSampling(
-                step, x, sigmas, exact, history, guidance, on_step, lag=forward.stages, keep=keep
-            )
-            if not forward.by_patches(_rows(x, sigmas[exact], prompts), calls, patches):
-                raise Cancelled("The request was cancelled.")
-            x = forward.share_latent(patches.latent if forward.samples else None, like=x)
-        finally:
-            forward.remember(False)
+    if patchwise is not None and flow is not None:
+        calls = [sigma for i in range(whole, steps) for sigma in model_calls(step, sigmas, i)]
+        assert isinstance(on_step, OnPatchStep), "a plain function cannot follow patches"
+        patches = PatchSampling(
+            step, x, sigmas, whole, history, guidance, on_step, patchwise, lag=patchwise.stages, keep=keep
+        )
+        if not flow.by_patches(_rows(x, sigmas[whole], prompts), calls, patches):
+            raise Cancelled("The request was cancelled.")
+        x = patchwise.share_latent(patches.latent if patchwise.samples else None, like=x)
     return x / (1 - sigmas[-1])
 
 

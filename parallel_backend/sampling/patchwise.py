@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..models.flux.packing import pack, unpack
 from ..requests import SamplerState
 from .guidance import Guidance
 from .samplers import History, Step
 
 
+class Packing(Protocol):
+    """A model's tokens as places of a latent's elements. Samplers do not mind where: they work element by element."""
+
+    def pack(self, latent: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, N, channels], filled up where a token reaches beyond the latent."""
+
+    def unpack(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """[B, N, channels] -> [B, C, h, w]"""
+
+
+@runtime_checkable
+class OnPatchStep(Protocol):
+    """The boundary between two steps of flowing patches."""
+
+    def passed(self, i: int, denoised: Tensor) -> None:
+        """After step i (0-based), on ranks where samplers run; never raises."""
+
+    def is_stopped(self, lag: int) -> bool:
+        """Whether the request was cancelled, as known `lag` questions ago; the same on all ranks."""
+
+
 class SharedNoise:
     """The noise that all patches of a run draw from, in the latent's own shape as if it were sampled whole."""
 
-    def __init__(self, history: History, like: Tensor) -> None:
+    def __init__(self, history: History, like: Tensor, packing: Packing) -> None:
         self._history = history
         self._like = like
+        self._packing = packing
         self._draws: dict[int, Tensor] = {}
 
     def tokens(self, number: int) -> Tensor:
-        """Draw `number` of this run, [B, N, 64]. Patches ask in turns: an older draw than the last two is not kept."""
+        """Draw `number` of this run, [B, N, channels]. Patches ask in turns: only the last two draws are kept."""
         while number not in self._draws:
             following = max(self._draws, default=-1) + 1
-            self._draws[following] = pack(self._history.noise_like(self._like))
+            self._draws[following] = self._packing.pack(self._history.noise_like(self._like))
             self._draws.pop(following - 2, None)
         return self._draws[number]
 
 
-@dataclass
 class PatchHistory(History):
-    """What a sampler carries from step to step of one patch."""
+    """A sampler's memory of one patch from step to step: its noise is its part of what all patches draw together."""
 
-    noise: SharedNoise | None = None
-    patch: slice | None = None
-    drawn: int = 0
+    def __init__(
+        self, generator: torch.Generator, denoised: Tensor | None, noise: SharedNoise, patch: slice
+    ) -> None:
+        super().__init__(generator, denoised)
+        self._noise, self._patch, self._drawn = noise, patch, 0
 
     def noise_like(self, x: Tensor) -> Tensor:
-        self.drawn += 1
-        return self.noise.tokens(self.drawn - 1)[:, self.patch]
+        self._drawn += 1
+        return self._noise.tokens(self._drawn - 1)[:, self._patch]
 
 
 class _Patch:
@@ -64,8 +86,14 @@ class _Patch:
         self.wish = next(self._running)
 
     @property
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """(x, sigma) of its next model call."""
+        assert self.wish is not None, "it has ended"
+        return self.wish
+
+    @property
     def past(self) -> Tensor | None:
-        """What the sampler keeps of the step before the next one."""
+        """The denoised patch of the step before the next one, where the sampler keeps it."""
         return self._history.denoised
 
     def answer(self, denoised: Tensor) -> bool:
@@ -90,17 +118,14 @@ class _Ended:
         self.x: list[Tensor] = []
         self.denoised: list[Tensor | None] = []
 
-    def state(self, step: int, size: tuple[int, int]) -> SamplerState:
-        whole = unpack(torch.cat(self.x, dim=1), *size)
-        denoised = None if self.denoised[0] is None else unpack(torch.cat(self.denoised, dim=1), *size)
-        return SamplerState(step, whole, denoised, self._generator, exact=False)
+    def state(self, step: int, together: Callable[[list[Tensor]], Tensor]) -> SamplerState:
+        denoised = [part for part in self.denoised if part is not None]
+        past = together(denoised) if denoised else None
+        return SamplerState(step, together(self.x), past, self._generator, exact=False)
 
 
 class PatchSampling:
-    """Samples `x` [B, C, h, w] from step `first` on, as engine/patch_flow.py asks for it.
-
-    The order of the tokens' elements is Flux's packing, which the samplers do not mind: they work element by element.
-    """
+    """Samples `x` [B, C, h, w] from step `first` on, as engine/pipefusion/schedule.py asks for it."""
 
     def __init__(
         self,
@@ -110,52 +135,57 @@ class PatchSampling:
         first: int,
         history: History,
         guidance: Guidance,
-        on_step,
+        on_step: OnPatchStep,
+        packing: Packing,
         *,
         lag: int,
         keep: Callable[[Callable[[], SamplerState]], None] | None = None,
     ) -> None:
-        self._size = x.shape[-2:]
-        self._inputs = pack(x)  # of each patch what its last model call saw, or will see first
+        self._packing = packing
+        self._height, self._width = x.shape[-2:]
+        self._inputs = packing.pack(x)  # of each patch what its last model call saw, or will see first
+        self._is_filled_up = self._inputs.numel() > x.numel()
         self._step = step
         self._sigmas = sigmas
         self._first = first
-        self._noise = SharedNoise(history, x)
-        self._past = None if history.denoised is None else pack(history.denoised)
-        self._guidance = guidance.part(pack)
+        self._noise = SharedNoise(history, x, packing)
+        self._past = None if history.denoised is None else packing.pack(history.denoised)
+        self._guidance = guidance.part(packing.pack)
         self._on_step = on_step
         self._lag = lag
         self._keep = keep
         self._generator = history.generator
-        self._ended: dict[
-            int, _Ended
-        ] = {}  # by steps done, those that some patches have ended and others not
+        # By steps done, those that some patches have ended and others not.
+        self._ended: dict[int, _Ended] = {}
         self._patches: dict[int, _Patch] = {}
 
     @property
     def latent(self) -> Tensor:
         """[B, C, h, w] after the last step."""
-        return self._together("x")
+        return self._together([patch.x for patch in self._in_order()])
 
     def enter(self, patch: slice) -> Tensor:
         state = self._patches.get(patch.start) or self._start(patch)
-        x, sigma = state.wish
+        x, sigma = state.wanted
         self._inputs[:, patch] = self._part(patch).model_input(x, sigma)
-        if any(side % 2 for side in self._size):
-            # Odd sides are padded with the opposite edge, which earlier patches have brought up to date.
-            self._inputs = pack(unpack(self._inputs, *self._size))
+        if self._is_filled_up:
+            # Tokens that reach beyond the latent hold parts of it again, which earlier patches brought up to date.
+            self._inputs = self._packing.pack(self._unpacked(self._inputs))
         return self._inputs[:, patch]
 
     def leave(self, patch: slice, velocities: list[Tensor]) -> None:
         state = self._patches[patch.start]
-        _, sigma = state.wish
+        _, sigma = state.wanted
         ended = state.answer(self._part(patch).denoised(self._inputs[:, patch], sigma, velocities))
         if ended and self._keep is not None:
-            self._note_end(state, patch)
+            self._note_end(state, patch, self._keep)
         if ended and patch.stop == self._inputs.shape[1]:
-            self._on_step.passed(state.steps_done - 1, self._together("denoised"))
+            denoised = [each.denoised for each in self._in_order()]
+            self._on_step.passed(state.steps_done - 1, self._together(denoised))
 
-    def _note_end(self, state: _Patch, patch: slice) -> None:
+    def _note_end(
+        self, state: _Patch, patch: slice, keep: Callable[[Callable[[], SamplerState]], None]
+    ) -> None:
         """Patches that lead are a step ahead, so a step's latent is put together from what each had at its end."""
         step = state.steps_done
         if step not in self._ended:  # the leader: the noise of this step is drawn, and none of the next
@@ -167,14 +197,14 @@ class PatchSampling:
             return
         del self._ended[step]
         if step < len(self._sigmas) - 1:
-            self._keep(lambda: ended.state(step, self._size))
+            keep(lambda: ended.state(step, self._together))
 
     def is_stopped(self) -> bool:
         return self._on_step.is_stopped(self._lag)
 
     def _start(self, patch: slice) -> _Patch:
         past = None if self._past is None else self._past[:, patch]
-        history = PatchHistory(None, past, noise=self._noise, patch=patch)
+        history = PatchHistory(self._generator, past, self._noise, patch)
         # Its own copy: model inputs are written where the latent was.
         state = _Patch(self._step, self._inputs[:, patch].clone(), self._sigmas, self._first, history)
         self._patches[patch.start] = state
@@ -183,6 +213,12 @@ class PatchSampling:
     def _part(self, patch: slice) -> Guidance:
         return self._guidance.part(lambda tokens: tokens[:, patch])
 
-    def _together(self, name: str) -> Tensor:
-        parts = [getattr(self._patches[start], name) for start in sorted(self._patches)]
-        return unpack(torch.cat(parts, dim=1), *self._size)
+    def _in_order(self) -> list[_Patch]:
+        return [self._patches[start] for start in sorted(self._patches)]
+
+    def _together(self, parts: list[Tensor]) -> Tensor:
+        """The latent [B, C, h, w] of the tokens of all patches."""
+        return self._unpacked(torch.cat(parts, dim=1))
+
+    def _unpacked(self, tokens: Tensor) -> Tensor:
+        return self._packing.unpack(tokens, self._height, self._width)

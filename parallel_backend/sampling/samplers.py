@@ -20,7 +20,7 @@ Step = Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]
 
 @dataclass
 class History:
-    """What a sampler carries from step to step: the previous denoised latent, and its source of noise."""
+    """A sampler's memory from step to step: the previous denoised latent, and its source of noise."""
 
     generator: torch.Generator
     denoised: Tensor | None = None

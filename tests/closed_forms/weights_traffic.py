@@ -7,16 +7,8 @@ from math import prod
 
 from parallel_backend.engine.token_split import TokenPlan
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.flux.keys import FluxDims, diffusers_shapes
+from parallel_backend.models.flux.keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
 from parallel_backend.strategy import ParallelStrategy
-
-# Ends of the names of layers that tensor parallelism splits by rows of the weight, and by columns.
-_BY_ROWS = (
-    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
-    *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
-    *("norm1.linear", "norm1_context.linear", ".norm.linear"),
-)
-_BY_COLUMNS = ("to_out.0", "to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
 
 
 def tensor_bytes(
@@ -60,8 +52,8 @@ def sliced_shapes(dims: FluxDims, degree: int) -> dict[str, tuple[int, ...]]:
 
 def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     layer, _, kind = name.rpartition(".")
-    if layer.endswith(_BY_ROWS):
+    if layer.endswith(SLICED_BY_ROWS):
         return (shape[0] // degree, *shape[1:])
-    if layer.endswith(_BY_COLUMNS) and kind == "weight":
+    if layer.endswith(SLICED_BY_COLUMNS) and kind == "weight":
         return (shape[0], shape[1] // degree)
     return shape

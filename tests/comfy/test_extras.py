@@ -176,7 +176,7 @@ def stock(comfy):
 
 
 def _cases() -> list[tuple[str, str]]:
-    """Every extra under one strategy and two of them under each; test_engine_image_tokens.py has the rest. As many
+    """Every extra under one strategy and two of them under each; tests/engine/test_extras.py has the rest. As many
     ranks next to each other, since a group of another size starts anew."""
     cases = [("Ulysses 2", name) for name in EXTRAS]
     few = ("a ControlNet of InstantX", "an additive mask")
@@ -207,7 +207,7 @@ def test_parallel_sampler_goes_stepwise_and_says_why(comfy, stock, name, because
 
 def test_xfuser_stands_back_for_a_mask_and_says_so(comfy):
     _, report = _sample(comfy, OURS, EXTRAS["a boolean mask"], "xfuser", node="ParallelSampler")
-    assert "engine xfuser stood back: it computes no attention masks" in report
+    assert "engine xfuser fell back to native: it computes no attention masks" in report
 
 
 @pytest.mark.parametrize("unet", [FILL, DEPTH], ids=["Fill", "Depth"])

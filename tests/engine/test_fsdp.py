@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from parallel_backend.engine.groups import Axis, Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.errors import RequestError, StrategyError
+from parallel_backend.models.base import ModelPart
 from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.module import load
+from parallel_backend.models.flux.load import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -213,7 +213,7 @@ def test_a_rank_without_rows_gathers_in_the_same_order(tmp_path):
 def alone(world, path):
     """A group of one, as a single device has that offloads."""
     gather = sharding.Sharding(Axis((0,), 0, None), world.device, Traffic(), offload=False)
-    model = replace(load(ModelSpec(path), world.device, shard=gather.shard), gathers=gather)
+    model = load(ModelSpec(path), world.device, ModelPart(sharding=gather))
     whole = load(ModelSpec(path), world.device)
     layouts, outputs = Layouts(world), []
     for held in (model, whole):

@@ -10,7 +10,7 @@ import torch
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
-from parallel_backend.models.flux.module import load
+from parallel_backend.models.flux.load import load
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

@@ -8,9 +8,9 @@ import torch
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import StrategyError
-from parallel_backend.models.flux import tensor_parallel as flux_slices
+from parallel_backend.models.base import ModelPart, Slices
 from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.module import load
+from parallel_backend.models.flux.load import load
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -161,8 +161,8 @@ def test_a_rank_holds_half_of_the_weights_of_all_blocks(tmp_path):
 
 def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
-    slices = flux_slices.Slices(2, 1, lambda partial: partial, lambda columns: columns)
-    model = load(ModelSpec(str(path)), torch.device("cpu"), slices=slices)
+    slices = Slices(2, 1, lambda partial: partial, lambda columns: columns)
+    model = load(ModelSpec(str(path)), torch.device("cpu"), ModelPart(slices=slices))
     ranges = mapped_ranges(path)
     copies = {
         name
@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_add_up_is_seen(subjects):
     assert difference(results[f"tensor 2: {name}"], expected[name]) > 1000 * TOLERANCE
 
 
-def test_xfuser_stands_back_by_name(subjects):
+def test_xfuser_falls_back_to_native_by_name(subjects):
     path, expected = subjects.get(4)
     name = "odd sides, cfg 4, batch 3"
     strategy = tensor(2, ulysses_degree=2)
@@ -195,7 +195,7 @@ def test_xfuser_stands_back_by_name(subjects):
         engine, note = results[f"{strategy.describe()}: notes"]
         assert engine == "native"
         assert note.startswith(
-            "engine xfuser stood back: its tensor parallelism of Flux splits the feed-forward"
+            "engine xfuser fell back to native: its tensor parallelism splits the feed-forward"
         )
         assert difference(results[f"{strategy.describe()}: {name}"], expected[name]) <= TOLERANCE
 

@@ -7,7 +7,7 @@ import pytest
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
-from parallel_backend.models.flux.module import load
+from parallel_backend.models.flux.load import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

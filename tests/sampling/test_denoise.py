@@ -14,7 +14,7 @@ class PointForward:
     """A perfect flow model: each prompt's context holds the one latent value that it leads to."""
 
     device = torch.device("cpu")
-    warmup_steps = None
+    patchwise = None
 
     def __init__(self):
         self.calls = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel_backend.engine.attention.patch_diffusers import share_attention
+from parallel_backend.models.flux.patch_diffusers import attention_arguments, patch_diffusers
 
 
 class _StaleKeys:
@@ -17,7 +17,7 @@ class _StaleKeys:
     def __init__(self, layers: int) -> None:
         self.layers, self.kept, self.layer, self.places = layers, {}, 0, None
 
-    def attend(self, query, key, value, mask):
+    def attend(self, query, key, value):
         kept = self.kept.setdefault(self.layer, {})
         for n, place in enumerate(self.places):
             kept[place] = key[:, n], value[:, n]
@@ -33,7 +33,7 @@ def patchwise_sample(model, request, warmup_steps, patches):
     rows, columns = (side // 2 for side in request.noise.shape[-2:])
     layers = len(model.transformer_blocks) + len(model.single_transformer_blocks)
     attention, text = _StaleKeys(layers), request.positive.context.shape[1]
-    share_attention(model, attention)
+    patch_diffusers()
     ids = torch.tensor([[0.0, r, c] for r in range(rows) for c in range(columns)])
 
     def tokens_of(latent):
@@ -51,6 +51,7 @@ def patchwise_sample(model, request, warmup_steps, patches):
             guidance=request.positive.guidance if model.config.guidance_embeds else None,
             img_ids=ids[part],
             txt_ids=torch.zeros(len(words), 3),
+            joint_attention_kwargs=attention_arguments(attention),
             return_dict=False,
         )
         return out
@@ -61,6 +62,5 @@ def patchwise_sample(model, request, warmup_steps, patches):
     for i, (sigma, following) in enumerate(zip(request.sigmas[:-1], request.sigmas[1:], strict=True)):
         for p, part in enumerate([everything] if i < warmup_steps else parts):
             x[:, part] += (following - sigma) * velocity(x, sigma, part, with_text=p == 0)
-    share_attention(model, None)
     latent = x.reshape(1, rows, columns, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return latent.reshape(1, 16, 2 * rows, 2 * columns)

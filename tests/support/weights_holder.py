@@ -13,9 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from parallel_backend.models.flux.module import FluxModel, load
-from parallel_backend.models.flux.packing import image_ids, text_ids
-from parallel_backend.requests import ModelSpec
+from parallel_backend.models.base import TokenShare
+from parallel_backend.models.flux.load import load
+from parallel_backend.models.flux.module import FluxModel
+from parallel_backend.models.flux.packing import image_ids
+from parallel_backend.requests import Conditioning, ModelSpec
 
 
 def proportional_set() -> int:
@@ -34,15 +36,9 @@ def load_and_run(path: str) -> FluxModel:
     """A forward reads every weight."""
     model = load(ModelSpec(path), torch.device("cpu"))
     dims = model.file.dims
-    model.velocity(
-        img_tokens=torch.randn(1, 4, 64),
-        context=torch.randn(1, 3, dims.context_dim),
-        pooled=torch.randn(1, dims.pooled_dim),
-        sigma=torch.tensor([0.5]),
-        guidance=None,
-        img_ids=image_ids(4, 4),
-        txt_ids=text_ids(3),
-    )
+    prompt = Conditioning(torch.randn(1, 3, dims.context_dim), torch.randn(1, dims.pooled_dim))
+    image = torch.randn(1, 4, 64)
+    model.through(0, TokenShare(image, prompt.context, image_ids(4, 4), torch.tensor([0.5]), prompt))
     return model
 
 

@@ -23,7 +23,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel beside torch's own needs. `diffusers`: its name there; `package`: to import, None for torch's own;
+    """A kernel beside torch's own. `diffusers`: its name there; `package`: to import, None for torch's own;
     `install`: the package to install; `least`, `most`: compute capabilities; `auto`: from which one on it is the
     fastest exact one where it is installed, None for never."""
 
@@ -103,7 +103,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, wish: str = "auto") -> 
 
 @functools.cache
 def _fault_of(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What goes wrong when a kernel runs once, or None. A build for another torch fails in its own way."""
+    """The error of a kernel that runs once, or None. A build for another torch fails in its own way."""
     one = torch.zeros(1, 1, 64, 128, device=device, dtype=dtype)
     try:
         with torch.inference_mode():
@@ -118,6 +118,8 @@ def _fault_of(name: str, device: torch.device, dtype: torch.dtype) -> str | None
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, [B, H, S_q, D]."""
+    if not query.numel():  # a rank may have no tokens, and kernels have no launch for that
+        return torch.empty_like(query)
     if kernel == TORCH or mask is not None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return dispatched(query, key, value, _BY_NAME[kernel].diffusers)
@@ -136,6 +138,8 @@ def attend_with_lse(
 
     `mask`: additive, in the queries' dtype.
     """
+    if not query.numel():
+        return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask
@@ -160,14 +164,12 @@ def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
 
     Ring Attention (Liu et al. 2023), §3; accumulated in float32.
     """
-    total, out = None, None
+    parts = iter(parts)
+    out, total = next(parts)  # there is at least one set of keys
+    out, total = out.float(), total.unsqueeze(-1)
     for part, lse in parts:
         lse = lse.unsqueeze(-1)
-        if out is None:
-            out, total = part.float(), lse
-            continue
         both = torch.logaddexp(total, lse)
         out = out * torch.exp(total - both) + part.float() * torch.exp(lse - both)
         total = both
-    assert out is not None, "there is at least one set of keys"
     return out.to(dtype)

@@ -53,7 +53,7 @@ class KVCache:
 
 @dataclass
 class KVRecorder:
-    """The memory as the layers of one chunk meet it, one after another.
+    """The cache as the layers of one chunk meet it, one after another.
 
     `total`: keys that this member can hold; `order`: of a whole image, see PatchPlan.order; `slot`: where a patch's
     keys are held; `lengths`: how many each ring member recalls, this one being number `own`; None for new ones only.
@@ -73,10 +73,11 @@ class KVRecorder:
             self.layers.append(key.new_empty(2, *key.shape[:2], self.total, key.shape[3]))
         held = self.layers[self._next]
         self._next += 1
-        if self.lengths is None:
+        if self.order is not None:
             torch.index_select(key, 2, self.order, out=held[0])
             torch.index_select(value, 2, self.order, out=held[1])
             return key, value
+        assert self.slot is not None and self.lengths is not None, "a patch has both"
         held[0, :, :, self.slot] = key
         held[1, :, :, self.slot] = value
         seen = slice(0, self.lengths[self.own])

@@ -8,41 +8,30 @@ USP (Fang and Zhao 2024) is the product of the two.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...layout import slice_of
-from ..collectives import Traffic, all_to_all, ring_shares
-from ..groups import Layout
+from ..collectives import all_to_all, ring_shares
+from ..groups import Axis, Layout
 from ..token_split import TokenPlan
+from ..traffic_counter import Traffic
 from .kernels import TORCH, attend, attend_with_lse, merge
 from .kv_cache import KVRecorder
 
 
+@dataclass(frozen=True)
 class NativeAttention:
-    """Attention over the tokens of all ranks of the sequence axis.
+    """The engine: attention over the tokens of all ranks of the sequence axis of `layout`."""
 
-    `plan` and `mask` must be set before each model call. `mask`: what is added to the scores, [B, 1, S, S] over the
-    tokens of all ranks, rank by rank; None for nothing.
-    """
+    layout: Layout
+    wanted_kernel: str
+    traffic: Traffic
 
     name = "native"
     takes_masks = True
-
-    def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
-        self._ulysses = layout.ulysses
-        self._ring = layout.ring
-        self._kernel = kernel
-        self._traffic = traffic
-        self.plan = TokenPlan.split(0, 0, layout.sequence.size)
-        self.mask: Tensor | None = None
-        self.memory: KVRecorder | None = None  # of PipeFusion, for the chunk that runs next
-
-    @property
-    def kernel(self) -> str:
-        """Which computes: a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks."""
-        return TORCH if self._ring.size > 1 or self.mask is not None else self._kernel
 
     def prepare(self) -> None:
         """Its groups belong to the layout: nothing to do."""
@@ -51,9 +40,32 @@ class NativeAttention:
         """Why this engine cannot compute `plan` exactly, or None."""
         return None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def of_call(
+        self, plan: TokenPlan, mask: Tensor | None = None, recorder: KVRecorder | None = None
+    ) -> NativeCall:
+        """The attention of one model call. `recorder`: of PipeFusion, for one chunk of it."""
+        # A ring merges by log-sum-exp, which torch's own kernels return, and only those take masks.
+        kernel = TORCH if self.layout.ring.size > 1 or mask is not None else self.wanted_kernel
+        return NativeCall(self.layout.ulysses, self.layout.ring, kernel, self.traffic, plan, mask, recorder)
+
+
+@dataclass(frozen=True, eq=False)
+class NativeCall:
+    """Attention of one model call (base.Attention).
+
+    `mask`: what is added to the scores, [B, 1, S, S] over the tokens of all ranks, rank by rank; None for nothing.
+    """
+
+    _ulysses: Axis
+    _ring: Axis
+    kernel: str
+    _traffic: Traffic
+    plan: TokenPlan
+    mask: Tensor | None
+    recorder: KVRecorder | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
-        assert mask is None, "diffusers passes none; self.mask has it"
         if self._ulysses.size == 1:
             query, key, value = (t.transpose(1, 2) for t in (query, key, value))
             return self._over_ring(query, key, value).transpose(1, 2)
@@ -93,11 +105,11 @@ class NativeAttention:
         """[B, H, s, D] of this ring member's tokens over the keys and values of all members."""
         width = self._ulysses.size
         sizes = tuple(sum(self.plan.lengths[r * width : (r + 1) * width]) for r in range(self._ring.size))
-        if self.memory is not None:
-            key, value = self.memory.recall(key, value)
-            sizes = self.memory.lengths or sizes
+        if self.recorder is not None:
+            key, value = self.recorder.recall(key, value)
+            sizes = self.recorder.lengths or sizes
         if self._ring.size == 1:
-            return attend(query, key, value, self.mask, self._kernel)
+            return attend(query, key, value, self.mask, self.kernel)
         shares = ring_shares(_pair(key, value), sizes, self._ring, self._traffic)
         return merge(self._partial_results(query, shares, sizes), query.dtype)
 

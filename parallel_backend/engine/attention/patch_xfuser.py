@@ -20,10 +20,12 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 
 import torch
 import torch._dynamo  # must see that triton is missing before anything stands in for it
+from torch import Tensor
 
 from ...errors import PlatformError
 
@@ -34,7 +36,7 @@ class Xfuser:
 
     distributed: ModuleType  # init_distributed_environment, initialize_model_parallel, destroy_model_parallel
     usp: ModuleType  # USP
-    backends: type  # AttentionBackendType
+    backends: type[Enum]  # AttentionBackendType
 
 
 # USP asks the runtime state for options. The real one is bound to xfuser's own pipelines; here all options are off, and
@@ -70,22 +72,24 @@ def _import() -> Xfuser:
         backend = importlib.import_module("xfuser.core.distributed.attention_backend")
         runtime = importlib.import_module("xfuser.core.distributed.runtime_state")
     if on_cpu:
-        usp.PROCESS_GROUP = importlib.import_module("yunchang.globals").PROCESS_GROUP
+        vars(usp)["PROCESS_GROUP"] = importlib.import_module("yunchang.globals").PROCESS_GROUP
         registry, flash = backend.ATTENTION_FUNCTION_REGISTRY, backend.AttentionBackendType.SDPA_FLASH
         registry[flash] = _flash_attention_for_cpu
-    runtime._RUNTIME = _RUNTIME_OPTIONS
+    vars(runtime)["_RUNTIME"] = _RUNTIME_OPTIONS
     return Xfuser(distributed, usp, backend.AttentionBackendType)
 
 
 def _import_for_cpu() -> None:
     """Executes the package after its `envs` have learned of the CPU; its __init__ would read them too early."""
     spec = importlib.util.find_spec("xfuser")
+    if spec is None or spec.loader is None:
+        raise ImportError("the package xfuser is not installed")
     package = importlib.util.module_from_spec(spec)
     sys.modules["xfuser"] = package
     try:
         envs = importlib.import_module("xfuser.envs")
-        envs.get_device_version = lambda: "0"
-        envs.get_torch_distributed_backend = lambda: "gloo"
+        vars(envs)["get_device_version"] = lambda: "0"
+        vars(envs)["get_torch_distributed_backend"] = lambda: "gloo"
         envs.PACKAGES_CHECKER.packages_info["has_long_ctx_attn"] = True
         spec.loader.exec_module(package)
     except BaseException:
@@ -94,7 +98,14 @@ def _import_for_cpu() -> None:
         raise
 
 
-def _flash_attention_for_cpu(query, key, value, dropout_p, is_causal, attention_kwargs=None):
+def _flash_attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attention_kwargs: dict[str, object] | None = None,
+) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     return out, lse.float()
 
@@ -105,8 +116,7 @@ def _triton_stand_in() -> Iterator[None]:
         yield
         return
     triton, language = _Anything("triton"), _Anything("triton.language")
-    triton.language = language
-    triton.__path__ = []
+    vars(triton).update(language=language, __path__=[])
     sys.modules |= {"triton": triton, "triton.language": language}
     try:
         yield
@@ -123,5 +133,5 @@ class _Anything(types.ModuleType):
             raise AttributeError(name)
         return _Anything(name)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return args[0] if len(args) == 1 and callable(args[0]) else self

@@ -8,25 +8,28 @@ are replicated: every rank computes them and keeps its own. No padding reaches a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
-from ..collectives import Traffic, all_gather
-from ..groups import Layout
+from ..collectives import all_gather
+from ..groups import Axis, Layout
 from ..token_split import TokenPlan
+from ..traffic_counter import Traffic
 from .kernels import TORCH
 from .patch_xfuser import Xfuser, load_xfuser
 
-# xfuser's names for the kernels that attention.choose_kernel picks.
+# xfuser's names for the kernels that kernels.choose_kernel picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
 
 _current: Layout | None = None  # xfuser keeps its groups in module globals: one layout at a time per process
 
 
 class XfuserAttention:
-    """Attention over the tokens of all ranks of the sequence axis, by USP. `plan` is set before each model call."""
+    """The engine: attention over the tokens of all ranks of the sequence axis, by USP."""
 
     name = "xfuser"
     takes_masks = False
@@ -38,9 +41,8 @@ class XfuserAttention:
         self._traffic = traffic
         self._xfuser = load_xfuser()
         self._backend = _backend(self._xfuser, kernel, layout)
-        self.kernel = kernel if kernel in _BACKENDS else TORCH
+        self._kernel = kernel if kernel in _BACKENDS else TORCH
         _lay_groups(self._xfuser, layout)
-        self.plan = TokenPlan.split(0, 0, self._axis.size)
 
     def prepare(self) -> None:
         """Makes xfuser's global groups this layout's again, if another strategy ran since."""
@@ -53,9 +55,29 @@ class XfuserAttention:
             return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
         return None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
+    def of_call(self, plan: TokenPlan, mask: Tensor | None = None) -> UspCall:
+        """The attention of one model call."""
         assert mask is None, "masks are the native engine's"
+        return UspCall(self._layout, self._xfuser, self._backend, self._kernel, self._traffic, plan)
+
+
+@dataclass(frozen=True, eq=False)
+class UspCall:
+    """Attention of one model call (base.Attention)."""
+
+    _layout: Layout
+    _xfuser: Xfuser
+    _backend: Enum
+    kernel: str
+    _traffic: Traffic
+    plan: TokenPlan
+
+    @property
+    def _axis(self) -> Axis:
+        return self._layout.sequence
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
         lengths = self.plan.lengths
         common, surplus = min(lengths), sum(lengths) - min(lengths) * len(lengths)
         self._count(query, common, surplus)
@@ -75,7 +97,7 @@ class XfuserAttention:
             return self._xfuser.usp.USP(*main, **joint, backend=self._backend)
 
     def _count(self, query: Tensor, common: int, surplus: int) -> None:
-        """What USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
+        """Counts what USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
         u, r = self._layout.ulysses.size, self._layout.ring.size
         ulysses = (4 * common + 2 * surplus) * (u - 1) // u
         ring = 2 * common * (r - 1)
@@ -89,16 +111,11 @@ class XfuserAttention:
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
 
 
-def _backend(xfuser: Xfuser, kernel: str, layout: Layout):
-    if kernel in _BACKENDS:
-        return xfuser.backends[_BACKENDS[kernel]]
-    if layout.ring.size > 1:  # the ring needs a log-sum-exp
-        return (
-            xfuser.backends.SDPA_FLASH
-            if layout.world.device.type == "cpu"
-            else xfuser.backends.SDPA_EFFICIENT
-        )
-    return xfuser.backends.SDPA
+def _backend(xfuser: Xfuser, kernel: str, layout: Layout) -> Enum:
+    name = _BACKENDS.get(kernel, "SDPA")
+    if name == "SDPA" and layout.ring.size > 1:  # the ring needs a log-sum-exp
+        name = "SDPA_FLASH" if layout.world.device.type == "cpu" else "SDPA_EFFICIENT"
+    return xfuser.backends[name]
 
 
 def _lay_groups(xfuser: Xfuser, layout: Layout) -> None:

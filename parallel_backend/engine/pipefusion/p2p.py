@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
-from ..collectives import Traffic
 from ..groups import Axis
+from ..traffic_counter import Traffic
 
 
 @dataclass
@@ -29,7 +29,7 @@ class PendingRecv:
 
 
 class P2PChannel:
-    """What this rank sends to others of `axis` and receives from them.
+    """Messages from this rank to others of `axis`, and from them.
 
     A message without elements is not sent: both sides know its size. Handles of messages on their way are kept, since
     a tensor must outlive its transfer; the oldest is waited for when there are `most` of them.
@@ -40,7 +40,7 @@ class P2PChannel:
         self._traffic = traffic
         self._most = most
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
-        self._sent_in_turn = 0
+        self._sent_in_round = 0
 
     def send(self, tensor: Tensor, to: int) -> None:
         """`to`: index in the axis."""
@@ -48,8 +48,10 @@ class P2PChannel:
             return
         tensor = tensor.contiguous()
         self._traffic.add(tensor.numel(), tensor)
-        self._leaving.append((dist.isend(tensor, self._axis.ranks[to], self._axis.group), tensor))
-        self._sent_in_turn += 1
+        work = dist.isend(tensor, self._axis.ranks[to], self._axis.group)
+        assert work is not None, "this rank is in the group"
+        self._leaving.append((work, tensor))
+        self._sent_in_round += 1
         if len(self._leaving) > self._most:
             self._leaving.popleft()[0].wait()
 
@@ -61,14 +63,14 @@ class P2PChannel:
         work = dist.irecv(tensor, ranks[source], self._axis.group)
         return PendingRecv(tensor, work, (ranks[self._axis.index], ranks[source]))
 
-    def end_turn(self) -> None:
-        """Waits until everything that was sent before the turn which ends now has left, so that its memory is free.
+    def end_round(self) -> None:
+        """Waits until everything that was sent before the round which ends now has left, so that its memory is free.
 
-        Who got as far as the end of a turn has had answers to all of the turn before: this holds nobody up.
+        Who got as far as the end of a round has had answers to all of the round before: this holds nobody up.
         """
-        while len(self._leaving) > self._sent_in_turn:
+        while len(self._leaving) > self._sent_in_round:
             self._leaving.popleft()[0].wait()
-        self._sent_in_turn = 0
+        self._sent_in_round = 0
 
     def settle(self) -> None:
         """Waits until everything has left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -10,28 +11,31 @@ import torch
 from torch import Tensor
 
 from ...layout import slice_of
-from ..collectives import Traffic, all_gather
+from ..attention.kv_cache import KVCache
+from ..collectives import all_gather
 from ..groups import Layout
+from ..traffic_counter import Traffic
 from .p2p import PendingRecv
 from .stage import RowShard, Stage, WorkItem
 
 
 class Sampling(Protocol):
-    """Who makes latents of velocities while patches flow; only ranks of the first stage enter and leave."""
+    """The maker of latents from velocities while patches flow; only ranks of the first stage enter and leave."""
 
     def enter(self, patch: slice) -> Tensor:
-        """The latent's tokens [B, n, 64] of a patch that go into its next model call."""
+        """The latent's tokens [B, n, channels] of a patch that go into its next model call."""
 
     def leave(self, patch: slice, velocities: list[Tensor]) -> None:
-        """What the model made of them, [B, n, 64] float32 for each prompt."""
+        """Takes what the model made of them, [B, n, channels] float32 for each prompt."""
 
     def is_stopped(self) -> bool:
         """Asked on every rank equally often, twice a patch; all get the same answers."""
 
 
 class PipeFusionSchedule:
-    """One run of patches on one rank. `cuts`: the rows of this pipeline; `shares`: how many each pipeline has;
-    `batch`: images, each a row for every prompt; `patches`: image tokens of each patch."""
+    """One run of patches on one rank. `row_shards`: the rows of this pipeline; `shares`: how many each pipeline has;
+    `batch`: images, each a row for every prompt; `patches`: image tokens of each patch; `cache`: what whole images
+    before it have left."""
 
     def __init__(
         self,
@@ -39,19 +43,21 @@ class PipeFusionSchedule:
         layout: Layout,
         traffic: Traffic,
         sampling: Sampling,
-        cuts: Sequence[RowShard],
+        row_shards: Sequence[RowShard],
         shares: tuple[int, ...],
         batch: int,
         patches: tuple[int, ...],
+        cache: KVCache,
     ) -> None:
         self._stage = stage
         self._layout = layout
         self._traffic = traffic
         self._sampling = sampling
-        self._cuts = cuts
+        self._row_shards = row_shards
         self._shares = shares
         self._batch = batch
         self._patches = patches
+        self._cache = cache
         self._stopped = False
         self._returning: dict[WorkItem, list[PendingRecv]] = {}  # in the order in which they come back
         self._entered: dict[WorkItem, Tensor] = {}
@@ -59,13 +65,14 @@ class PipeFusionSchedule:
     def run(self, sigmas: Sequence[Tensor]) -> bool:
         """False when it was stopped."""
         # As many items as stages would do if all took exactly as long; twice as many leave time for a late message.
-        for turn in turns(self._items(sigmas), 2 * self._layout.pipe.size):
-            self._stage.turn(
-                turn,
+        for items in rounds(self._items(sigmas), 2 * self._layout.pipe.size):
+            self._stage.run_round(
+                items,
                 self._enter,
-                leave=lambda item, cut, image: self._stage.back.send(image, 0),
+                leave=lambda item, row, image: self._stage.back.send(image, 0),
+                cache=self._cache,
                 before=self._before,
-                between=lambda turn=turn: self._expect(turn),
+                between=functools.partial(self._expect, items),
             )
             if self._stopped:
                 break
@@ -76,9 +83,9 @@ class PipeFusionSchedule:
 
     def _items(self, sigmas: Sequence[Tensor]) -> Iterator[WorkItem]:
         for evaluation, sigma in enumerate(sigmas):
-            cuts = tuple(replace(cut, sigma=sigma.reshape(1)) for cut in self._cuts)
+            rows = tuple(replace(row, sigma=sigma.reshape(1)) for row in self._row_shards)
             for patch in range(len(self._patches)):
-                yield WorkItem(cuts, patch, evaluation)
+                yield WorkItem(rows, patch, evaluation)
 
     def _before(self, chunk: int, item: WorkItem) -> bool:
         self._stopped |= self._sampling.is_stopped()
@@ -86,21 +93,26 @@ class PipeFusionSchedule:
             for earlier in [other for other in self._returning if item.needs(other)]:
                 self._take_back(earlier)
             if not self._stopped:
-                self._entered[item] = self._sampling.enter(slice_of(self._patches, item.patch))
+                self._entered[item] = self._sampling.enter(self._span(item))
         return not self._stopped
 
-    def _enter(self, item: WorkItem, cut: RowShard) -> Tensor:
-        image = cut.number % self._batch
-        own = slice_of(item.plan(cut).image, self._layout.sequence.index)
+    def _span(self, item: WorkItem) -> slice:
+        """The image tokens of a patch."""
+        assert item.patch is not None, "whole images do not flow"
+        return slice_of(self._patches, item.patch)
+
+    def _enter(self, item: WorkItem, row: RowShard) -> Tensor:
+        image = row.number % self._batch
+        own = slice_of(item.plan(row).image, self._layout.sequence.index)
         return self._entered[item][image : image + 1, own]
 
-    def _expect(self, turn: Sequence[WorkItem]) -> None:
-        """Asks for what the last stage will return of this turn."""
+    def _expect(self, items: Sequence[WorkItem]) -> None:
+        """Asks for what the last stage will return of this round."""
         last = self._layout.pipe.size - 1
-        for item in turn:
+        for item in items:
             self._entered.pop(item, None)
             self._returning[item] = [
-                self._stage.back.receive(self._stage.empty_output(item, cut), last) for cut in item.cuts
+                self._stage.back.receive(self._stage.empty_output(item, row), last) for row in item.rows
             ]
 
     def _take_back(self, item: WorkItem) -> None:
@@ -108,27 +120,26 @@ class PipeFusionSchedule:
         shares = [arriving.taken() for arriving in self._returning.pop(item)]
         if self._stopped:
             return
-        sequence, row = self._layout.sequence, self._layout.row
+        sequence = self._layout.sequence
         complete = []
-        for cut, image in zip(item.cuts, shares, strict=True):
+        for row, image in zip(item.rows, shares, strict=True):
             if sequence.size > 1:
-                sizes = item.plan(cut).image
+                sizes = item.plan(row).image
                 image = all_gather(image.transpose(0, 1), sizes, sequence, self._traffic).transpose(0, 1)
             complete.append(image)
-        nothing = torch.empty(
-            0, self._patches[item.patch], self._stage.output_channels, device=self._stage.device
-        )
-        rows = all_gather(torch.cat(complete or [nothing]), self._shares, row, self._traffic)
-        self._sampling.leave(slice_of(self._patches, item.patch), list(rows.split(self._batch)))
+        span = self._span(item)
+        nothing = self._stage.empty_patch(span.stop - span.start)
+        rows = all_gather(torch.cat(complete or [nothing]), self._shares, self._layout.row, self._traffic)
+        self._sampling.leave(span, list(rows.split(self._batch)))
 
 
-def turns(items: Iterator[WorkItem], size: int) -> Iterator[list[WorkItem]]:
-    """`items` in order, up to `size` to a turn, but none beside one that it needs."""
-    turn: list[WorkItem] = []
+def rounds(items: Iterator[WorkItem], size: int) -> Iterator[list[WorkItem]]:
+    """`items` in order, up to `size` to a round, but none beside one that it needs."""
+    together: list[WorkItem] = []
     for item in items:
-        if len(turn) == size or any(item.needs(other) for other in turn):
-            yield turn
-            turn = []
-        turn.append(item)
-    if turn:
-        yield turn
+        if len(together) == size or any(item.needs(other) for other in together):
+            yield together
+            together = []
+        together.append(item)
+    if together:
+        yield together

@@ -12,8 +12,9 @@ from torch import Tensor
 from ...layout import slice_of, split_sizes
 from ...models.vae.keys import VaeDims
 from ...models.vae.module import VaeModel
-from ..collectives import Traffic, all_to_all
+from ..collectives import all_to_all
 from ..groups import Axis, World
+from ..traffic_counter import Traffic
 from .row_bands import Bands, split_rows
 
 

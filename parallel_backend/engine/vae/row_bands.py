@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...wire.heartbeat import heartbeat
-from ..collectives import Traffic, all_gather
+from ..collectives import all_gather
 from ..groups import Axis
+from ..traffic_counter import Traffic
 
 # A group norm looks at its input in up to 8 slices of at least this many elements, so that neither torch's scratch nor,
 # in half precision, a copy in float32 is as large as the input. Small inputs are worth no further launches.
@@ -25,7 +26,7 @@ SLICE_ELEMENTS = 2**22
 
 
 class Bands:
-    """Who holds which rows. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
+    """The rows that each rank holds. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
 
     Deeper layers have `scale` times the rows, everywhere alike, so that proportions are all that a layer needs.
     """
@@ -42,7 +43,7 @@ class Bands:
         self.parts = parts[:, None, None].to(device)
 
     def sizes(self, mine: int) -> tuple[int, ...]:
-        """How much each rank has of what is proportional to rows, when this rank has `mine`."""
+        """Each rank's part of what is proportional to rows, when this rank has `mine`."""
         own = self.rows[self.axis.index]
         return tuple(mine * rows // own for rows in self.rows)
 
@@ -58,11 +59,12 @@ class Bands:
                 received.append(None)
                 continue
             sent = border.contiguous()
-            received.append(torch.empty_like(sent))
+            arriving = torch.empty_like(sent)
+            received.append(arriving)
             self.traffic.add(sent.numel(), sent)
             peer = axis.ranks[neighbour]
             operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
-            operations.append(dist.P2POp(dist.irecv, received[-1], peer, axis.group))
+            operations.append(dist.P2POp(dist.irecv, arriving, peer, axis.group))
         works = dist.batch_isend_irecv(operations)
         neighbours = axis.ranks[max(axis.index - 1, 0) : axis.index + 2]
 
@@ -106,7 +108,8 @@ class BandConv2d(nn.Conv2d):
 
     def _between(self, x: Tensor) -> Tensor:
         """The rows of x but the outermost: [B, C, n + 2, W] -> [B, out, n, W]."""
-        return F.conv2d(x, self.weight, self.bias, padding=(0, self.padding[1]))
+        sideways = self.kernel_size[1] // 2
+        return F.conv2d(x, self.weight, self.bias, padding=(0, sideways))
 
 
 class BandGroupNorm(nn.GroupNorm):
@@ -154,13 +157,13 @@ def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     means, variances = [], []
     for part in x.split(each * -(-groups // slices), dim=1):
         part = part.float().contiguous()
-        heartbeat = part.shape[1] // each
+        here = part.shape[1] // each
         per_image = part[0].numel() // part.shape[1]
         _, mean, rstd = torch.native_group_norm(
-            part, None, None, batch, part.shape[1], per_image, heartbeat, eps=0.0
+            part, None, None, batch, part.shape[1], per_image, here, eps=0.0
         )
-        means.append(mean.view(batch, heartbeat))
-        variances.append(rstd.view(batch, heartbeat) ** -2)
+        means.append(mean.view(batch, here))
+        variances.append(rstd.view(batch, here) ** -2)
     return torch.cat(means, dim=1).float(), torch.cat(variances, dim=1).float()
 
 
@@ -200,7 +203,7 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
 
 def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
     layer.__class__ = kind
-    layer.bands = bands
+    vars(layer)["bands"] = bands
 
 
 def _is_simple(conv: nn.Conv2d) -> bool:

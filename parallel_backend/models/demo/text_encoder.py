@@ -18,6 +18,9 @@ class DemoTextEncoder(nn.Module):
     drawn from a fixed seed.
     """
 
+    words: Tensor
+    places: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(20_26)

@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Ends of the names of diffusers' layers that tensor parallelism splits by rows of their weights, and by columns, within
+# blocks; of those by rows, the ones whose output is put together from all slices at once (the modulation).
+JOINED_BY_TENSOR_PARALLELISM = ("norm1.linear", "norm1_context.linear", ".norm.linear")
+SLICED_BY_ROWS = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
+    *JOINED_BY_TENSOR_PARALLELISM,
+)
+SLICED_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
+
 TIME_CHANNELS = 256  # width of the sinusoidal embedding of time and guidance
 
 
@@ -44,28 +54,9 @@ FLUX_DEV = FluxDims(
 )
 
 
-# Layers of a block, in diffusers' layout, that tensor parallelism splits by rows of their weights, and by columns
-# (FluxTransformer2DModel._tp_plan, and the modulation): into attention and feed-forward, and out of them.
-SPLIT_BY_ROWS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "ff.net.0.proj",
-    "ff_context.net.0.proj",
-    "proj_mlp",
-    "norm1.linear",
-    "norm1_context.linear",
-    "norm.linear",
-)
-SPLIT_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", "proj_out")
-
-
 @dataclass(frozen=True)
 class Source:
-    """Where a diffusers parameter comes from: rows [start, stop) of the original tensor `key`, or all of it.
+    """The origin of a diffusers parameter: rows [start, stop) of the original tensor `key`, or all of it.
 
     `swap_halves`: final_layer.adaLN_modulation holds (shift, scale), diffusers' norm_out wants (scale, shift).
     """

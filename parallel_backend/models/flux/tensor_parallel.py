@@ -9,7 +9,6 @@ output put together: it is a quarter of Flux's weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,29 +16,22 @@ from diffusers.hooks.tensor_parallel import TPShardSpec, resolve_tp_shard_specs
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxTransformer2DModel
 from torch import Tensor, nn
 
+from ..base import Slices
+from .keys import JOINED_BY_TENSOR_PARALLELISM
+
 _MODULATION = (
     "transformer_blocks.*.norm1.linear",
     "transformer_blocks.*.norm1_context.linear",
     "single_transformer_blocks.*.norm.linear",
 )
-_MODULATION_LAYERS = ("norm1.linear", "norm1_context.linear", "norm.linear")
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Slice `index` of `degree` of each layer. Where ranks meet: `add_up` gives every rank the sum of what each hands
-    in (in place), `join` puts [B, n] of each next to each other as [B, degree * n]."""
-
-    degree: int
-    index: int
-    add_up: Callable[[Tensor], Tensor]
-    join: Callable[[Tensor], Tensor]
 
 
 class PartialLinear(nn.Linear):
     """A linear layer of which this rank holds some columns: takes its share of the input, gives the whole output."""
 
-    add_up: Callable[[Tensor], Tensor]
+    def __init__(self, columns: int, rows: int, bias: bool, add_up: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(columns, rows, bias)
+        self.add_up = add_up
 
     def forward(self, input: Tensor) -> Tensor:
         output = self.add_up(F.linear(input, self.weight.to(input.dtype)))
@@ -49,7 +41,9 @@ class PartialLinear(nn.Linear):
 class JoinedLinear(nn.Linear):
     """A linear layer of which this rank holds some rows: takes the whole input [B, in], gives the whole output."""
 
-    join: Callable[[Tensor], Tensor]
+    def __init__(self, columns: int, rows: int, bias: bool, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(columns, rows, bias)
+        self.join = join
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -80,14 +74,10 @@ def _sliced_layer(path: str, whole: nn.Linear, spec: TPShardSpec, slices: Slices
     rows, columns, bias = whole.out_features, whole.in_features, whole.bias is not None
     with torch.device("meta"):
         if spec.dim == 1:
-            layer = PartialLinear(columns // slices.degree, rows, bias)
-            layer.add_up = slices.add_up
-        elif path.endswith(_MODULATION_LAYERS):
-            layer = JoinedLinear(columns, rows // slices.degree, bias)
-            layer.join = slices.join
-        else:
-            layer = nn.Linear(columns, rows // slices.degree, bias)
-    return layer
+            return PartialLinear(columns // slices.degree, rows, bias, slices.add_up)
+        if path.endswith(JOINED_BY_TENSOR_PARALLELISM):
+            return JoinedLinear(columns, rows // slices.degree, bias, slices.join)
+        return nn.Linear(columns, rows // slices.degree, bias)
 
 
 def take_slice(tensor: Tensor, spec: TPShardSpec, slices: Slices, rows: slice = slice(None)) -> Tensor:

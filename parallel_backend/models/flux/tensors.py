@@ -15,7 +15,7 @@ _sources = lru_cache(maxsize=8)(diffusers_sources)
 
 
 def original_tensor(file: FluxFile, read: Callable[[str], Tensor], key: str) -> Tensor:
-    """What the original layout calls `key`, as stored. `read` takes the file's own names."""
+    """The tensor that the original layout calls `key`, as stored. `read` takes the file's own names."""
     if file.layout == "original":
         return read(file.stored_key(key))
     return assembled(file, key, [read(file.stored_key(name)) for name, _ in parameters_of(file.dims, key)])

@@ -11,7 +11,7 @@ from ...layout import RankCoordinates, split_blocks
 from ...strategy import ParallelStrategy
 from ..dtypes import FP8, ITEMSIZE, Dtypes
 from ..footprint import HeldWeights, WeightPart
-from .keys import SPLIT_BY_COLUMNS, SPLIT_BY_ROWS, FluxDims, diffusers_shapes
+from .keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
 
 
 def kept_dtype(name: str, dtypes: Dtypes) -> str:
@@ -90,9 +90,9 @@ def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
     layer, _, kind = name.rpartition(".")
     if degree == 1 or "transformer_blocks." not in name:
         return rows, rest
-    if layer.endswith(SPLIT_BY_ROWS):
+    if layer.endswith(SLICED_BY_ROWS):
         return rows // degree, rest
-    if layer.endswith(SPLIT_BY_COLUMNS) and kind == "weight":
+    if layer.endswith(SLICED_BY_COLUMNS) and kind == "weight":
         return rows, rest // degree
     return rows, rest
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from diffusers.hooks.tensor_parallel import TPShardSpec
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...errors import RequestError
 from ...wire.weight_patches import WeightPatch, by_key
@@ -27,7 +29,7 @@ _FREE_BESIDE_ORIGINALS = 1 / 3
 
 @dataclass(frozen=True, eq=False)
 class HeldParameter:
-    """What a rank holds of the parameter that is called `name` in the whole model: `path` in `owner`.
+    """A rank's part of the parameter that is called `name` in the whole model: `path` in `owner`.
 
     `rows`: which of it, where weights are shared out. `original`: the file's value as it was loaded, where having it at
     hand costs nothing (a view of the mapped file).
@@ -44,7 +46,7 @@ class HeldParameter:
     def tensor(self) -> Tensor:
         """The parameter, or the memory of this rank's share of it; looked up, because a sleep can put it elsewhere."""
         parameter = self.owner.get_parameter(self.path)
-        return parameter if self.rows is None else parameter.to_local()
+        return parameter if self.rows is None else cast(DTensor, parameter).to_local()
 
 
 class FluxWeights:
@@ -157,15 +159,16 @@ class FluxWeights:
             if rows is None or swapped or (parameter.spec is not None and parameter.spec.dim is not None):
                 return False
             first, count = (source.start or 0) + rows.start, rows.stop - rows.start
-            cut = [cut_rows(patch, tensors, first, count, whole) for patch in changes] if count > 0 else []
-            if None in cut:
+            found = [cut_rows(patch, tensors, first, count, whole) for patch in changes] if count > 0 else []
+            cut = [part for part in found if part is not None]
+            if len(cut) < len(found):
                 return False
-            todo.append((parameter, cut))
-        for parameter, cut in todo:
+            todo.append((parameter, rows, cut))
+        for parameter, rows, cut in todo:
             share = parameter.tensor
             if not share.numel():
                 continue
-            stored = self._mapped(parameter.name, parameter.spec, parameter.rows).to(self._device)
+            stored = self._mapped(parameter.name, parameter.spec, rows).to(self._device)
             weight = _float32_copy(stored, share.dtype)
             for patches, factors in cut:
                 apply_patches(weight, patches, factors)
@@ -179,8 +182,9 @@ class FluxWeights:
             for parameter in self._held[key]
             if not parameter.spec
         }
-        parts = [kept.get(name) for name, _ in parameters_of(self._file.dims, key)]
-        if all(part is not None for part in parts):
+        found = [kept.get(name) for name, _ in parameters_of(self._file.dims, key)]
+        parts = [part for part in found if part is not None]
+        if len(parts) == len(found):
             return assembled(self._file, key, parts).to(torch.float32)
         stored = original_tensor(self._file, self._read, key).to(self._device)
         return _float32_copy(stored, dtype)

@@ -78,7 +78,7 @@ def _measure(shapes: dict[str, tuple[int, ...]]) -> VaeDims:
 
 
 def _count(shapes: dict[str, tuple[int, ...]], prefix: str) -> int:
-    """How many numbered parts lie below `prefix`; 0 numbers give a KeyError like any other missing part."""
+    """The number of numbered parts below `prefix`; 0 numbers give a KeyError like any other missing part."""
     numbers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
     if not numbers:
         raise KeyError(prefix)
@@ -120,8 +120,8 @@ def ldm_shapes(dims: VaeDims) -> dict[str, tuple[int, ...]]:
     before = widest
     for level in reversed(range(len(dims.widths))):
         width = dims.widths[level]
-        for block in range(dims.resnets):
-            resnet(f"decoder.up.{level}.block.{block}", before, width)
+        for n in range(dims.resnets):
+            resnet(f"decoder.up.{level}.block.{n}", before, width)
             before = width
         if level:
             conv(f"decoder.up.{level}.upsample.conv", width, width, 3)

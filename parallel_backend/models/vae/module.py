@@ -12,7 +12,7 @@ from .keys import GROUPS, VaeDims, diffusers_names, read_dims
 
 
 class VaeDecoder(nn.Module):
-    """What AutoencoderKL decodes with, under the names it has there; its encoder is never built."""
+    """The decoding half of AutoencoderKL, under the names it has there; its encoder is never built."""
 
     def __init__(self, dims: VaeDims) -> None:
         super().__init__()

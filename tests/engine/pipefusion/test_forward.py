@@ -11,7 +11,7 @@ from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.pipefusion.schedule import turns
+from parallel_backend.engine.pipefusion.schedule import rounds
 from parallel_backend.engine.pipefusion.stage import WorkItem
 from parallel_backend.errors import Cancelled
 from parallel_backend.layout import split_sizes
@@ -270,13 +270,13 @@ def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
         assert torch.equal(before, after)
 
 
-def test_no_turn_holds_an_item_beside_one_that_it_needs():
+def test_no_round_holds_an_item_beside_one_that_it_needs():
     items = [WorkItem((), patch, evaluation) for evaluation in range(3) for patch in range(3)]
-    sizes = [len(turn) for turn in turns(iter(items), 2)]
+    sizes = [len(together) for together in rounds(iter(items), 2)]
     assert sizes == [2, 2, 2, 2, 1]
-    assert [len(turn) for turn in turns(iter(items), 4)] == [3, 3, 3]
-    for turn in turns(iter(items), 4):
-        assert not any(item.needs(other) for item in turn for other in turn)
+    assert [len(together) for together in rounds(iter(items), 4)] == [3, 3, 3]
+    for together in rounds(iter(items), 4):
+        assert not any(item.needs(other) for item in together for other in together)
 
 
 def blocks_held(world, path, strategy):

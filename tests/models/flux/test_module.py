@@ -12,12 +12,14 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.models.base import TokenShare
 from parallel_backend.models.casting import CastingLinear
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.models.flux.keys import diffusers_sources
-from parallel_backend.models.flux.module import FluxModel, load
-from parallel_backend.models.flux.packing import image_ids, text_ids
-from parallel_backend.requests import ModelSpec
+from parallel_backend.models.flux.load import load
+from parallel_backend.models.flux.module import FluxModel
+from parallel_backend.models.flux.packing import image_ids
+from parallel_backend.requests import Conditioning, ModelSpec
 from tiny_flux import tiny_flux_config, write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +34,7 @@ F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8
 
 
 def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Two rows for `FluxModel.velocity`."""
+    """Two rows of a model call."""
     g = torch.Generator().manual_seed(seed)
     return {
         "img_tokens": torch.randn(2, HEIGHT * WIDTH // 4, 64, generator=g),
@@ -41,7 +43,6 @@ def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
         "sigma": torch.tensor([0.8123, 0.3331]),
         "guidance": torch.tensor([4.0, 2.0]),  # times 1000 exact in bf16, so that only arithmetic rounds
         "img_ids": image_ids(HEIGHT, WIDTH),
-        "txt_ids": text_ids(TEXT),
     }
 
 
@@ -63,14 +64,17 @@ def judged(folder: Path, stored: torch.dtype, *, guidance: bool = True) -> torch
         timestep=given["sigma"],
         guidance=given["guidance"] if guidance else None,
         img_ids=given["img_ids"],
-        txt_ids=given["txt_ids"],
+        txt_ids=torch.zeros(TEXT, 3),
         return_dict=False,
     )[0]
 
 
 @torch.no_grad()
 def velocity(model: FluxModel, **changes) -> torch.Tensor:
-    return model.velocity(**{**inputs(), **changes})
+    given = {**inputs(), **changes}
+    prompt = Conditioning(given["context"], given["pooled"], given["guidance"])
+    share = TokenShare(given["img_tokens"], prompt.context, given["img_ids"], given["sigma"], prompt)
+    return model.through(0, share)[0].float()
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -283,7 +287,7 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch
         path.write_bytes(path.read_bytes()[:-100]) if change == "truncated" else path.unlink()
         return file
 
-    monkeypatch.setattr("parallel_backend.models.flux.module.inspect_flux", inspected_too_early)
+    monkeypatch.setattr("parallel_backend.models.flux.load.inspect_flux", inspected_too_early)
     with pytest.raises(CheckpointError, match=r"^x\.safetensors is refused: it changed while") as refused:
         loaded(path)
     assert str(tmp_path) not in str(refused.value)

@@ -16,7 +16,7 @@ from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RequestError
 from parallel_backend.models.flux.keys import diffusers_sources
-from parallel_backend.models.flux.module import load
+from parallel_backend.models.flux.load import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

@@ -12,11 +12,12 @@ from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
+from parallel_backend.models.base import Slices
 from parallel_backend.models.dtypes import Dtypes
-from parallel_backend.models.flux import module as flux
+from parallel_backend.models.flux import load as flux
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims, diffusers_shapes
-from parallel_backend.models.flux.tensor_parallel import Slices, slice_layers
+from parallel_backend.models.flux.tensor_parallel import slice_layers
 from parallel_backend.models.flux.weight_bytes import held_weights, kept_dtype
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel

@@ -6,13 +6,13 @@ from parallel_backend.engine import load as weights
 from parallel_backend.rank.__main__ import main
 
 
-def load_until_memory_ends(spec, device, *parts):
-    model = load(spec, device, *parts)
+def load_until_memory_ends(spec, device, *part):
+    model = load(spec, device, *part)
     if "too large" in spec.path and torch.distributed.get_rank() == 1:
         raise torch.OutOfMemoryError("the device is full")
     return model
 
 
 if __name__ == "__main__":
-    load, weights.load = weights.load, load_until_memory_ends
+    load, weights.load_model = weights.load_model, load_until_memory_ends
     main()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel_backend.engine.extras import ResidualShares, mask_in_order
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.image_tokens import ResidualShares, mask_in_order
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.patches import PatchPlan
-from parallel_backend.engine.rows import Rows, batched, take
+from parallel_backend.engine.rows import batched, take
 from parallel_backend.engine.token_split import TokenPlan
-from parallel_backend.requests import Conditioning, Extras, ModelSpec, Placement
+from parallel_backend.requests import Conditioning, Extras, ModelSpec, Placement, Rows
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux

@@ -1,50 +1,21 @@
-"""All image tokens of one model call, those of reference latents after the image's own, and the shares of extras."""
+"""A rank's share of what a model call carries beside its latent: residuals of a ControlNet, masks of attention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ..models.flux.packing import image_ids, pack
-from .rows import Rows
 
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a rank's part of the keys
 # is masked out as a whole.
 _MASKED = -1e30
 
 
-@dataclass(frozen=True)
-class ImageTokens:
-    """tokens [r, N, channels], ids [N, 3]; `own`: how many of them, the first ones, the image itself has."""
-
-    tokens: Tensor
-    ids: Tensor
-    own: int
-
-    @property
-    def count(self) -> int:
-        return self.tokens.shape[1]
-
-
-def image_tokens(rows: Rows) -> ImageTokens:
-    """Of rows with the same references."""
-    device = rows.x.device
-    places = (None,) if rows.extras.places is None else rows.extras.places
-    tokens, ids = [], []
-    for latent, place in zip((rows.x, *rows.extras.references), places, strict=True):
-        latent = latent.expand(len(rows.x), *latent.shape[1:]).to(device, rows.x.dtype)
-        tokens.append(pack(latent))
-        ids.append(image_ids(*latent.shape[-2:], device, place))
-    return ImageTokens(torch.cat(tokens, dim=1), torch.cat(ids), tokens[0].shape[1])
-
-
 class ResidualShares:
-    """What a ControlNet adds after a block to a rank's own of `count` image tokens: [r, len(own), hidden], 0 for tokens
-    beyond the residual's; None for nothing. Blocks that share a residual share what is moved of it."""
+    """Residuals of a ControlNet for a rank's own of `count` image tokens (base.Residuals): [r, len(own), width] after a
+    block, 0 for tokens beyond the residual's. Blocks that share a residual share what is moved of it."""
 
     def __init__(
         self,
