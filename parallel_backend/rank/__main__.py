@@ -32,6 +32,9 @@ def main(make_jobs=None) -> None:
     faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
     die_with_parent(arguments.parent)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # where ComfyUI ignores it, a compiler's exit code would be lost
 
     # Only now what takes a second: the parent may die during the import of torch as well.
     from ..wire.transport import Link, LinkClosed

@@ -14,6 +14,7 @@ STEP_FACTOR = 10  # a step this many times slower than the median is stuck
 CALIBRATION = 2.0  # s that measuring the links may take; one step of a large model takes as long
 CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they are killed
 TERMINATE = 2.0  # s between SIGTERM and SIGKILL
+REAP = 10.0  # s after SIGKILL for a rank to be gone; one that a driver holds in the kernel never is
 REPORT = 0.4  # s for all ranks to report after the first failure; who does not is stuck in a collective
 DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as end of file
 STACK = 0.15  # s for a rank that hangs to show where; one that is stopped cannot
