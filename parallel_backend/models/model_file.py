@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..requests import InputShapes
 from ..strategy import ModelShape
 
 
@@ -27,3 +28,7 @@ class ModelFile(Protocol):
     @property
     def shape(self) -> ModelShape:
         """What decides which strategies divide it."""
+
+    @property
+    def inputs(self) -> InputShapes:
+        """The widths of prompts and latents that it takes."""

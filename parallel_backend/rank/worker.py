@@ -1,4 +1,4 @@
-"""What one rank can be asked to do: hold a model, run a sampling job, make one model call."""
+"""The requests that one rank serves: hold a model, run a sampling job, make one model call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.groups import Layouts, World
 from ..errors import DeviceError, RequestError
 from ..options import check_step_cache
-from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import Conditioning, InputShapes, LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire.calibration import Calibration
 from ..wire.heartbeat import heartbeat
@@ -59,26 +59,28 @@ class RankWorker:
         All ranks agree on the outcome before anyone gives up the old model: 0 good, 1 out of memory, 2 refused.
         """
         begun = time.perf_counter()
-        model, error = self._try_load(spec, strategy)
+        loaded, error = self._try_load(spec, strategy)
         worst = self._agree(error)
         if worst == _NO_MEMORY and self._model is not None:
-            model = error = None
+            loaded = error = None
             self._drop_model()  # the old one was in the way
-            model, error = self._try_load(spec, strategy)
+            loaded, error = self._try_load(spec, strategy)
             worst = self._agree(error)
-        if worst != _GOOD:
-            model = None
+        if worst != _GOOD or loaded is None:
+            loaded = None
             _collect(self.world.device)
             raise error or PeerFailed("another rank could not load the model")
         self._drop_model()
+        model, inputs = loaded
         self._model = model
-        self.meter.weigh(model.chunks)
+        self.meter.record_weights(model.chunks)
         return LoadInfo(
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
             dtype=model.file.dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+            inputs=inputs,
         )
 
     def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
@@ -165,7 +167,7 @@ class RankWorker:
             self._move(torch.device("cpu"))
         else:
             self._drop_model()
-        self._weigh()
+        self._record_weights()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(device))
 
     def wake(self) -> SleepInfo:
@@ -173,11 +175,11 @@ class RankWorker:
         begun, before = time.perf_counter(), _allocated(self.world.device)
         self._move(self.world.device)
         self._moved_out = []
-        self._weigh()
+        self._record_weights()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
 
-    def _weigh(self) -> None:
-        self.meter.weigh(() if self._model is None else self._model.chunks)
+    def _record_weights(self) -> None:
+        self.meter.record_weights(() if self._model is None else self._model.chunks)
 
     def _move(self, device: torch.device) -> None:
         """Moves what sleeps at level 1, on every rank; where one has no room, all drop the model."""
@@ -220,15 +222,21 @@ class RankWorker:
         return make_forward(self._model, self._layouts, placement)
 
     def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
-        """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
+        """((model, the inputs it takes), None) or (None, error); a rank that fails must still take part in the
+        agreement."""
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
-            model = self._read_model(spec, strategy)
+            loaded = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
-            return model, None
+            return loaded, None
         except Exception as error:
             return None, error
+
+    def _read_inputs(self, spec: ModelSpec) -> InputShapes:
+        from ..models.registry import inspect_model
+
+        return inspect_model(spec.path, spec.family).inputs
 
     def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy):
         if spec.family != "flux":
@@ -296,7 +304,8 @@ def _device(name: str) -> torch.device:
         raise DeviceError(
             f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
             f"an Xid in the kernel's log), or CUDA_VISIBLE_DEVICES was changed. Take it out of the Strategy Selector's "
-            f"devices, or restart ComfyUI."
+            f"devices, or restart ComfyUI.",
+            device=name,
         )
     return device
 

@@ -24,8 +24,9 @@ class ExitStatus:
 
 
 def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
-    """`code`: as subprocess has it, negative for a signal; None where nobody can tell. `oom_kills`: how many processes of this machine the system
-    has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
+    """`code`: as subprocess has it, negative for a signal; None where nobody can tell. `oom_kills`: how many processes
+    of this machine the system has killed for memory since this one began, None where it does not say; `peak_bytes`: of
+    host memory it held."""
     # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
     out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory_limit() / 10
     if out_of_memory:

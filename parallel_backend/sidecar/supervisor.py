@@ -29,7 +29,7 @@ from ..errors import PlatformError, RankFailed
 from ..wire import deadlines
 from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
-from .environment import rank_environment
+from .environment import interpreter_flags, rank_environment
 from .exit_status import ExitStatus, count_oom_kills, describe_exit
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
@@ -199,7 +199,7 @@ class Supervisor:
         return future.result()
 
     def stack_of(self, group: RankGroup, rank: int) -> str:
-        """Where a rank hangs, even one that holds the GIL: its innermost Python frames, empty when it is silent."""
+        """The innermost Python frames of a rank that hangs, even one that holds the GIL; empty when it is silent."""
         member = next((one for one in group.ranks if one.rank == rank), None)
         if member is None:
             return ""
@@ -337,7 +337,18 @@ def require_linux() -> None:
 
 
 def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", module, "--fd", str(link.fileno()), "--parent", str(os.getpid())]
+    # Unbuffered: the last words of a dying rank must reach its pipe.
+    command = [
+        sys.executable,
+        "-u",
+        *interpreter_flags(),
+        "-m",
+        module,
+        "--fd",
+        str(link.fileno()),
+        "--parent",
+        str(os.getpid()),
+    ]
     page = group.heartbeat.descriptor
     command += ["--epoch", str(group.epoch), "--heartbeat", str(page)]
     return subprocess.Popen(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, REAPING_THREAD, run_script
+from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, EVERYTHING_PAUSES, REAPING_THREAD, run_script
 from parallel_backend.errors import PlatformError, RankFailed
 from parallel_backend.sidecar import supervisor as supervisor_module
 from parallel_backend.sidecar.environment import rank_environment
+from parallel_backend.sidecar.handshake import join_ranks
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
 from parallel_backend.wire import deadlines
@@ -100,6 +101,10 @@ def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_pa
     out = run_script(elsewhere + A_RANK_DIES, tmp_path)
     assert "rank 1 failed: " in out
     assert "stopped in time down" in out
+
+
+def test_a_pause_of_everything_together_is_no_hang(tmp_path):
+    assert "same ranks" in run_script(EVERYTHING_PAUSES, tmp_path)
 
 
 def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, monkeypatch):
@@ -208,6 +213,37 @@ def test_a_rank_sees_its_devices_settings_but_no_secret():
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["NCCL_P2P_DISABLE"]) == ("1,2", "1")
     assert seen["PYTHONPATH"] == "/my pack:/site"
     assert seen["GLOO_SOCKET_IFNAME"] == seen["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ([], {}, []),
+        (["-s"], {}, ["-s"]),
+        ([], {"PYTHONNOUSERSITE": "1"}, ["-s"]),
+        (["-I", "-B", "-O"], {}, ["-s", "-E", "-B", "-O"]),
+    ],
+)
+def test_ranks_start_with_the_flags_of_comfyuis_own_python(flags, variables, expected):
+    script = "import sys; sys.path[:0] = sys.argv[1:]; from parallel_backend.sidecar import environment as e"
+    script += "; print(*e.interpreter_flags())"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", script, str(PACK_ROOT)],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_a_rank_has_the_flags_and_starts_with_them(spawn, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "interpreter_flags", lambda: ["-s", "-E"])
+    group = spawn("tests.support.rank_programs.scripted_rank", count=1)
+    join_ranks(group, lambda: False)
+    command = Path(f"/proc/{group.pids[0]}/cmdline").read_bytes().split(b"\0")
+    assert {b"-u", b"-s", b"-E"} <= set(command)
 
 
 def test_threads_are_shared_out_unless_the_user_set_them(monkeypatch):

@@ -66,6 +66,25 @@ begun = time.monotonic()
 sidecar.stop()
 print("stopped in time" if time.monotonic() - begun < 5 else "stopped late", sidecar.state.value)
 """
+# As `docker pause` does, between two steps and for longer than one may take.
+EVERYTHING_PAUSES = """
+import signal, subprocess, sys, time
+from parallel_backend.wire import deadlines
+from scripted import SLOW
+deadlines.step_budget = lambda earlier: 1.5
+sidecar = scripted_sidecar()
+sidecar.load(weights)
+pids = sidecar.pids
+def on_step(step, steps, denoised):
+    if step == 3:
+        everything = [os.getpid(), *pids]
+        pause = f"import os, signal, time; p = {everything}"
+        pause += "; [os.kill(i, signal.SIGSTOP) for i in p]; time.sleep(4); [os.kill(i, signal.SIGCONT) for i in p]"
+        subprocess.Popen([sys.executable, "-c", pause])
+sidecar.sample(weights, scripted_request(SLOW, steps=60), two_ranks(), on_step=on_step)
+print("same ranks" if sidecar.pids == pids else "other ranks")
+sidecar.stop()
+"""
 ONE_JOB = """
 sidecar = scripted_sidecar()
 for _ in range(2):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...requests import InputShapes
 from ...strategy import ModelShape
 from ..checkpoint import Header, read_header
 from .keys import FluxDims, diffusers_shapes, original_shapes
@@ -47,6 +48,7 @@ _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
 _SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
 # Input channels of an image token: the latent, with the latent of an edge or depth image, with image and mask (Fill).
 _IN_CHANNELS = (64, 128, 384)
+_PATCH = 4  # latent pixels in an image token
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,18 @@ class FluxFile:
     @property
     def shape(self) -> ModelShape:
         return ModelShape(self.dims.heads, self.dims.double_blocks + self.dims.single_blocks, self.name)
+
+    @property
+    def inputs(self) -> InputShapes:
+        return InputShapes(
+            model=self.name,
+            context=self.dims.context_dim,
+            pooled=self.dims.pooled_dim,
+            channels_in=self.dims.in_channels // _PATCH,
+            channels_out=self.dims.out_channels // _PATCH,
+            text_encoders="clip_l and t5xxl in DualCLIPLoader, type flux",
+            latents="EmptySD3LatentImage, or an image encoded with Flux.1's VAE, ae.safetensors",
+        )
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
