@@ -21,7 +21,6 @@ from ...parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placeme
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
-from ...parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from .memory import economy
 from .settings import permitted
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunRecord:
-    """What a sampling run did, collected call by call for the report."""
+    """The record of a sampling run, collected call by call for the report."""
 
     decisions: list[Decision] = field(default_factory=list)
     decided: ExecutionPlan | None = None  # the latest, with what was foreseen
@@ -40,6 +39,20 @@ class RunRecord:
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
+
+    def add_run(self, decided: ExecutionPlan, info: RunInfo) -> None:
+        """A request of this run has ended well; `info` tells a load before it too."""
+        self.decided, self.devices = decided, decided.devices
+        if not self.decisions or self.decisions[-1] != decided.decision:
+            self.decisions.append(decided.decision)
+        self.runs.append(info)
+        load = info.load
+        if load is None:
+            return
+        if not load.cached:
+            self.loads.append(load)
+        if self.patched is None or (load.patched is not None and not load.patched.cached):
+            self.patched = load.patched
 
 
 def decide(
@@ -52,15 +65,12 @@ def decide(
     sampler: str = "euler",
     compute_options: ComputeOptions = DEFAULT_COMPUTE,
 ) -> ExecutionPlan:
-    """What runs for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
+    """The plan for `work`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
     choice = permitted(choice, work.steps, attention=compute_options.attention)
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
         decision = Decision(strategy, choice.engine, "")
-        with ready_sidecar(spec, decision, devices, None, compute_options=uncompiled(compute_options)) as (
-            sidecar,
-            placement,
-        ):
+        with ranks_for(decision, devices, uncompiled(compute_options)) as (sidecar, placement):
             return try_out(sidecar, placement)
 
     return decide_by_trial_runs(
@@ -77,29 +87,12 @@ def decide(
 
 
 @contextmanager
-def ready_sidecar(
-    spec: ModelSpec,
-    decision: Decision,
-    devices: tuple[str, ...],
-    record: RunRecord | None,
-    patches: WeightPatches = NO_PATCHES,
-    compute_options: ComputeOptions = DEFAULT_COMPUTE,
+def ranks_for(
+    decision: Decision, devices: tuple[str, ...], compute_options: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[tuple[Sidecar, Placement]]:
-    """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
+    """The sidecar of these devices, started or not; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
-        sidecar = pool.get_sidecar(devices)
-        load = sidecar.load(spec, decision.strategy, on_phase=say, should_cancel=interrupted, patches=patches)
-        if not load.cached:
-            say(f"loaded in {load.seconds:.1f} s")
-        if record is not None:
-            record.devices = devices
-            if not record.decisions or record.decisions[-1] != decision:
-                record.decisions.append(decision)
-            if not load.cached:
-                record.loads.append(load)
-            if record.patched is None or not load.patched.cached:
-                record.patched = load.patched
-        yield sidecar, Placement(decision.strategy, decision.engine, compute_options)
+        yield pool.get_sidecar(devices), Placement(decision.strategy, decision.engine, compute_options)
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from ...parallel_backend.planner.decide import ExecutionPlan
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ready_sidecar, say
+from ..host.calls import RunRecord, decide, interrupted, ranks_for, say
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .patcher import COMPUTING, PATCHES, StepwisePatcher
@@ -161,6 +162,13 @@ class StepwiseFlux(nn.Module):
         options=None,
         **others,
     ) -> Tensor:
+        if y is None:
+            y = x.new_zeros(len(x), self.file.dims.pooled_dim)
+        conditioning = Conditioning(
+            context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
+        )
+        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning)
+        check_inputs(request, self.file.inputs)
         extras = take_extras(
             x,
             ref_latents,
@@ -171,29 +179,17 @@ class StepwiseFlux(nn.Module):
             options.get("rope_options"),
         )
         refuse_effects(options, others)
-        if y is None:
-            y = x.new_zeros(len(x), self.file.dims.pooled_dim)
-        conditioning = Conditioning(
-            context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
-        )
-        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning, extras)
+        request = replace(request, extras=extras)
         record: RunRecord | None = options.get(RECORD)
         decided = self._decide(request, options)
-        if record is not None:
-            record.decided = decided
         patches = options.get(PATCHES, NO_PATCHES)
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        with ready_sidecar(
-            self.spec, decided.decision, decided.devices, record, patches, compute_options
-        ) as (
-            sidecar,
-            placement,
-        ):
+        with ranks_for(decided.decision, decided.devices, compute_options) as (sidecar, placement):
             velocity, info = sidecar.predict(
                 self.spec, request, placement, on_phase=say, should_cancel=interrupted, patches=patches
             )
         if record is not None:
-            record.runs.append(info)
+            record.add_run(decided, info)
         return velocity.to(x.device, x.dtype)
 
     def _compute_dtype(self, choice: StrategySettings) -> torch.dtype:
@@ -213,7 +209,8 @@ class StepwiseFlux(nn.Module):
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             infos = [
-                sidecar.predict(self.spec, request, placement, should_cancel=interrupted)[1] for _ in range(3)
+                sidecar.predict(self.spec, request, placement, on_phase=say, should_cancel=interrupted)[1]
+                for _ in range(3)
             ]
             return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
 

@@ -16,8 +16,9 @@ from ...parallel_backend.planner.calibrate import learn_links
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ready_sidecar, say
+from ..host.calls import RunRecord, decide, interrupted, ranks_for, say
 from .network import CHOICE, RECORD
 from .patcher import COMPUTING, PATCHES
 
@@ -83,6 +84,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
             cache_threshold=self._record.cache_threshold or 0.0,
         )
+        check_inputs(request, network.file.inputs)
         choice = options.get(CHOICE, StrategySettings())
         if request.cache_threshold > 0:  # which PipeFusion, the other approximation, does not go with
             choice = replace(choice, approximation="never")
@@ -92,23 +94,20 @@ class ResidentSampler(comfy.samplers.Sampler):
         trial = replace(request, sigmas=near, cache_threshold=0.0)
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
-            return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
+            return sidecar.sample(
+                network.spec, trial, placement, on_phase=say, should_cancel=interrupted
+            ).info
 
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
         about = {"sampler": self._name, "computing": compute_options}
         decided = decide(choice, network.spec, network.file, work, try_out, **about)
-        self._record.decided = decided
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
-            if step == 1:
-                say("sampling")  # the phase before was "first step"
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
         patches = options.get(PATCHES, NO_PATCHES)
-        with ready_sidecar(
-            network.spec, decided.decision, decided.devices, self._record, patches, compute_options
-        ) as (sidecar, placement):
+        with ranks_for(decided.decision, decided.devices, compute_options) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,
@@ -120,7 +119,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             )
             learn_links(sidecar, placement, say)
         remember(decided.devices, network.spec, network.file, work, result.info, **about)
-        self._record.runs.append(result.info)
+        self._record.add_run(decided, result.info)
         return result.latent.to(noise.device)
 
 
