@@ -99,7 +99,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             ).info
 
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        about = {"sampler": self._name, "computing": compute_options}
+        about = {"sampler": self._name, "compute_options": compute_options}
         decided = decide(choice, network.spec, network.file, work, try_out, **about)
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
