@@ -13,7 +13,7 @@ from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
 from ..parallel_backend.planner.rules import StrategySettings, resolve
 from ..parallel_backend.strategy import RequestShape
-from .host.calls import RunRecord, say
+from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
 from .host.settings import permitted
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
@@ -158,7 +158,7 @@ class ParallelSampler(io.ComfyNode):
             seed=seed,
         )
         if record.runs:  # nothing runs at denoise 0
-            say(summarise(record))
+            report_progress(summarise(record))
         out = {k: v for k, v in latent_image.items() if not k.startswith("downscale_ratio")}
         report = write_report(record)
         shown = run_ui(

@@ -18,7 +18,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar import pool
 from ..parallel_backend.sidecar.sidecar import Sidecar
 from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
-from .host.calls import errors_as_comfyuis, interrupted, say
+from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_choice, fingerprint
 from .links import CATEGORY, StrategyLink
 from .model.vae import weights_of
@@ -65,13 +65,13 @@ class ParallelVAEDecode(io.ComfyNode):
         try:
             image, lines = _on_ranks(vae, latent, strategy or default_choice())
         except _CannotBeSplit as reason:
-            say(f"decoding in ComfyUI: {reason}")
+            report_progress(f"decoding in ComfyUI: {reason}")
             image = vae.decode(latent)
             if image.ndim == 5:  # frames of a video become images, as VAEDecode has it
                 image = image.reshape(-1, *image.shape[-3:])
             lines = [f"decoded by: ComfyUI's own VAE decode, on one device, because {reason}"]
         lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
-        say(lines[0])
+        report_progress(lines[0])
         return io.NodeOutput(image, "\n".join(lines))
 
 
@@ -94,7 +94,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, choice: StrategySettings) -> tu
                 latent.cpu(),
                 shares,
                 on_step=lambda step, steps: progress.update_absolute(step, steps),
-                on_phase=say,
+                on_phase=report_progress,
                 should_cancel=interrupted,
             )
     except PlatformError as error:

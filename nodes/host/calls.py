@@ -82,7 +82,7 @@ def decide(
         sampler=sampler,
         economy=economy(),
         compute_options=compute_options,
-        say=say,
+        say=report_progress,
     )
 
 
@@ -111,7 +111,7 @@ def interrupted() -> bool:
     return comfy.model_management.processing_interrupted()
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     """Shows what the ranks are doing under the node that runs, and in the log."""
     log.info("parallel sampling: %s", text)
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs

@@ -27,7 +27,7 @@ from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, Pre
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ranks_for, say
+from ..host.calls import RunRecord, decide, interrupted, ranks_for, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .patcher import COMPUTING, PATCHES, StepwisePatcher
@@ -186,7 +186,12 @@ class StepwiseFlux(nn.Module):
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
         with ranks_for(decided.decision, decided.devices, compute_options) as (sidecar, placement):
             velocity, info = sidecar.predict(
-                self.spec, request, placement, on_phase=say, should_cancel=interrupted, patches=patches
+                self.spec,
+                request,
+                placement,
+                on_phase=report_progress,
+                should_cancel=interrupted,
+                patches=patches,
             )
         if record is not None:
             record.add_run(decided, info)
@@ -209,7 +214,9 @@ class StepwiseFlux(nn.Module):
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             infos = [
-                sidecar.predict(self.spec, request, placement, on_phase=say, should_cancel=interrupted)[1]
+                sidecar.predict(
+                    self.spec, request, placement, on_phase=report_progress, should_cancel=interrupted
+                )[1]
                 for _ in range(3)
             ]
             return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))

@@ -18,7 +18,7 @@ from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placem
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, decide, interrupted, ranks_for, say
+from ..host.calls import RunRecord, decide, interrupted, ranks_for, report_progress
 from .network import CHOICE, RECORD
 from .patcher import COMPUTING, PATCHES
 
@@ -58,7 +58,7 @@ class ResidentSampler(comfy.samplers.Sampler):
         reason = why_stepwise(self._name, model_wrap, extra_args["model_options"], noise)
         if reason is not None:
             self._record.stepwise_because = reason
-            say(f"stepwise: {reason}")
+            report_progress(f"stepwise: {reason}")
             stock = comfy.samplers.sampler_object(self._name)
             return stock.sample(
                 model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
@@ -95,7 +95,7 @@ class ResidentSampler(comfy.samplers.Sampler):
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             return sidecar.sample(
-                network.spec, trial, placement, on_phase=say, should_cancel=interrupted
+                network.spec, trial, placement, on_phase=report_progress, should_cancel=interrupted
             ).info
 
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
@@ -113,11 +113,11 @@ class ResidentSampler(comfy.samplers.Sampler):
                 request,
                 placement,
                 on_step=on_step,
-                on_phase=say,
+                on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
             )
-            learn_links(sidecar, placement, say)
+            learn_links(sidecar, placement, report_progress)
         remember(decided.devices, network.spec, network.file, work, result.info, **about)
         self._record.add_run(decided, result.info)
         return result.latent.to(noise.device)

@@ -48,6 +48,7 @@ class RankWorker:
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
         self._model = None
+        self._inputs: InputShapes | None = None  # of the model that was read last
         self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
         self._forwards: dict[Placement, object] = {}
         self._prompts: dict[int, Conditioning] = {}
@@ -59,19 +60,18 @@ class RankWorker:
         All ranks agree on the outcome before anyone gives up the old model: 0 good, 1 out of memory, 2 refused.
         """
         begun = time.perf_counter()
-        loaded, error = self._try_load(spec, strategy)
+        model, error = self._try_load(spec, strategy)
         worst = self._agree(error)
         if worst == _NO_MEMORY and self._model is not None:
-            loaded = error = None
+            model = error = None
             self._drop_model()  # the old one was in the way
-            loaded, error = self._try_load(spec, strategy)
+            model, error = self._try_load(spec, strategy)
             worst = self._agree(error)
-        if worst != _GOOD or loaded is None:
-            loaded = None
+        if worst != _GOOD:
+            model = None
             _collect(self.world.device)
             raise error or PeerFailed("another rank could not load the model")
         self._drop_model()
-        model, inputs = loaded
         self._model = model
         self.meter.record_weights(model.chunks)
         return LoadInfo(
@@ -80,7 +80,7 @@ class RankWorker:
             cached=False,
             dtype=model.file.dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
-            inputs=inputs,
+            inputs=self._inputs,
         )
 
     def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
@@ -222,14 +222,14 @@ class RankWorker:
         return make_forward(self._model, self._layouts, placement)
 
     def _try_load(self, spec: ModelSpec, strategy: ParallelStrategy):
-        """((model, the inputs it takes), None) or (None, error); a rank that fails must still take part in the
-        agreement."""
+        """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
-            loaded = self._read_model(spec, strategy), self._read_inputs(spec)
+            model = self._read_model(spec, strategy)
+            self._inputs = self._read_inputs(spec)
             heartbeat.loading(1.0)
-            return loaded, None
+            return model, None
         except Exception as error:
             return None, error
 
@@ -290,11 +290,13 @@ def _run(forward, placement: Placement, begun: float, sent_before: int) -> RankR
 
 
 def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        # A copy on the CPU too: the payload is a mapping of memory that the parent made.
-        return None if tensor is None else tensor.to(device, copy=True)
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(
+            device, copy=True
+        )  # on the CPU too: the payload is a mapping of memory that the parent made
 
-    return Conditioning(moved(prompt.context), moved(prompt.pooled), moved(prompt.guidance))
+    guidance = None if prompt.guidance is None else moved(prompt.guidance)
+    return Conditioning(moved(prompt.context), moved(prompt.pooled), guidance)
 
 
 def _device(name: str) -> torch.device:
