@@ -27,9 +27,9 @@ from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch
 from .events import Stepped, emit
 from .exchange import Exchange, expect, reports
+from .holdings import RankHoldings
 from .lease import Lease
 from .phases import Phase, PhaseKind
-from .rank_memory import RankMemory
 from .resume import SamplingJob
 
 _STEPS_SHOWN = 60  # whose times a status has
@@ -51,8 +51,8 @@ class StepProgress:
 class ModelRequests:
     """Of one sidecar. Each method runs on ranks that are leased, and makes them hold the model first."""
 
-    def __init__(self, memory: RankMemory, devices: tuple[str, ...]) -> None:
-        self._memory = memory
+    def __init__(self, holdings: RankHoldings, devices: tuple[str, ...]) -> None:
+        self._holdings = holdings
         self._devices = devices
         self.progress = StepProgress()
 
@@ -70,7 +70,7 @@ class ModelRequests:
         seconds: list[float] = []
         sampling = False
         compiling = CompileWatch(job.shape, lease.on_phase)
-        held = self._memory.held
+        held = self._holdings.held
         assert held is not None, "ensure_ready has loaded it"
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -112,9 +112,9 @@ class ModelRequests:
     ) -> tuple[Tensor, RunInfo]:
         """As Sidecar.predict."""
         load, inputs = self._ensure_ready(spec, request, placement, patches, lease)
-        prompts = self._memory.prompts
+        prompts = self._holdings.prompts
         key, is_new = prompts.find(request.conditioning)
-        times = self._memory.call_seconds[placement, tuple(request.x.shape)]
+        times = self._holdings.call_seconds[placement, tuple(request.x.shape)]
         try:
             tensors = predict_tensors(request, with_conditioning=is_new)
             exchange = lease.exchange()
@@ -145,7 +145,7 @@ class ModelRequests:
     ) -> tuple[LoadInfo, InputShapes]:
         """The model is held and takes what `request` has: on the ranks, another width would only be an error of torch
         half-way through a collective."""
-        load = self._memory.ensure_ready(spec, placement.strategy, patches, lease)
+        load = self._holdings.ensure_ready(spec, placement.strategy, patches, lease)
         if load.inputs is None:
             raise TransportError("the ranks loaded a model without saying what it takes")
         check_inputs(request, load.inputs)

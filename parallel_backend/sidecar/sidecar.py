@@ -28,10 +28,10 @@ from ..wire.protocol import Calibrate, Sample
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
 from .group import RankGroupRunner
+from .holdings import RankHoldings
 from .lease import ShouldCancel, State
 from .model_requests import ModelRequests
 from .phases import Phase, PhaseKind
-from .rank_memory import RankMemory
 from .resume import OnStep, SamplingJob
 from .status import GroupStatus, read_ranks
 from .supervisor import RANK_MODULE
@@ -55,21 +55,21 @@ class Sidecar:
         self._ranks = RankGroupRunner(devices, rank_module, resumes=resumes, forget=self._forget)
         self.devices = self._ranks.devices
         self._resumes = resumes
-        self._memory = RankMemory(self._ranks)
-        self._requests = ModelRequests(self._memory, self.devices)
+        self._holdings = RankHoldings(self._ranks)
+        self._requests = ModelRequests(self._holdings, self.devices)
 
     def _forget(self) -> None:
-        self._memory.forget()
+        self._holdings.forget()
 
     @property
     def state(self) -> State:
         state = self._ranks.state
-        return State.ASLEEP if self._memory.asleep and state is State.READY else state
+        return State.ASLEEP if self._holdings.asleep and state is State.READY else state
 
     @property
     def model(self) -> ModelSpec | None:
         """The one that the ranks hold in their devices' memory; None for nothing, or while they sleep."""
-        return self._memory.model
+        return self._holdings.model
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -108,7 +108,8 @@ class Sidecar:
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
             return self._ranks.through_a_crash(
-                lambda: self._memory.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease), lease
+                lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease),
+                lease,
             )
 
     def sample(
@@ -183,9 +184,9 @@ class Sidecar:
         check_decode(latent, shares, len(self.devices))
         with self._ranks.lease("decode", should_cancel, on_phase) as lease:
             lease.images = len(latent)
-            self._memory.ensure_started(lease)
+            self._holdings.ensure_started(lease)
             self._ranks.working()
-            return self._memory.vae.decode(
+            return self._holdings.vae.decode(
                 self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
             )
 
@@ -201,7 +202,7 @@ class Sidecar:
         """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
         self._check_placement(placement)
         with self._ranks.lease("calibrate", should_cancel, on_phase) as lease:
-            self._memory.ensure_started(lease)
+            self._holdings.ensure_started(lease)
             self._ranks.working()
             lease.on_phase(Phase(PhaseKind.MEASURING))
             exchange = lease.exchange()
@@ -218,7 +219,7 @@ class Sidecar:
     def start(self, on_phase: ShowPhase | None = None) -> float:
         """Starts the ranks unless they run; returns the seconds it took, 0.0 when they ran."""
         with self._ranks.lease("start", None, on_phase) as lease:
-            return self._memory.ensure_started(lease)
+            return self._holdings.ensure_started(lease)
 
     def sleep(self, level: int = 1, should_cancel: ShouldCancel | None = None) -> SleepInfo:
         """Gives the ranks' device memory back and leaves them running; the next request wakes them.
@@ -231,12 +232,12 @@ class Sidecar:
                 f"A sleep of level {level} is unknown; 1 keeps weights in host memory, 2 discards them."
             )
         with self._ranks.lease("sleep", should_cancel) as lease:
-            return self._memory.sleep(level, lease)
+            return self._holdings.sleep(level, lease)
 
     def wake(self, on_phase: ShowPhase | None = None) -> SleepInfo:
         """Gives the ranks back what `sleep` took, bit for bit; ranks that are awake need nothing."""
         with self._ranks.lease("wake", None, on_phase) as lease:
-            return self._memory.wake(lease)
+            return self._holdings.wake(lease)
 
     def stop(self) -> None:
         """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""

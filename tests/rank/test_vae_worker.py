@@ -153,7 +153,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, weights
 def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
     ranks.decode(vae.weights, latent)
-    on_ranks = ranks._memory.vae
+    on_ranks = ranks._holdings.vae
     held = on_ranks._held
     on_ranks._held = (held[0], "never sent", held[2])
     with pytest.raises(RequestError, match="do not hold the VAE"):

@@ -1,4 +1,4 @@
-"""The memory of a group's ranks as ComfyUI's process knows it: model, LoRAs, prompts and VAE, awake or asleep."""
+"""The holdings of a group's ranks as ComfyUI's process knows them: model, LoRAs, prompts and VAE, awake or asleep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HeldModel:
     info: LoadInfo
 
 
-class RankMemory:
+class RankHoldings:
     """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `call_seconds`: of earlier
     model calls by placement and shape of x, for the next one's deadline."""
 
