@@ -84,6 +84,7 @@ class Exchange(Generic[Terminal]):
         self._failed: dict[int, Failed] = {}  # in the order of arrival
         self._interrupt: BaseException | None = None
         self._deadline = float("inf")
+        self._looked = 0.0  # when this thread last looked at its links
         self.result: Tensors = {}  # payload of rank 0's terminal message
 
     def send(self, message: Message, tensors: Tensors | None = None) -> None:
@@ -116,14 +117,9 @@ class Exchange(Generic[Terminal]):
                 selector.register(link, selectors.EVENT_READ, rank)
             selector.register(self._group.alarm, selectors.EVENT_READ, None)
             self._deadline = time.monotonic() + budget()
-            looked = time.monotonic()
+            self._looked = time.monotonic()
             while self._pending:
                 try:
-                    looked, before = time.monotonic(), looked
-                    if (
-                        looked - before > deadlines.PAUSE
-                    ):  # a container's or a laptop's, and likely the ranks' too
-                        self._deadline += looked - before
                     self.guard(self._look_for_cancel)
                     self._turn(selector, budget, on_message)
                 except KeyboardInterrupt as error:
@@ -133,7 +129,11 @@ class Exchange(Generic[Terminal]):
     def _turn(
         self, selector: selectors.PollSelector, budget: Callable[[], float], on_message: OnMessage | None
     ) -> None:
-        left = self._deadline - time.monotonic()
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > deadlines.PAUSE:  # a container's or a laptop's, and likely the ranks' too
+            self._deadline += now - before
+        left = self._deadline - now
         if left <= 0:
             raise self._expired(budget())
         events = selector.select(min(left, deadlines.POLL))

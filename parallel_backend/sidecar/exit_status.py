@@ -36,7 +36,9 @@ def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, pea
             f"weight_dtype, close other programs, or give the container more memory"
         )
     elif code is None:
-        words = "ended, and something else in ComfyUI's process collected how (a custom node that waits for any child)"
+        words = (
+            "ended; something else in ComfyUI's process collected its exit code (a custom node, most likely)"
+        )
     elif code < 0:
         words = f"killed by {_signal_name(-code)}"
         if code == -signal.SIGKILL and oom_kills is None:
