@@ -199,9 +199,10 @@ def check_inputs(request: SampleRequest | PredictRequest, shapes: InputShapes) -
             ("", prompt.context, shapes.context),
             ("pooled ", prompt.pooled, shapes.pooled),
         ):
-            if tensor.shape[-1] != wanted:
+            width = tensor.shape[-1] if tensor.ndim else 0
+            if width != wanted:
                 raise RequestError(
-                    f"{name}: a {part}prompt of width {tensor.shape[-1]} came, and {shapes.model} takes {part}prompts "
+                    f"{name}: a {part}prompt of width {width} came, and {shapes.model} takes {part}prompts "
                     f"of width {wanted}. Encode it with the text encoders of this model: {shapes.text_encoders}."
                 )
     if latent.ndim > 1 and latent.shape[1] != shapes.channels_in:
