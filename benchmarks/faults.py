@@ -39,7 +39,7 @@ from fault_injection import (
     start_script,
     without_hostname,
 )
-from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_payload, parse_whereabouts
+from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_heartbeat, parse_payload
 from parallel_backend.errors import DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement, SamplerState
 from parallel_backend.sidecar import restart_policy as crash_history
@@ -429,7 +429,7 @@ def hostile(subject: Subject) -> Iterator[Check]:
         ("frames", damaged(FRAMES), parse_frame),
         ("payloads", damaged(PAYLOADS), parse_payload),
         ("files", damaged([original, *PAYLOADS]), lambda data: parse_file(data, path)),
-        ("notes of ranks", st.binary(min_size=1, max_size=200), parse_whereabouts),
+        ("notes of ranks", st.binary(min_size=1, max_size=200), parse_heartbeat),
     ):
         tried, crash = parse_many(inputs, parse, each)
         yield Check(f"{name}: inputs", tried)

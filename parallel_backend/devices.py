@@ -1,8 +1,9 @@
-"""Which devices a person means by `all`, `0,1,3` or `cpu:2`. Counts devices without creating a CUDA context."""
+"""The devices that a person means by `all`, `0,1,3` or `cpu:2`. Counts devices without creating a CUDA context."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -53,5 +54,5 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in indices)
 
 
-def is_cpu(devices: tuple[str, ...]) -> bool:
+def is_cpu(devices: Sequence[str]) -> bool:
     return all(name.startswith("cpu") for name in devices)

@@ -1,4 +1,4 @@
-"""What can go wrong, as a small hierarchy a caller can catch; each message says what, the limit, and the remedy."""
+"""The errors of the pack, a small hierarchy a caller can catch; each message says what, the limit, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PlatformError(ParallelError):
     """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
 
 
-# How a rank can fail, in one word for those who count: its process was ended by a signal, exited, or by the system for
+# Failures of a rank, in one word for those who count: its process was ended by a signal, exited, or by the system for
 # memory; it gave no sign of life; its device or the link to its peers failed; its code raised; it closed its own link;
 # it is of another version.
 FAILURES = ("signal", "exit", "out_of_memory", "hang", "device", "error", "link", "version")
@@ -28,7 +28,7 @@ class Problem:
 
 
 class SettingsError(ParallelError):
-    """What a person set cannot run. `problems`: each thing that is wrong, for those who show it where it was set."""
+    """Settings of a person that cannot run. `problems`: each wrong thing, for those who show it where it was set."""
 
     inputs: tuple[str, ...] = ()  # where it lies, unless told otherwise
 
@@ -40,9 +40,14 @@ class SettingsError(ParallelError):
 
 
 class DeviceError(SettingsError):
-    """A device was named that does not exist, or is named twice."""
+    """A device was named that does not exist, or is named twice. `device`: the one that a rank did not find, None where
+    the settings name them wrongly."""
 
     inputs = ("devices",)
+
+    def __init__(self, message: str, *, device: str | None = None) -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class StrategyError(SettingsError):
@@ -89,7 +94,7 @@ class RankFailed(ParallelError):
 RANK_CRASHED = "RankCrashed"
 
 # Errors a rank may report over the link by name; anything else arrives as RankFailed.
-_WIRE_ERRORS = {
+_WIRE_ERRORS: dict[str, type[ParallelError]] = {
     error.__name__: error
     for error in (
         PlatformError,
@@ -112,8 +117,10 @@ def to_wire(error: BaseException) -> tuple[str, str]:
     return "RankFailed", f"{name}: {error}"
 
 
-def from_wire(kind: str, message: str, rank: int) -> ParallelError:
-    """The error a rank reported, as the type the caller can catch."""
+def from_wire(kind: str, message: str, rank: int, device: str | None = None) -> ParallelError:
+    """The error a rank reported, as the type the caller can catch; `device`: of a DeviceError."""
+    if kind == DeviceError.__name__:
+        return DeviceError(message, device=device)
     if kind in _WIRE_ERRORS:
         return _WIRE_ERRORS[kind](message)
     crashed = kind == RANK_CRASHED

@@ -1,4 +1,4 @@
-"""How ranks may compute a model: compiled blocks, the kernel of attention, the step cache (docs/step-cache.md)."""
+"""Options of computing on ranks: compiled blocks, the kernel of attention, the step cache (docs/step-cache.md)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULT_COMPUTE = ComputeOptions()
 
 @dataclass(frozen=True)
 class CompileStats:
-    """What compiling did in a request, of one rank or of the one that did most: `graphs` new ones in `seconds`;
+    """The work of compiling in a request, of one rank or of the one that did most: `graphs` new ones in `seconds`;
     `uncompiled`: calls of blocks that ran as they are all the same."""
 
     graphs: int

@@ -1,4 +1,4 @@
-"""What crosses the link between ComfyUI's process and the ranks: model specs, requests, results."""
+"""The things that cross the link between ComfyUI's process and the ranks: model specs, requests, results."""
 
 from __future__ import annotations
 
@@ -27,6 +27,26 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class InputShapes:
+    """The widths that a model takes, from its file's header. `context`, `pooled`: of a prompt; `channels_in`,
+    `channels_out`: of the latent that a call takes and gives. For people: `model` is its file's name, `text_encoders`
+    and `latents` say where what fits it comes from."""
+
+    model: str
+    context: int
+    pooled: int
+    channels_in: int
+    channels_out: int
+    text_encoders: str
+    latents: str
+
+    def velocity_shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Of the model's answer to x [R, channels_in, h, w]; what Fill, Canny and Depth take in beside the latent does
+        not come out."""
+        return (len(x), self.channels_out, *x.shape[2:])
+
+
+@dataclass(frozen=True)
 class Conditioning:
     """One prompt, encoded.
 
@@ -41,7 +61,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how one request runs. `engine` is a wish; the result says which one ran."""
+    """The strategy and options under which one request runs. `engine` is a wish; the result says which one ran."""
 
     strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
     engine: str = "auto"
@@ -97,7 +117,7 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a model call may carry beside latent, sigma and prompt. Rows: 1 or R.
+    """The inputs that a model call may have beside latent, sigma and prompt. Rows: 1 or R.
 
     references: latents [rows, C, h, w] whose tokens the image attends to (Flux Kontext). places: [1 + references, 5]
     float32, where the image's tokens lie and those of each reference: (index, row, column) of the first one, and how
@@ -140,15 +160,10 @@ class PredictRequest:
     conditioning: Conditioning
     extras: Extras = field(default_factory=Extras)
 
-    @property
-    def velocity_shape(self) -> tuple[int, ...]:
-        """Of the latent; what Fill, Canny and Depth take in beside it does not come out."""
-        return (len(self.x), min(LATENT_CHANNELS, self.x.shape[1]), *self.x.shape[2:])
-
 
 @dataclass(frozen=True)
 class RunInfo:
-    """How a request ran. Times in seconds, sizes in bytes."""
+    """The record of a request that ran. Times in seconds, sizes in bytes."""
 
     engine: str
     strategy: ParallelStrategy
@@ -162,6 +177,7 @@ class RunInfo:
     reused_calls: int = 0  # of these, what the step cache answered but for the first block
     kernel: str = "torch"  # of attention, one of options.ATTENTION_KERNELS
     compiled: CompileStats | None = None  # None where blocks were not to be compiled
+    load: LoadInfo | None = None  # of the model that it ran on; what decides and measures knows of none
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,8 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class SleepInfo:
-    """What going to sleep or waking did. seconds: slowest rank; freed_bytes: of all ranks' device memory, negative for
-    what waking took; on the CPU, where weights are the mapped file, 0."""
+    """The outcome of going to sleep or waking. seconds: slowest rank; freed_bytes: of all ranks' memory, negative
+    for what waking took; on the CPU, where weights are the mapped file, 0."""
 
     seconds: float
     freed_bytes: int
@@ -183,8 +199,8 @@ class SleepInfo:
 
 @dataclass(frozen=True)
 class PatchInfo:
-    """What changing weights (LoRAs) did. seconds: slowest rank, with sending; weights: tensors that now differ from the
-    file; touched: of those computed or restored for it; bytes_sent: factors that the ranks did not have yet;
+    """The outcome of changing weights (LoRAs). seconds: slowest rank, with sending; weights: tensors that now differ
+    from the file; touched: of those computed or restored for it; bytes_sent: factors that the ranks did not have yet;
     cached: these changes were in place already."""
 
     seconds: float
@@ -196,8 +212,9 @@ class PatchInfo:
 
 @dataclass(frozen=True)
 class LoadInfo:
-    """What loading did. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
-    patched: what was changed in the weights after that, None where no rank has been asked to."""
+    """The outcome of loading. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
+    patched: what was changed in the weights after that, None where no rank has been asked to; inputs: None for a
+    VAE."""
 
     seconds: float
     bytes: int
@@ -205,3 +222,4 @@ class LoadInfo:
     dtype: str
     compute_dtype: str
     patched: PatchInfo | None = None
+    inputs: InputShapes | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .errors import Problem, StrategyError
 
@@ -225,7 +226,7 @@ class ParallelStrategy:
             lines = "\n".join(f"- {problem.message}" for problem in found)
             raise StrategyError(f"This strategy cannot run:\n{lines}", problems=tuple(found))
 
-    def replace(self, **changes: object) -> ParallelStrategy:
+    def replace(self, **changes: Any) -> ParallelStrategy:
         return replace(self, **changes)
 
 

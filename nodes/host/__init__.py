@@ -1,1 +1,1 @@
-"""What ComfyUI's process offers the ranks: its interrupts, memory manager, progress bars and settings."""
+"""The services that ComfyUI's process offers the ranks: its interrupts, memory manager, progress bars and settings."""

@@ -16,11 +16,10 @@ from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan
 from ...parallel_backend.planner.history.measurement_history import open_history
 from ...parallel_backend.planner.job import Job
 from ...parallel_backend.planner.rules import Decision, StrategySettings
-from ...parallel_backend.requests import LoadInfo, ModelSpec, PatchInfo, Placement, RunInfo
+from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
-from ...parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from .memory import memory_flag
 from .settings import permitted
 
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunRecord:
-    """A sampling run, collected call by call for the report."""
+    """The record of a sampling run, collected call by call for the report."""
 
     decisions: list[Decision] = field(default_factory=list)
     plan: ExecutionPlan | None = None  # the latest, with what was foreseen
@@ -40,18 +39,31 @@ class RunRecord:
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
 
+    def add_run(self, plan: ExecutionPlan, info: RunInfo) -> None:
+        """A request of this run has ended well; `info` tells a load before it too."""
+        self.plan, self.devices = plan, plan.devices
+        if not self.decisions or self.decisions[-1] != plan.decision:
+            self.decisions.append(plan.decision)
+        self.runs.append(info)
+        load = info.load
+        if load is None:
+            return
+        if not load.cached:
+            self.loads.append(load)
+        if self.patched is None or (load.patched is not None and not load.patched.cached):
+            self.patched = load.patched
+
 
 def plan_job(
-    settings: StrategySettings, job: Job, spec: ModelSpec, try_out: Callable[[Sidecar, Placement], RunInfo]
+    settings: StrategySettings, job: Job, try_out: Callable[[Sidecar, Placement], RunInfo]
 ) -> ExecutionPlan:
-    """The plan for `job` with the model of `spec`. Where only trying can tell, `try_out` runs a few steps with each
-    strategy first."""
+    """The plan for `job`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
     machine = find_machine(settings, memory_flag())
 
     def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
         decision, options = Decision(strategy, settings.engine, ""), job.model.uncompiled.compute_options
-        with ready_sidecar(spec, decision, devices, None, compute_options=options) as (sidecar, placement):
+        with ranks_for(decision, devices, options) as (sidecar, placement):
             return try_out(sidecar, placement)
 
     history = open_history(machine.devices)
@@ -59,31 +71,12 @@ def plan_job(
 
 
 @contextmanager
-def ready_sidecar(
-    spec: ModelSpec,
-    decision: Decision,
-    devices: tuple[str, ...],
-    record: RunRecord | None,
-    patches: WeightPatches = NO_PATCHES,
-    compute_options: ComputeOptions = DEFAULT_COMPUTE,
+def ranks_for(
+    decision: Decision, devices: tuple[str, ...], compute_options: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[tuple[Sidecar, Placement]]:
-    """A started sidecar that holds `spec` with its LoRAs; inside, the ranks' errors become the ones ComfyUI knows."""
+    """The sidecar of these devices, started or not; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
-        sidecar = pool.get_sidecar(devices)
-        load = sidecar.load(
-            spec, decision.strategy, on_phase=report_progress, should_cancel=interrupted, patches=patches
-        )
-        if not load.cached:
-            report_progress(f"loaded in {load.seconds:.1f} s")
-        if record is not None:
-            record.devices = devices
-            if not record.decisions or record.decisions[-1] != decision:
-                record.decisions.append(decision)
-            if not load.cached:
-                record.loads.append(load)
-            if record.patched is None or not load.patched.cached:
-                record.patched = load.patched
-        yield sidecar, Placement(decision.strategy, decision.engine, compute_options)
+        yield pool.get_sidecar(devices), Placement(decision.strategy, decision.engine, compute_options)
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, interrupted, plan_job, ready_sidecar, report_progress
+from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .lora import FileParameters
@@ -130,6 +131,13 @@ class StepwiseNetwork(nn.Module):
         options: dict,
         **others: object,
     ) -> Tensor:
+        if y is None:
+            y = x.new_zeros(len(x), self.file.pooled_dim)
+        conditioning = Conditioning(
+            context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
+        )
+        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning)
+        check_inputs(request, self.file.inputs)
         extras = take_extras(
             x,
             ref_latents,
@@ -140,22 +148,12 @@ class StepwiseNetwork(nn.Module):
             options.get("rope_options"),
         )
         refuse_effects(options, others)
-        if y is None:
-            y = x.new_zeros(len(x), self.file.pooled_dim)
-        conditioning = Conditioning(
-            context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
-        )
-        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning, extras)
+        request = replace(request, extras=extras)
         record: RunRecord | None = options.get(RECORD)
         plan = self._plan(request, options)
-        if record is not None:
-            record.plan = plan
         patches = options.get(PATCHES, NO_PATCHES)
         compute_options = options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
-        with ready_sidecar(self.spec, plan.decision, plan.devices, record, patches, compute_options) as (
-            sidecar,
-            placement,
-        ):
+        with ranks_for(plan.decision, plan.devices, compute_options) as (sidecar, placement):
             velocity, info = sidecar.predict(
                 self.spec,
                 request,
@@ -165,7 +163,7 @@ class StepwiseNetwork(nn.Module):
                 patches=patches,
             )
         if record is not None:
-            record.runs.append(info)
+            record.add_run(plan, info)
         return velocity.to(x.device, x.dtype)
 
     def _compute_dtype(self, settings: StrategySettings) -> torch.dtype:
@@ -192,7 +190,10 @@ class StepwiseNetwork(nn.Module):
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
             infos = [
-                sidecar.predict(self.spec, request, placement, should_cancel=interrupted)[1] for _ in range(3)
+                sidecar.predict(
+                    self.spec, request, placement, on_phase=report_progress, should_cancel=interrupted
+                )[1]
+                for _ in range(3)
             ]
             return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
 

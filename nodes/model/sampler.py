@@ -18,8 +18,9 @@ from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, interrupted, plan_job, ready_sidecar, report_progress
+from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from .network import RECORD, SETTINGS
 from .patcher import COMPUTE_OPTIONS, PATCHES
 
@@ -85,6 +86,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             denoise_mask=None if denoise_mask is None else denoise_mask.float().cpu(),
             cache_threshold=self._record.cache_threshold or 0.0,
         )
+        check_inputs(request, network.file.inputs)
         settings = options.get(SETTINGS, StrategySettings())
         if request.cache_threshold > 0:  # which PipeFusion, the other approximation, does not go with
             settings = replace(settings, approximation="never")
@@ -96,21 +98,18 @@ class ResidentSampler(comfy.samplers.Sampler):
         trial = replace(request, sigmas=near, cache_threshold=0.0)
 
         def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
-            return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
+            return sidecar.sample(
+                network.spec, trial, placement, on_phase=report_progress, should_cancel=interrupted
+            ).info
 
-        plan = plan_job(settings, job, network.spec, try_out)
-        self._record.plan = plan
+        plan = plan_job(settings, job, try_out)
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
-            if step == 1:
-                report_progress("sampling")  # the phase before was "first step"
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
         patches = options.get(PATCHES, NO_PATCHES)
-        with ready_sidecar(
-            network.spec, plan.decision, plan.devices, self._record, patches, compute_options
-        ) as (sidecar, placement):
+        with ranks_for(plan.decision, plan.devices, compute_options) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,
@@ -122,7 +121,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             )
             learn_links(sidecar, placement, report_progress)
         record_run(plan.devices, job, result.info)
-        self._record.runs.append(result.info)
+        self._record.add_run(plan, result.info)
         return result.latent.to(noise.device)
 
 

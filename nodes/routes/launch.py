@@ -27,8 +27,8 @@ def begin(server) -> None:
     def show(toast: Toast) -> None:
         server.send_sync(TOAST, asdict(toast))  # every open page, once
 
-    listen(Notifier(show).hear)
-    listen(IdleWatch(pool.all_sidecars, _timeouts).hear)
+    listen(Notifier(show).on_event)
+    listen(IdleWatch(pool.all_sidecars, _timeouts).on_event)
 
     async def start_ranks(app) -> None:
         if setting("start_at_launch"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ..layout import RankCoordinates
+from ..requests import InputShapes
 from ..strategy import ModelShape, ParallelStrategy
 from .catalog import Family
 from .dtypes import Dtypes
@@ -80,3 +81,7 @@ class ModelFile(Protocol):
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
         """What is alive while `block` computes. `cast`: bytes of its largest layer, where layers cast on use."""
+
+    @property
+    def inputs(self) -> InputShapes:
+        """The widths of prompts and latents that it takes."""

@@ -47,7 +47,7 @@ Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
 
 class Metrics:
-    """`hear` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
+    """`on_event` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
     `gauges(devices)` for what their devices read."""
 
     def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
@@ -98,7 +98,7 @@ class Metrics:
             for request in JOBS:
                 self._jobs.labels(request, result)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Counts what has happened."""
         self._know(event.devices)
         if isinstance(event, Ended):

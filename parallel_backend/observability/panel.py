@@ -1,16 +1,15 @@
-"""What the page shows of groups of ranks: words, numbers, and which buttons make sense."""
+"""The status panel of groups of ranks: words, numbers, and which buttons make sense."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from ..sidecar.sidecar import State
+from ..sidecar.lease import State
+from ..sidecar.phases import PhaseKind
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 
-LOADING = "loading "  # how the phase of a load begins (client.py)
-SAMPLING = "sampling"
 BUSY = "a prompt is using the ranks; cancel it first"
 NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
@@ -42,12 +41,13 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
 def group_words(status: GroupStatus) -> str:
     """The state in words, such as "sampling 12/28"."""
     if status.state == State.RUNNING.value:
-        if status.phase.startswith(LOADING) and status.ranks:
+        kind = status.phase and status.phase.kind
+        if kind is PhaseKind.LOADING and status.ranks:
             loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
             return f"loading {100 * loaded:.0f} %"
-        if status.steps and status.phase == SAMPLING:
+        if status.steps and kind is PhaseKind.SAMPLING:
             return f"sampling {status.step}/{status.steps}"
-        return status.phase or "working"
+        return "working" if status.phase is None else status.phase.text
     if status.state == State.STARTING.value:
         return "starting"
     if status.state == State.DOWN.value:
@@ -110,10 +110,11 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
     """{"device", "words", "progress"}; `progress` 0 to 1, None where there is nothing to count."""
     words, progress = "", None
+    kind = status.phase and status.phase.kind
     if status.state == State.RUNNING.value and rank.pid is not None:
-        if status.phase.startswith(LOADING):
+        if kind is PhaseKind.LOADING:
             words, progress = f"loading {100 * rank.loaded:.0f} %", round(rank.loaded, 3)
-        elif status.phase == SAMPLING and status.steps:
+        elif kind is PhaseKind.SAMPLING and status.steps:
             step = min(rank.step, status.steps)
             words, progress = f"step {step} of {status.steps}", round(step / status.steps, 3)
     return {"device": rank.device, "words": words, "progress": progress}

@@ -11,14 +11,25 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:  # what takes a second to import comes later
+    from ..wire.payloads import Tensors
+    from ..wire.protocol import Done, Envelope, Failed, Message, Setup
+    from ..wire.transport import Link
+    from .step_boundary import StepBoundary
+    from .worker import RankWorker
+
+    MakeWorker = Callable[[Setup], RankWorker]
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def main(make_jobs=None) -> None:
+def main(make_worker: MakeWorker | None = None) -> None:
     """Greets the parent, joins the group, serves requests until the link ends.
 
-    `make_jobs(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
+    `make_worker(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
     """
     begun = time.perf_counter()
     parser = argparse.ArgumentParser()
@@ -27,11 +38,14 @@ def main(make_jobs=None) -> None:
     parser.add_argument(
         "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
     )
-    parser.add_argument("--heartbeat", type=int, required=True, help="the inherited page for notes")
+    parser.add_argument("--heartbeat", type=int, required=True, help="the inherited page of heartbeats")
     arguments = parser.parse_args()
     faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
     die_with_parent(arguments.parent)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # where ComfyUI ignores it, a compiler's exit code would be lost
 
     # Only now what takes a second: the parent may die during the import of torch as well.
     from ..wire.transport import Link, LinkClosed
@@ -39,8 +53,8 @@ def main(make_jobs=None) -> None:
     link = Link.from_descriptor(arguments.fd)
     os.set_inheritable(arguments.fd, False)
     try:
-        jobs = _join(link, arguments.epoch, make_jobs, begun, arguments.heartbeat)
-        serve(link, arguments.epoch, jobs)
+        worker = _join(link, arguments.epoch, make_worker, begun, arguments.heartbeat)
+        serve(link, arguments.epoch, worker)
     except LinkClosed:
         _exit(0)
     except BaseException:
@@ -62,7 +76,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def _join(link, epoch: int, make_jobs, begun: float, page: int):
+def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, page: int) -> RankWorker:
     """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
     import torch
 
@@ -71,10 +85,10 @@ def _join(link, epoch: int, make_jobs, begun: float, page: int):
     from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
     from .errors import failure
 
-    def say(message) -> None:
+    def answer(message: Message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
 
-    say(Hello(os.getpid(), VERSION, platform.python_version(), str(torch.__version__)))
+    answer(Hello(os.getpid(), VERSION, platform.python_version(), str(torch.__version__)))
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
@@ -82,30 +96,34 @@ def _join(link, epoch: int, make_jobs, begun: float, page: int):
     arm(setup.rank, heartbeat)
     try:
         heartbeat.point("start")
-        if make_jobs is None:
-            from .worker import RankWorker as make_jobs
-        jobs = make_jobs(setup)
+        if make_worker is None:
+            from .worker import RankWorker
+
+            make_worker = RankWorker
+        worker = make_worker(setup)
     except Exception as error:
-        say(failure(error, setup.rank, setup.devices[setup.rank]))
+        answer(failure(error, setup.rank, setup.devices[setup.rank]))
         raise
-    say(Ready(time.perf_counter() - begun))
-    return jobs
+    answer(Ready(time.perf_counter() - begun))
+    return worker
 
 
-def _receive(link, epoch: int):
+def _receive(link: Link, epoch: int) -> tuple[Envelope, tuple[int, ...]]:
     """The next (envelope, descriptors) of this epoch. A frame of another one ends the rank: it cannot be answered."""
     from ..errors import TransportError
     from ..wire.transport import close_all
 
-    envelope, descriptors = link.receive()
+    received = link.receive()
+    assert received is not None, "it waits without a limit"
+    envelope, descriptors = received
     if envelope.epoch != epoch:
         close_all(descriptors)
         raise TransportError(f"a message of epoch {envelope.epoch} came in epoch {epoch}")
     return envelope, descriptors
 
 
-def serve(link, epoch: int, jobs) -> None:
-    """Answers each request with exactly one terminal message; returns never, ends with LinkClosed."""
+def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
+    """Answers each request with exactly one terminal message; ends with LinkClosed."""
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import Cancel, Envelope
@@ -116,15 +134,17 @@ def serve(link, epoch: int, jobs) -> None:
         envelope, descriptors = _receive(link, epoch)
         if isinstance(envelope.message, Cancel):
             continue  # its request ended before it came
-        answer, result = _answer(link, envelope, descriptors, jobs)
-        payload = [pack_tensors(result)] if result is not None and jobs.world.rank == 0 else []
+        answer, result = _answer(link, envelope, descriptors, worker)
+        payload = [pack_tensors(result)] if result is not None and worker.world.rank == 0 else []
         try:
             link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
         finally:
             close_all(payload)
 
 
-def _answer(link, envelope, descriptors, jobs):
+def _answer(
+    link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker
+) -> tuple[Done | Failed, Tensors | None]:
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
@@ -148,10 +168,10 @@ def _answer(link, envelope, descriptors, jobs):
     from .errors import failure
     from .step_boundary import StepBoundary
 
-    message, world = envelope.message, jobs.world
+    message, world = envelope.message, worker.world
     heartbeat.steps_done(0)
 
-    def say_compiling() -> None:
+    def report_compiling() -> None:
         link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)
 
     def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
@@ -165,7 +185,7 @@ def _answer(link, envelope, descriptors, jobs):
             steps=steps,
             previews=previews,
             states=states,
-            meter=jobs.meter,
+            meter=worker.meter,
         )
 
     try:
@@ -175,32 +195,32 @@ def _answer(link, envelope, descriptors, jobs):
             close_all(descriptors)
         match message:
             case Load():
-                return Done(load=jobs.load(message.spec, message.strategy)), None
+                return Done(load=worker.load(message.spec, message.strategy)), None
             case Sample():
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
-                result, run = jobs.sample(message, tensors, on_step, say_compiling)
+                result, run = worker.sample(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
             case Predict():
-                result, run = jobs.predict(message, tensors, say_compiling)
+                result, run = worker.predict(message, tensors, report_compiling)
                 return Done(run=run), result
             case KeepFactors():
-                jobs.patches.keep(tensors)
+                worker.patches.keep(tensors)
                 return Done(), None
             case ApplyPatches():
-                return Done(patch=jobs.apply_patches(message, tensors)), None
+                return Done(patch=worker.apply_patches(message, tensors)), None
             case LoadVae():
-                return Done(load=jobs.vae.load(message, tensors)), None
+                return Done(load=worker.vae.load(message, tensors)), None
             case Decode():
-                on_step = boundary(jobs.vae.steps(tensors), previews=False)
-                result, decode = jobs.vae.decode(message, tensors, on_step)
-                return Done(decode=decode), result
+                on_step = boundary(worker.vae.steps(tensors), previews=False)
+                image, decode = worker.vae.decode(message, tensors, on_step)
+                return Done(decode=decode), image
             case Sleep():
-                return Done(sleep=jobs.sleep(message.level)), None
+                return Done(sleep=worker.sleep(message.level)), None
             case Wake():
-                return Done(sleep=jobs.wake()), None
+                return Done(sleep=worker.wake()), None
             case Calibrate():
-                return Done(calibration=jobs.calibrate(message)), None
+                return Done(calibration=worker.calibrate(message)), None
             case _:
                 raise TransportError(f"{type(message).__name__} is not a request")
     except LinkClosed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -27,8 +28,8 @@ _BLOCK = 4096  # bytes after which the pattern that is sent repeats
 _SUM_ELEMENTS = 256 * 1024
 _REFUSED = 1e30  # stands for a difference that is no number
 
-Exchange = Callable[[], Tensor | None]
-Prepared = tuple[Exchange, Callable[[], Tensor], int]  # the exchange, what must arrive, bytes sent
+Transmit = Callable[[], Tensor | None]  # one exchange; what arrived
+Prepared = tuple[Transmit, Callable[[], Tensor], int]  # the exchange, what must arrive, bytes sent
 
 
 def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
@@ -43,8 +44,8 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
         ring = layout.ring if layout.ring.size > 1 else everyone
         ulysses = layout.ulysses if layout.ulysses.size > 1 else everyone
         for size in SIZES:  # the small ones of every kind first: they cost least and decide most
-            transfers += meter.time_exchange(POINT_TO_POINT, size, lambda s=size: _to_next(s, ring, world))
-            transfers += meter.time_exchange(ALL_TO_ALL, size, lambda s=size: _to_all(s, ulysses, world))
+            transfers += meter.time_exchange(POINT_TO_POINT, size, partial(_to_next, size, ring, world))
+            transfers += meter.time_exchange(ALL_TO_ALL, size, partial(_to_all, size, ulysses, world))
         if message.thorough:
             transfers += meter.time_pairs()
     return Calibration(
@@ -85,14 +86,16 @@ class _Meter:
         self, kind: str, size: int, make: Callable[[], Prepared], peer: int = -1
     ) -> list[Transfer]:
         """[the transfer], or [] where no time or no memory was left."""
+        prepared: Prepared | None = None
         try:
-            exchange, expected, sent = make()
+            prepared = make()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            exchange = None
-        if not self._agree(int(self._affordable(kind, size)), able=exchange is not None):
+        agreed = self._agree(int(self._affordable(kind, size)), able=prepared is not None)
+        if not agreed or prepared is None:
             return []
+        exchange, expected, sent = prepared
         arrived = exchange()
         self._batch(exchange, 0)
         intact = not self._thorough or arrived is None or torch.equal(arrived, expected())
@@ -111,14 +114,14 @@ class _Meter:
             for other in range(one + 1, self._world.world_size):
                 for size in SIZES:
                     timed = self.time_exchange(
-                        PAIR, size, lambda s=size, a=one, b=other: _there_and_back(s, a, b, self._world)
+                        PAIR, size, partial(_there_and_back, size, one, other, self._world)
                     )
                     if rank in (one, other):
                         peer = other if rank == one else one
                         found += [Transfer(PAIR, size, size, t.seconds / 2, peer, t.intact) for t in timed]
         return found
 
-    def _batch(self, exchange: Exchange, count: int) -> float:
+    def _batch(self, exchange: Transmit, count: int) -> float:
         """Seconds of one of `count` exchanges that follow each other, all ranks beginning together."""
         self._meet()
         began = time.perf_counter()
@@ -263,8 +266,9 @@ def _try_kernel(device: torch.device) -> tuple[str, str]:
         shape = (3, 1, 2, 256, 128)
         inputs = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
         with torch.inference_mode():
-            out = attend(*inputs, None, name).float()
-            query, key, value = inputs.float()
+            query, key, value = inputs.unbind()
+            out = attend(query, key, value, None, name).float()
+            query, key, value = inputs.float().unbind()
             exact = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1) @ value
         error = (out - exact).abs().max().item()
         # Outputs are of order 0.1; bf16 rounds them by 4e-4, and a kernel that quantises by some percent.

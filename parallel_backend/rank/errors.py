@@ -1,4 +1,4 @@
-"""How an error on a rank becomes the terminal message that the caller reads."""
+"""Errors on a rank as the terminal message that the caller reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from ..errors import RANK_CRASHED, ParallelError, to_wire
+from ..errors import RANK_CRASHED, DeviceError, ParallelError, to_wire
 from ..wire.protocol import PEER_FAILED, Failed
 
 _CHARACTERS = 4000  # of the message, and of the last traceback frames; a datagram holds 64 KiB
@@ -18,14 +18,16 @@ class PeerFailed(ParallelError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Device or host memory ran out. torch raises a plain RuntimeError when the CPU allocator fails."""
+    """Device or host memory ran out. When the CPU allocator fails, torch raises a plain RuntimeError, which only its
+    text tells from others."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """The device, or the link to another rank, failed under code that was right."""
+    """The device, or the link to another rank, failed under code that was right. Before torch 2.8 an error of CUDA is
+    a plain RuntimeError, which only its text tells from others."""
     kinds = tuple(filter(None, (getattr(torch, "AcceleratorError", None), dist.DistError)))
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
@@ -45,4 +47,5 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
         if kind == "RankFailed" and is_device_failure(error):
             kind = RANK_CRASHED
     detail = "".join(traceback.format_exception(error))
-    return Failed(kind, message[:_CHARACTERS], detail[-_CHARACTERS:])
+    where = error.device if isinstance(error, DeviceError) else None
+    return Failed(kind, message[:_CHARACTERS], detail[-_CHARACTERS:], where)

@@ -1,4 +1,4 @@
-"""What a rank holds on its device, noted down where the parent reads it unasked (whereabouts.py)."""
+"""The memory of a rank's device, written down where the parent reads it unasked (heartbeat.py)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class MemoryMeter:
         self._bytes_sent = bytes_sent
         self._weights = 0
 
-    def weigh(self, chunks: Iterable[nn.Module]) -> None:
+    def record_weights(self, chunks: Iterable[nn.Module]) -> None:
         """The model is another one, or lies elsewhere."""
         # Chunks of one rank share some.
         parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
         self._weights = sum(_local_bytes(p, self._device) for p in parameters.values())
-        self.note()
+        self.publish()
 
-    def note(self) -> None:
+    def publish(self) -> None:
         """Memory beside the weights is what torch allocated on an accelerator, and on the CPU what is no file's."""
         if self._device.type == "cuda":
             working = max(0, torch.cuda.memory_allocated(self._device) - self._weights)

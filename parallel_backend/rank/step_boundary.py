@@ -1,4 +1,4 @@
-"""What happens between two steps on every rank: agree on a cancel, take the time, show the preview."""
+"""The boundary between two steps on every rank: agree on a cancel, take the time, show the preview."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class StepBoundary:
                 dist.all_reduce(flag, group=self._control)
         if self._rank == 0:
             self._show(i + 1, denoised)
-        self._note_down(i + 1)
+        self._publish(i + 1)
         if flag.item():
             raise Cancelled(f"The request was cancelled after step {i + 1} of {self._steps}.")
 
@@ -110,7 +110,7 @@ class StepBoundary:
         self._take_time()
         if self._rank == 0:
             self._show(i + 1, denoised)
-        self._note_down(i + 1)
+        self._publish(i + 1)
 
     def is_stopped(self, lag: int) -> bool:
         """Whether the request was cancelled, as known `lag` questions ago, the same on all ranks.
@@ -128,10 +128,10 @@ class StepBoundary:
             self._stopped |= self._asked.popleft().answer()
         return self._stopped
 
-    def _note_down(self, steps: int) -> None:
+    def _publish(self, steps: int) -> None:
         heartbeat.steps_done(steps)
         if self._meter is not None:
-            self._meter.note()
+            self._meter.publish()
 
     def _take_time(self) -> None:
         now = time.perf_counter()

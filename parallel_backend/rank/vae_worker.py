@@ -20,7 +20,8 @@ from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:
     from ..engine.groups import World
-    from ..engine.vae.decoder import BandedDecoder
+    from ..engine.vae.decoder import BandedDecoder, RankGroups
+    from ..models.vae.module import VaeModel
 
 
 class VaeWorker:
@@ -31,21 +32,23 @@ class VaeWorker:
         self._all_good = all_good
         self._identity = ""
         self._decoder: BandedDecoder | None = None
+        self._groups: RankGroups = {}
 
     def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
         """Holds this VAE in place of another, on every rank or on none."""
         begun = time.perf_counter()
         self.drop()
-        model = error = None
+        model: VaeModel | None = None
+        error: Exception | None = None
         try:
             from ..engine.vae.decoder import BandedDecoder
             from ..models.vae.module import load_vae
 
             model = load_vae(tensors, self._world.device)
-            self._decoder = BandedDecoder(model, self._world)
+            self._decoder = BandedDecoder(model, self._world, self._groups)
         except Exception as failure:
             error = failure
-        if not self._all_good(error):
+        if not self._all_good(error) or model is None:
             model = None
             self.drop()
             raise error or PeerFailed("another rank could not hold the VAE")
@@ -68,8 +71,8 @@ class VaeWorker:
     ) -> tuple[Tensors | None, RankDecode]:
         """{"image": [B, H, W, 3]} on rank 0; one image after the other, so that a batch needs no more memory."""
         begun = time.perf_counter()
-        latent = self._latent(message, tensors)
-        decoder, device = self._decoder, self._world.device
+        decoder, latent = self._checked(message, tensors)
+        device = self._world.device
         sent, before = decoder.bytes_sent, _start_peak(device)
         step = 0
 
@@ -78,7 +81,7 @@ class VaeWorker:
             on_step(step, latent)
             step += 1
 
-        images = None
+        images: Tensor | None = None
         for i, one in enumerate(latent):
             image = decoder(one, message.shares, on_part)
             if image is None:
@@ -101,8 +104,8 @@ class VaeWorker:
         gc.collect()  # a decoder and the hooks on its layers refer to each other
         _give_back(self._world.device)
 
-    def _latent(self, message: Decode, tensors: Tensors) -> Tensor:
-        """[B, C, h, w], checked alike on every rank before any of them begins."""
+    def _checked(self, message: Decode, tensors: Tensors) -> tuple[BandedDecoder, Tensor]:
+        """The decoder and its latent [B, C, h, w], checked alike on every rank before any of them begins."""
         if self._decoder is None or self._identity != message.identity:
             raise RequestError("the ranks do not hold the VAE of this request.")
         if set(tensors) != {"latent"}:
@@ -115,7 +118,7 @@ class VaeWorker:
                 f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
                 "model family."
             )
-        return latent
+        return self._decoder, latent
 
 
 def _start_peak(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""What one rank can be asked to do: hold a model, run a sampling job, make one model call."""
+"""The requests that one rank serves: hold a model, run a sampling job, make one model call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.groups import Layouts, World
 from ..errors import DeviceError, RequestError
 from ..options import check_step_cache
-from ..requests import Conditioning, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
+from ..requests import Conditioning, InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire.calibration import Calibration
 from ..wire.heartbeat import heartbeat
@@ -54,6 +54,7 @@ class RankWorker:
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
         self._model: TokenModel | None = None
+        self._inputs: InputShapes | None = None  # of the model that was read last
         self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
         self._forwards: dict[Placement, ParallelForward | PipelineForward] = {}
         self._prompts: dict[int, Conditioning] = {}
@@ -78,13 +79,14 @@ class RankWorker:
             raise error or PeerFailed("another rank could not load the model")
         self._drop_model()
         self._model = model
-        self.meter.weigh(model.chunks)
+        self.meter.record_weights(model.chunks)
         return LoadInfo(
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
             dtype=model.stored_dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+            inputs=self._inputs,
         )
 
     def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
@@ -172,7 +174,7 @@ class RankWorker:
             self._move(torch.device("cpu"))
         else:
             self._drop_model()
-        self._weigh()
+        self._record_weights()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(device))
 
     def wake(self) -> SleepInfo:
@@ -180,11 +182,11 @@ class RankWorker:
         begun, before = time.perf_counter(), _allocated(self.world.device)
         self._move(self.world.device)
         self._moved_out = []
-        self._weigh()
+        self._record_weights()
         return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
 
-    def _weigh(self) -> None:
-        self.meter.weigh(() if self._model is None else self._model.chunks)
+    def _record_weights(self) -> None:
+        self.meter.record_weights(() if self._model is None else self._model.chunks)
 
     def _move(self, device: torch.device) -> None:
         """Moves what sleeps at level 1, on every rank; where one has no room, all drop the model."""
@@ -234,10 +236,16 @@ class RankWorker:
             heartbeat.point("load")
             heartbeat.loading(0.0)
             model = self._read_model(spec, strategy)
+            self._inputs = self._read_inputs(spec)
             heartbeat.loading(1.0)
             return model, None
         except Exception as error:
             return None, error
+
+    def _read_inputs(self, spec: ModelSpec) -> InputShapes:
+        from ..models.registry import inspect_model
+
+        return inspect_model(spec.path, spec.family).inputs
 
     def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> TokenModel:
         from ..engine.load import load_under
@@ -291,11 +299,13 @@ def _run(
 
 
 def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        # A copy on the CPU too: the payload is a mapping of memory that the parent made.
-        return None if tensor is None else tensor.to(device, copy=True)
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(
+            device, copy=True
+        )  # on the CPU too: the payload is a mapping of memory that the parent made
 
-    return Conditioning(moved(prompt.context), moved(prompt.pooled), moved(prompt.guidance))
+    guidance = None if prompt.guidance is None else moved(prompt.guidance)
+    return Conditioning(moved(prompt.context), moved(prompt.pooled), guidance)
 
 
 def _device(name: str) -> torch.device:
@@ -305,7 +315,8 @@ def _device(name: str) -> torch.device:
         raise DeviceError(
             f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
             f"an Xid in the kernel's log), or CUDA_VISIBLE_DEVICES was changed. Take it out of the Strategy Selector's "
-            f"devices, or restart ComfyUI."
+            f"devices, or restart ComfyUI.",
+            device=name,
         )
     return device
 

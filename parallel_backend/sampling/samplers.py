@@ -33,7 +33,7 @@ def start_history(seed: int, device: torch.device) -> History:
     """ComfyUI's noise source of ancestral samplers: on the CPU it offsets the seed by one, since the initial noise was
     drawn there from the seed itself (comfy/k_diffusion/sampling.py, default_noise_sampler)."""
     generator = torch.Generator(device=device)
-    generator.manual_seed(seed + 1 if device.type == "cpu" else seed)
+    generator.manual_seed((seed + 1) % 2**64 if device.type == "cpu" else seed)  # 2**64 - 1 is a seed too
     return History(generator)
 
 

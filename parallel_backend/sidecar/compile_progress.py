@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..wire import deadlines
 from ..wire.protocol import Compiling, Message
+from .phases import OnPhase, Phase, PhaseKind
 
 _PIXELS_PER_LATENT = 8
 
 
 class CompileWatch:
-    """Of one request. `latent_shape`: [..., h, w]; `say` shows a text to whoever waits."""
+    """Of one request. `latent_shape`: [..., h, w]."""
 
-    def __init__(self, latent_shape: Sequence[int], say: Callable[[str], None]) -> None:
+    def __init__(self, latent_shape: Sequence[int], on_phase: OnPhase) -> None:
         height, width = (side * _PIXELS_PER_LATENT for side in latent_shape[-2:])
-        self._text = f"compiling for {width} x {height}; this step takes longer"
-        self._say = say
-        self._said = False
+        self._phase = Phase(PhaseKind.COMPILING, f"{width} x {height}")
+        self._on_phase = on_phase
+        self._reported = False
         self._compiling = False
 
     def took(self, message: Message) -> bool:
         """Whether `message` was about compiling; any other ends it."""
         self._compiling = isinstance(message, Compiling)
-        if self._compiling and not self._said:
-            self._said = True
-            self._say(self._text)
+        if self._compiling and not self._reported:
+            self._reported = True
+            self._on_phase(self._phase)
         return self._compiling
 
     def budget(self, usual: float) -> float:

@@ -13,7 +13,7 @@ FAILURES_UNTIL_LEFT_OUT = 2  # within deadlines.BROKEN_WINDOW
 
 
 class FailingDevices:
-    """What failed in this process. Any thread; `clock` gives seconds that only grow."""
+    """The failures of this process by device. Any thread; `clock` gives seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ FAILING = FailingDevices()
 
 
 def left_out(failing: Sequence[str]) -> str:
-    """What a report says of them."""
+    """The line of a report on them."""
     return (
         f"{', '.join(failing)} left out: ranks there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
         f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Try again in ComfyUI's sidebar tab Parallel "

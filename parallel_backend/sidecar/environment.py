@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,6 +52,18 @@ _PREFIXES = (
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
+def interpreter_flags() -> list[str]:
+    """Those of this process that decide what a rank may import and how. Not -P and -I: a rank is found by its working
+    directory."""
+    wanted = (
+        ("-s", sys.flags.no_user_site),  # PYTHONNOUSERSITE too
+        ("-E", sys.flags.ignore_environment),
+        ("-B", sys.flags.dont_write_bytecode),
+        ("-O", sys.flags.optimize),
+    )
+    return [flag for flag, count in wanted for _ in range(count)]
+
+
 def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
     """The part of `source` a rank may see, plus what the ranks of `devices` need; `root` comes first on its path."""
     kept = {
@@ -68,7 +81,6 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
     fixed = {
         "PYTHONPATH": os.pathsep.join(search),
-        "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach its pipe
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network

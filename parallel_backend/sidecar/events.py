@@ -1,4 +1,4 @@
-"""What happens to groups of ranks and to their requests, told to whoever listens: the status panel, metrics, logs.
+"""Events in the life of groups of ranks and of their requests, for whoever listens: the status panel, metrics, logs.
 
 Listeners are called in the thread where it happened, so they must be quick; what one raises is logged and harms nobody.
 """
@@ -106,7 +106,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     return stop
 
 
-def tell(event: Event) -> None:
+def emit(event: Event) -> None:
     """Calls every listener."""
     with _lock:
         listeners = tuple(_listeners)

@@ -4,27 +4,26 @@ The calling thread reads the links itself, so a request costs no thread switch. 
 - every rank ends a request with one terminal message; a rank that does not, after another one failed, is stuck in a
   collective, and the group is killed;
 - a cancel, or any exception from a callback, goes to rank 0, and the terminal messages are waited for, so that the
-  group stays warm;
+  group stays warm; a message that is not due ends the group;
 - the error raised is the first failure, not those of its victims.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from ..errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
 from ..wire import deadlines
 from ..wire.heartbeat import find_laggard, in_words
+from ..wire.payloads import Tensors
 from ..wire.protocol import PEER_FAILED, Cancel, Done, Envelope, Failed, Message, Ready
-from ..wire.transport import LinkClosed, LinkFull, close_all, unpack_tensors
+from ..wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
 from .supervisor import RankGroup, get_supervisor
 
 # Errors that every rank raises at a point they all reach, so that no collective is left half done.
@@ -32,54 +31,84 @@ USER_ERRORS = frozenset(
     {"PlatformError", "DeviceError", "StrategyError", "CheckpointError", "RequestError", "Cancelled"}
     | {"TransportError", PEER_FAILED}
 )
+# Ranks agree on the outcome before they report, so that an out-of-memory there leaves no collective half done.
+AGREED_ERRORS = USER_ERRORS | {"OutOfMemory"}
 
 # (rank, message, payload tensors or None)
-OnMessage = Callable[[int, Message, dict[str, Tensor] | None], None]
+OnMessage = Callable[[int, Message, "Tensors | None"], None]
+Terminal = TypeVar("Terminal", Done, Ready)
+M = TypeVar("M", bound=Message)
+E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-class Exchange:
-    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise."""
+def expect(rank: int, message: Message, kind: type[M]) -> M:
+    """`message`, which is a `kind`. Raises TransportError for any other."""
+    if not isinstance(message, kind):
+        raise TransportError(f"rank {rank} sent {type(message).__name__} where {kind.__name__} was due")
+    return message
+
+
+def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
+    """The part of each rank's answer that `of` gives, in rank order."""
+    found: list[T] = []
+    for rank, answer in enumerate(done):
+        part = of(answer)
+        if part is None:
+            raise TransportError(f"rank {rank} ended the request without saying how it ran")
+        found.append(part)
+    return found
+
+
+class Exchange(Generic[Terminal]):
+    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise; `terminal`: the
+    message with which every rank ends it; `survivable`: the errors that leave the group usable."""
 
     def __init__(
         self,
         group: RankGroup,
         request: int,
         cancelled: Callable[[], bool],
-        *,
-        terminal: type = Done,
-        survivable: frozenset[str] = USER_ERRORS,
+        terminal: type[Terminal],
+        survivable: frozenset[str],
     ) -> None:
         self._group = group
         self._request = request
         self._cancelled = cancelled
-        self._terminal = terminal
+        self._terminal: type[Terminal] = terminal
         self._survivable = survivable
         self._pending = set(range(group.world_size))
-        self._done: dict[int, Done | Ready] = {}
+        self._done: dict[int, Terminal] = {}
         self._failed: dict[int, Failed] = {}  # in the order of arrival
         self._interrupt: BaseException | None = None
         self._deadline = float("inf")
-        self.result: dict[str, Tensor] | None = None  # payload of rank 0's terminal message
+        self._looked = 0.0  # when this thread last looked at its links
+        self.result: Tensors = {}  # payload of rank 0's terminal message
 
-    def send(self, message: Message, payload: int | None = None) -> None:
-        """Gives `message` to every rank; `payload` stays the caller's."""
-        for rank in range(self._group.world_size):
-            self.send_to(rank, message, payload)
-
-    def send_to(self, rank: int, message: Message, payload: int | None = None) -> None:
-        descriptors = () if payload is None else (payload,)
+    def send(self, message: Message, tensors: Tensors | None = None) -> None:
+        """Gives `message` to every rank, with the same payload."""
+        payload = () if tensors is None else (pack_tensors(tensors),)
         try:
-            self._group.links[rank].send(self._envelope(message), descriptors, deadlines.SEND)
+            for rank in range(self._group.world_size):
+                self.send_to(rank, message, payload)
+        finally:
+            close_all(payload)
+
+    def send_to(self, rank: int, message: Message, payload: tuple[int, ...] = ()) -> None:
+        """Gives `message` to one rank; descriptors in `payload` stay the caller's."""
+        try:
+            self._group.links[rank].send(self._envelope(message), payload, deadlines.SEND)
         except LinkClosed:
             raise self._group_ended(rank) from None
         except LinkFull:
             cause = f"took no request for {deadlines.SEND:g} s"
             raise self._kill(RankFailed(rank, cause, crashed=True, reason="hang")) from None
 
-    def wait(self, budget: Callable[[], float], on_message: OnMessage) -> dict[int, Done | Ready]:
-        """Every rank's terminal message. `budget()` is the seconds allowed until the next sign of life.
+    def wait(self, budget: Callable[[], float], on_message: OnMessage | None = None) -> list[Terminal]:
+        """Every rank's terminal message, in rank order. `budget()` is the seconds allowed until the next sign of life;
+        without `on_message` no other message is due.
 
         Raises the first failure; a callback's own exception after the ranks have ended the request; Cancelled.
         """
@@ -88,6 +117,7 @@ class Exchange:
                 selector.register(link, selectors.EVENT_READ, rank)
             selector.register(self._group.alarm, selectors.EVENT_READ, None)
             self._deadline = time.monotonic() + budget()
+            self._looked = time.monotonic()
             while self._pending:
                 try:
                     self.guard(self._look_for_cancel)
@@ -97,9 +127,13 @@ class Exchange:
         return self._outcome()
 
     def _turn(
-        self, selector: selectors.PollSelector, budget: Callable[[], float], on_message: OnMessage
+        self, selector: selectors.PollSelector, budget: Callable[[], float], on_message: OnMessage | None
     ) -> None:
-        left = self._deadline - time.monotonic()
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > deadlines.PAUSE:  # a container's or a laptop's, and likely the ranks' too
+            self._deadline += now - before
+        left = self._deadline - now
         if left <= 0:
             raise self._expired(budget())
         events = selector.select(min(left, deadlines.POLL))
@@ -113,12 +147,25 @@ class Exchange:
             if received is None:
                 continue
             message, tensors = received
-            if self._note_terminal(key.data, message, tensors):
+            if self._take_terminal(key.data, message, tensors):
                 continue
             if self._interrupt is None:
-                self.guard(functools.partial(on_message, key.data, message, tensors))
+                self._pass_on(on_message, key.data, message, tensors)
                 if self._interrupt is None and not self._failed:
                     self._deadline = time.monotonic() + budget()
+
+    def _pass_on(
+        self, on_message: OnMessage | None, rank: int, message: Message, tensors: Tensors | None
+    ) -> None:
+        def call() -> None:
+            if on_message is None:
+                expect(rank, message, self._terminal)
+            else:
+                on_message(rank, message, tensors)
+
+        self.guard(call)
+        if isinstance(self._interrupt, TransportError):
+            raise self._kill(self._interrupt)
 
     def guard(self, call: Callable[[], None]) -> None:
         """Runs the caller's code; whatever it raises cancels the request and is raised at its end."""
@@ -126,6 +173,10 @@ class Exchange:
             call()
         except BaseException as error:
             self._cancel(error)
+
+    def refuse(self, text: str) -> TransportError:
+        """The error for ranks that do not keep to the protocol; ends them."""
+        return self._kill(TransportError(text))
 
     def _look_for_cancel(self) -> None:
         if self._interrupt is None and self._cancelled():
@@ -142,7 +193,7 @@ class Exchange:
         with contextlib.suppress(LinkClosed, LinkFull):  # the wait notices its end, and the deadline
             self._group.links[0].send(self._envelope(Cancel()))
 
-    def _receive(self, rank: int) -> tuple[Message, dict[str, Tensor] | None] | None:
+    def _receive(self, rank: int) -> tuple[Message, Tensors | None] | None:
         try:
             received = self._group.links[rank].receive(0.0)
             if received is None:
@@ -156,9 +207,7 @@ class Exchange:
         except LinkClosed:
             raise self._group_ended(rank) from None
         except TransportError as error:
-            raise self._kill(
-                TransportError(f"rank {rank} sent what the protocol does not allow: {error}")
-            ) from None
+            raise self.refuse(f"rank {rank} sent what the protocol does not allow: {error}") from None
         return envelope.message, tensors
 
     def _check(self, envelope: Envelope) -> None:
@@ -168,11 +217,12 @@ class Exchange:
                 f"{self._group.epoch}, request {self._request}"
             )
 
-    def _note_terminal(self, rank: int, message: Message, tensors: dict[str, Tensor] | None) -> bool:
+    def _take_terminal(self, rank: int, message: Message, tensors: Tensors | None) -> bool:
+        """Whether `message` ends the request on `rank`."""
         if not isinstance(message, (self._terminal, Failed)):
             return False
         if rank not in self._pending:
-            raise self._kill(TransportError(f"rank {rank} ended request {self._request} twice"))
+            raise self.refuse(f"rank {rank} ended request {self._request} twice")
         self._pending.discard(rank)
         if isinstance(message, Failed):
             log.debug("rank %d: %s: %s\n%s", rank, message.kind, message.message, message.detail)
@@ -184,22 +234,22 @@ class Exchange:
                 self.result = tensors
         return True
 
-    def _outcome(self) -> dict[int, Done | Ready]:
+    def _outcome(self) -> list[Terminal]:
         """All ranks have reported."""
         if any(failed.kind not in self._survivable for failed in self._failed.values()):
-            self._kill(None)
+            get_supervisor().kill(self._group)
         if self._interrupt is not None:
             raise self._interrupt
         if self._failed:
             raise self._first_failure()
-        return self._done
+        return [self._done[rank] for rank in sorted(self._done)]
 
     def _first_failure(self) -> ParallelError:
         reported = list(self._failed.items())
         own = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
         rank, failed = own[0]
         detail = f"\n{failed.detail}" if failed.kind in ("RankFailed", RANK_CRASHED) and failed.detail else ""
-        return from_wire(failed.kind, failed.message + detail, rank)
+        return from_wire(failed.kind, failed.message + detail, rank, failed.device)
 
     def _group_ended(self, rank: int | None) -> BaseException:
         """The error for a group that died or was stopped; `rank`: whose link closed, if that is how we know."""
@@ -232,17 +282,18 @@ class Exchange:
             return self._kill(self._interrupt or self._first_failure())
         if self._interrupt is not None:
             return self._kill(self._interrupt)
-        notes = [self._group.heartbeat.read(rank) for rank in range(self._group.world_size)]
+        beats = [self._group.heartbeat.read(rank) for rank in range(self._group.world_size)]
         stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
-        rank = stopped[0] if stopped else find_laggard(notes, self._pending)
+        rank = stopped[0] if stopped else find_laggard(beats, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"
-        where = in_words(notes, rank)
+        where = in_words(beats, rank)
         cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
         stack = "" if stopped else get_supervisor().stack_of(self._group, rank)
         cause = f"{cause}\n{stack}" if stack else cause
         return self._kill(RankFailed(rank, cause, crashed=True, reason="hang"))
 
-    def _kill(self, error: BaseException | None) -> BaseException | None:
+    def _kill(self, error: E) -> E:
+        """Ends the group; `error` says why."""
         get_supervisor().kill(self._group)
         return error
 

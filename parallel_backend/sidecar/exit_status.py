@@ -24,9 +24,10 @@ class ExitStatus:
         return self.reason == "out_of_memory"
 
 
-def describe_exit(code: int, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
-    """`code`: as subprocess has it, negative for a signal. `oom_kills`: how many processes of this machine the system
-    has killed for memory since this one began, None where it does not say; `peak_bytes`: of host memory it held."""
+def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
+    """`code`: as subprocess has it, negative for a signal; None where nobody can tell. `oom_kills`: how many processes
+    of this machine the system has killed for memory since this one began, None where it does not say; `peak_bytes`: of
+    host memory it held."""
     # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
     out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory() / 10
     if out_of_memory:
@@ -35,6 +36,10 @@ def describe_exit(code: int, output: bytes, *, oom_kills: int | None, peak_bytes
             f"{_gib(peak_bytes)} of the {_gib(host_memory())} there are. Use fewer ranks or a smaller "
             f"weight_dtype, close other programs, or give the container more memory"
         )
+    elif code is None:
+        words = (
+            "ended; something else in ComfyUI's process collected its exit code (a custom node, most likely)"
+        )
     elif code < 0:
         words = f"killed by {_signal_name(-code)}"
         if code == -signal.SIGKILL and oom_kills is None:
@@ -42,7 +47,7 @@ def describe_exit(code: int, output: bytes, *, oom_kills: int | None, peak_bytes
     else:
         words = f"exited with code {code}"
     tail = "\n".join(line[:500] for line in _last_words(output))
-    reason = "out_of_memory" if out_of_memory else "signal" if code < 0 else "exit"
+    reason = "out_of_memory" if out_of_memory else "signal" if code is not None and code < 0 else "exit"
     return ExitStatus(f"{words}\n{tail}" if tail else words, reason)
 
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from ..errors import ParallelError
 from .events import Ended, Event, Started
-from .sidecar import Sidecar, State
+from .lease import State
+from .sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class _Timer(Protocol):
 
 
 class IdleWatch:
-    """Hears what happens (`hear` is a listener of events.py) and acts on `sidecars()` that are idle.
+    """Hears what happens (`on_event` is a listener of events.py) and acts on `sidecars()` that are idle.
 
     Never on ranks that serve a request: those are left to it. `clock` and `timer(seconds, function)` are for tests.
     """
@@ -57,7 +58,7 @@ class IdleWatch:
         self._timer: _Timer | None = None
         self._runs_out = 0.0
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Notes the end of a request, and that ranks have started."""
         if isinstance(event, Started) or (isinstance(event, Ended) and event.request != "sleep"):
             with self._lock:

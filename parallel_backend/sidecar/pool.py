@@ -10,7 +10,8 @@ import threading
 from ..errors import ParallelError
 from ..requests import ModelSpec
 from .device_health import FAILING
-from .sidecar import Sidecar, State
+from .lease import State
+from .sidecar import Sidecar
 
 _RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
 

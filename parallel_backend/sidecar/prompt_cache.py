@@ -1,4 +1,4 @@
-"""Which prompts the ranks already hold, so that a stepwise run sends each of them once and not with every step."""
+"""The prompts that the ranks already hold, so that a stepwise run sends each of them once and not with every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a group's ranks failed, and whether that was too often to start them again."""
+"""The crashes of a group's ranks, and whether those were too many to start them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILURES_UNTIL_BROKEN = 3  # within deadlines.BROKEN_WINDOW
 
 
 class CrashHistory:
-    """The failures of the last ten minutes; `clock` gives seconds that only grow."""
+    """The crashes of the last ten minutes; `clock` gives seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,13 +28,13 @@ class CrashHistory:
 
     @property
     def count(self) -> int:
-        """Failures within the window that ends now."""
+        """Crashes within the window that ends now."""
         now = self._clock()
         return sum(now - at < BROKEN_WINDOW for at, _, _ in self._crashes)
 
     @property
     def is_broken(self) -> bool:
-        """Whether FAILURES_UNTIL_BROKEN failures lie within the window that ends now."""
+        """Whether FAILURES_UNTIL_BROKEN crashes lie within the window that ends now."""
         return self.count >= FAILURES_UNTIL_BROKEN
 
     def refusal(self) -> RankFailed:

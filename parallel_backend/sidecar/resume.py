@@ -23,6 +23,7 @@ class SamplingJob:
     """
 
     def __init__(self, request: SampleRequest, on_step: OnStep | None) -> None:
+        self.request = request
         self._tensors = sample_tensors(request)
         self._on_step = on_step
         self._weights: object = None
@@ -65,8 +66,8 @@ class SamplingJob:
         self._notes += (text,)
         return text
 
-    def told(self, info: RunInfo) -> RunInfo:
-        """How the whole job ran, of which `info` is the part after the last crash."""
+    def merged(self, info: RunInfo) -> RunInfo:
+        """The record of the whole job, of which `info` is the part after the last crash."""
         earlier = tuple(self._seconds.get(step, 0.0) for step in range(1, self._first + 1))
         notes = self._notes
         if self._first and info.strategy.pipefusion_degree > 1 and not info.exact:

@@ -1,9 +1,10 @@
-"""What a group of ranks is doing, as a person looks at it: cheap to ask, at any time, of busy ranks too."""
+"""The status of a group of ranks as a person looks at it: cheap to ask, at any time, of busy ranks too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .phases import Phase
 from .supervisor import RankGroup
 
 
@@ -26,15 +27,15 @@ class RankStatus:
 class GroupStatus:
     """The ranks of one device set.
 
-    `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: what the request that runs is at, in
-    words; `model`: the file's name, "" for none; `step` of `steps`, 0 outside a sampling job; `step_seconds`: of its
+    `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: of the request that runs, None
+    for none; `model`: the file's name, "" for none; `step` of `steps`, 0 outside a sampling job; `step_seconds`: of its
     latest steps, or the job's before; `ranks`: empty when there are none.
     """
 
     devices: tuple[str, ...]
     state: str
     reason: str
-    phase: str
+    phase: Phase | None
     model: str
     step: int
     steps: int
@@ -43,11 +44,11 @@ class GroupStatus:
 
 
 def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
-    """What the ranks noted down last; empty once they are gone."""
+    """The ranks' latest heartbeats; empty once they are gone."""
     if group is None:
         return ()
     try:
-        notes = [group.heartbeat.read(rank) for rank in range(group.world_size)]
+        beats = [group.heartbeat.read(rank) for rank in range(group.world_size)]
     except ValueError:  # the page was closed meanwhile
         return ()
     return tuple(
@@ -55,11 +56,11 @@ def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
             rank=rank,
             device=group.devices[rank],
             pid=group.pid_of(rank),
-            step=note.step,
-            loaded=note.loaded,
-            weight_bytes=note.weight_bytes,
-            working_bytes=note.working_bytes,
-            bytes_sent=note.sent_bytes,
+            step=beat.step,
+            loaded=beat.loaded,
+            weight_bytes=beat.weight_bytes,
+            working_bytes=beat.working_bytes,
+            bytes_sent=beat.sent_bytes,
         )
-        for rank, note in enumerate(notes)
+        for rank, beat in enumerate(beats)
     )

@@ -29,7 +29,7 @@ from ..errors import PlatformError, RankFailed
 from ..wire import deadlines
 from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
-from .environment import rank_environment
+from .environment import interpreter_flags, rank_environment
 from .exit_status import ExitStatus, count_oom_kills, describe_exit
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
@@ -46,36 +46,38 @@ class Death:
     """The first rank of a group that ended, and how."""
 
     rank: int
-    ending: ExitStatus
+    exit_status: ExitStatus
 
     @property
     def cause(self) -> str:
-        return self.ending.words
+        return self.exit_status.words
 
     def error(self) -> RankFailed:
         # Where memory ran out once it would again.
         return RankFailed(
-            self.rank, self.cause, crashed=not self.ending.out_of_memory, reason=self.ending.reason
+            self.rank, self.cause, crashed=not self.exit_status.out_of_memory, reason=self.exit_status.reason
         )
 
 
 class RankProcess:
     """One rank as the supervisor sees it. Owned by the supervisor's thread."""
 
-    def __init__(self, rank: int, process: subprocess.Popen) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None  # _popen pipes it
         self.rank = rank
         self.process = process
+        self.stdout = process.stdout
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
         self.output = bytearray()
         self._oom_kills = count_oom_kills()
         self._line = b""
-        os.set_blocking(process.stdout.fileno(), False)
+        os.set_blocking(self.stdout.fileno(), False)
 
     def drain(self, limit: int = _READ) -> bool:
         """Reads up to `limit` bytes of output; False at end of file."""
         try:
-            data = os.read(self.process.stdout.fileno(), limit)
+            data = os.read(self.stdout.fileno(), limit)
         except BlockingIOError:
             return True
         self.output += data
@@ -94,18 +96,30 @@ class RankProcess:
     def reap(self) -> ExitStatus:
         """Collects the ended process and closes what belonged to it; says how it ended."""
         self.signal(signal.SIGKILL)  # compile workers and the like
-        _, status, usage = os.wait4(self.pid, 0)
+        try:
+            code, peak_bytes = self._collect()
+            # Not until end of file: a grandchild may have kept the pipe.
+            for _ in range(OUTPUT_KEPT // _READ + 1):
+                if not self.drain():
+                    break
+            oom_kills = count_oom_kills()
+            if oom_kills is not None and self._oom_kills is not None:
+                oom_kills -= self._oom_kills
+            return describe_exit(code, bytes(self.output), oom_kills=oom_kills, peak_bytes=peak_bytes)
+        finally:
+            self.stdout.close()
+            os.close(self.pidfd)
+
+    def _collect(self) -> tuple[int | None, int]:
+        """(exit code, bytes of host memory that it held). No code where something else in this process has collected
+        it: another thread that waits for any child, or the kernel, since SIGCHLD is ignored."""
+        try:
+            _, status, usage = os.wait4(self.pid, 0)
+        except ChildProcessError:
+            self.process.returncode = 0  # as subprocess has it then
+            return None, 0
         self.process.returncode = code = os.waitstatus_to_exitcode(status)
-        # Not until end of file: a grandchild may have kept the pipe.
-        for _ in range(OUTPUT_KEPT // _READ + 1):
-            if not self.drain():
-                break
-        self.process.stdout.close()
-        os.close(self.pidfd)
-        oom_kills = count_oom_kills()
-        if oom_kills is not None and self._oom_kills is not None:
-            oom_kills -= self._oom_kills
-        return describe_exit(code, bytes(self.output), oom_kills=oom_kills, peak_bytes=usage.ru_maxrss * 1024)
+        return code, usage.ru_maxrss * 1024
 
 
 class RankGroup:
@@ -141,7 +155,7 @@ class RankGroup:
         return next((member.pid for member in self.ranks if member.rank == rank), None)
 
     def end(self, death: Death | None) -> None:
-        """Notes why the group ends; the first reason stays."""
+        """Records why the group ends; the first reason stays."""
         if self.ended.is_set():
             return
         self.death = death
@@ -185,7 +199,7 @@ class Supervisor:
         return future.result()
 
     def stack_of(self, group: RankGroup, rank: int) -> str:
-        """Where a rank hangs, even one that holds the GIL: its innermost Python frames, empty when it is silent."""
+        """The innermost Python frames of a rank that hangs, even one that holds the GIL; empty when it is silent."""
         member = next((one for one in group.ranks if one.rank == rank), None)
         if member is None:
             return ""
@@ -200,12 +214,13 @@ class Supervisor:
         return ""
 
     def stop(self, group: RankGroup, grace: float = deadlines.TERMINATE) -> None:
-        """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped."""
+        """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped, or could have been."""
         self._submit(lambda: self._stop(group, grace))
-        group.gone.wait()
+        if not group.gone.wait(grace + deadlines.REAP):
+            log.error("the ranks with the process ids %s do not end, even when they are killed", group.pids)
 
     def kill(self, group: RankGroup) -> None:
-        """Ends every rank at once and blocks until all are reaped."""
+        """As `stop`, without grace."""
         self.stop(group, grace=0.0)
 
     def _submit(self, command: Callable[[], None]) -> None:
@@ -260,23 +275,27 @@ class Supervisor:
     def _watch(self, group: RankGroup, member: RankProcess) -> None:
         def output() -> None:
             # Closed: the rank was reaped earlier in the same round of events.
-            if not member.process.stdout.closed and not member.drain():
-                self._selector.unregister(member.process.stdout)
+            if not member.stdout.closed and not member.drain():
+                self._selector.unregister(member.stdout)
 
-        self._selector.register(member.process.stdout, selectors.EVENT_READ, output)
+        self._selector.register(member.stdout, selectors.EVENT_READ, output)
         self._selector.register(member.pidfd, selectors.EVENT_READ, lambda: self._died(group, member))
 
     def _died(self, group: RankGroup, member: RankProcess) -> None:
         self._selector.unregister(member.pidfd)
-        if member.process.stdout.fileno() in self._selector.get_map():
-            self._selector.unregister(member.process.stdout)
+        if member.stdout.fileno() in self._selector.get_map():
+            self._selector.unregister(member.stdout)
         first = not group.ended.is_set()
-        ending = member.reap()
+        try:
+            exit_status = member.reap()
+        except Exception:  # whoever waits for this group must learn of its end all the same
+            log.exception("how rank %d ended is unknown", member.rank)
+            exit_status = ExitStatus("ended; how is unknown", "exit")
         group.ranks = [other for other in group.ranks if other is not member]
         if first:
             _signal_all(group, signal.SIGKILL)
-            group.end(Death(member.rank, ending))
-            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], ending.words)
+            group.end(Death(member.rank, exit_status))
+            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], exit_status.words)
         if not group.ranks:
             self._bury(group)
 
@@ -317,8 +336,19 @@ def require_linux() -> None:
         )
 
 
-def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen:
-    command = [sys.executable, "-m", module, "--fd", str(link.fileno()), "--parent", str(os.getpid())]
+def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]:
+    # Unbuffered: the last words of a dying rank must reach its pipe.
+    command = [
+        sys.executable,
+        "-u",
+        *interpreter_flags(),
+        "-m",
+        module,
+        "--fd",
+        str(link.fileno()),
+        "--parent",
+        str(os.getpid()),
+    ]
     page = group.heartbeat.descriptor
     command += ["--epoch", str(group.epoch), "--heartbeat", str(page)]
     return subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,20 +12,20 @@ from ..errors import TransportError
 from ..requests import LoadInfo
 from ..wire import deadlines
 from ..wire.decode_messages import DecodeInfo, DecodeResult, VaeWeights
+from ..wire.payloads import Tensors
 from ..wire.protocol import Decode, Done, LoadVae, Message, Progress
-from ..wire.transport import pack_tensors
-from .exchange import USER_ERRORS, Exchange, OnMessage
+from .exchange import AGREED_ERRORS, USER_ERRORS, Exchange, expect, reports
+from .phases import OnPhase, Phase, PhaseKind
 
-NewExchange = Callable[[frozenset[str]], Exchange]  # takes the errors that leave the group usable
+NewExchange = Callable[[frozenset[str]], Exchange[Done]]  # takes the errors that leave the group usable
 
 
 class VaeOnRanks:
-    """Which VAE the ranks of one sidecar hold, and decoding with it. `epoch`: of the group; a new one holds nothing."""
+    """The VAE that the ranks of one sidecar hold, and decoding with it. `epoch`: of the group; a new one holds none."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self._devices = devices
-        self._held: tuple[int, str] | None = None  # epoch and identity
-        self._info: LoadInfo | None = None
+        self._held: tuple[int, str, LoadInfo] | None = None  # epoch, identity, how it was loaded
 
     def forget(self) -> None:
         """The ranks have discarded it."""
@@ -40,29 +39,23 @@ class VaeOnRanks:
         latent: Tensor,
         shares: tuple[float, ...],
         on_step: Callable[[int, int], None] | None,
-        on_phase: Callable[[str], None] | None,
+        on_phase: OnPhase,
     ) -> DecodeResult:
         """As Sidecar.decode."""
         load = self._ensure_held(epoch, new_exchange, vae, on_phase)
 
-        def progress(rank: int, message: Message, tensors: dict[str, Tensor] | None) -> None:
-            if not isinstance(message, Progress):
-                raise TransportError(f"rank {rank} sent {type(message).__name__} where Progress was due")
+        def progress(rank: int, message: Message, tensors: Tensors | None) -> None:
+            step = expect(rank, message, Progress)
             if on_step is not None:
-                on_step(message.step, message.steps)
+                on_step(step.step, step.steps)
 
-        if on_phase is not None:
-            on_phase("decoding")
-        positions = latent.shape[2] * latent.shape[3]
-        budget = deadlines.decode_budget(positions, is_cpu(self._devices))
+        on_phase(Phase(PhaseKind.DECODING))
+        budget = deadlines.decode_budget(latent.shape[2] * latent.shape[3], is_cpu(self._devices))
         exchange = new_exchange(USER_ERRORS)
-        runs = [
-            done.decode
-            for done in _ask(exchange, Decode(vae.identity, shares), {"latent": latent}, budget, progress)
-        ]
-        result = exchange.result or {}
-        if set(result) != {"image"} or None in runs:
-            raise TransportError("the ranks ended a decode without an image, or without saying how it ran")
+        exchange.send(Decode(vae.identity, shares), {"latent": latent})
+        runs = reports(exchange.wait(lambda: budget, progress), lambda answer: answer.decode)
+        if set(exchange.result) != {"image"}:
+            raise TransportError("the ranks ended a decode without an image")
         info = DecodeInfo(
             load=load,
             seconds=max(run.seconds for run in runs),
@@ -71,44 +64,20 @@ class VaeOnRanks:
             peak_bytes=tuple(run.peak_bytes for run in runs),
             compute_dtype=runs[0].compute_dtype,
         )
-        return DecodeResult(result["image"], info)
+        return DecodeResult(exchange.result["image"], info)
 
     def _ensure_held(
-        self,
-        epoch: int,
-        new_exchange: NewExchange,
-        vae: VaeWeights,
-        on_phase: Callable[[str], None] | None,
+        self, epoch: int, new_exchange: NewExchange, vae: VaeWeights, on_phase: OnPhase
     ) -> LoadInfo:
-        if self._held == (epoch, vae.identity):
-            return replace(self._info, seconds=0.0, cached=True)
-        if on_phase is not None:
-            on_phase("sending the VAE to the ranks")
+        if self._held is not None and self._held[:2] == (epoch, vae.identity):
+            return replace(self._held[2], seconds=0.0, cached=True)
+        on_phase(Phase(PhaseKind.SENDING_VAE))
         self._held = None
         tensors = vae.tensors()
         budget = deadlines.load_budget(sum(tensor.nbytes for tensor in tensors.values()))
-        # Ranks agree on a load before they report, so an out-of-memory there leaves no collective half done.
-        exchange = new_exchange(USER_ERRORS | {"OutOfMemory"})
-        loads = [done.load for done in _ask(exchange, LoadVae(vae.identity), tensors, budget, _refuse)]
-        if None in loads:
-            raise TransportError("a rank took a VAE without saying how it loaded it")
-        self._info = replace(loads[0], seconds=max(load.seconds for load in loads))
-        self._held = (epoch, vae.identity)
-        return self._info
-
-
-def _ask(
-    exchange: Exchange, message: Message, tensors: dict[str, Tensor], budget: float, on_message: OnMessage
-) -> list[Done]:
-    """Every rank's answer, in rank order."""
-    payload = pack_tensors(tensors)
-    try:
-        exchange.send(message, payload)
-    finally:
-        os.close(payload)
-    done = exchange.wait(lambda: budget, on_message)
-    return [done[rank] for rank in sorted(done)]
-
-
-def _refuse(rank: int, message: Message, tensors: dict[str, Tensor] | None) -> None:
-    raise TransportError(f"rank {rank} sent {type(message).__name__} while it loads a VAE")
+        exchange = new_exchange(AGREED_ERRORS)
+        exchange.send(LoadVae(vae.identity), tensors)
+        loads = reports(exchange.wait(lambda: budget), lambda answer: answer.load)
+        info = replace(loads[0], seconds=max(load.seconds for load in loads))
+        self._held = (epoch, vae.identity, info)
+        return info

@@ -1,1 +1,1 @@
-"""What travels between ComfyUI's process and the ranks: messages, payloads, the link, the heartbeat."""
+"""The traffic between ComfyUI's process and the ranks: messages, payloads, the link, the heartbeat."""

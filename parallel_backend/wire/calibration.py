@@ -1,4 +1,4 @@
-"""What ranks measure of the links between them, as frozen facts that travel and are kept on disk."""
+"""Measurements of the links between ranks, as frozen facts that travel and are kept on disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What only a rank can find out, since it alone has a device context.
+    """Facts that only a rank can find out, since it alone has a device context.
 
     `device_uuid`: empty on the CPU; `peers`: per rank, whether this one can read its memory; `all_reduce_error`: the
     largest deviation of a sum over all ranks whose result is known; `kernel`: the attention kernel that half precision

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-START = 60.0  # s, spawn to Ready: importing torch from a cold disk with a CUDA build takes tens of seconds
+# s, spawn to Hello and again to Ready: importing torch from a cold disk with a CUDA build takes tens of seconds
+START = 60.0
 LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
 LOAD_BYTES_PER_SECOND = 50e6  # a slow network disk; a local NVMe is 40 times faster
 FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here
@@ -14,10 +15,12 @@ STEP_FACTOR = 10  # a step this many times slower than the median is stuck
 CALIBRATION = 2.0  # s that measuring the links may take; one step of a large model takes as long
 CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they are killed
 TERMINATE = 2.0  # s between SIGTERM and SIGKILL
+REAP = 10.0  # s after SIGKILL for a rank to be gone; one that a driver holds in the kernel never is
 REPORT = 0.4  # s for all ranks to report after the first failure; who does not is stuck in a collective
 DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as end of file
 STACK = 0.15  # s for a rank that hangs to show where; one that is stopped cannot
 POLL = 0.05  # s between two looks at `should_cancel` while waiting
+PAUSE = 1.0  # s between two such looks, after which this process was held up, and ranks cannot be blamed
 SEND = 10.0  # s for a rank to take a request from its link's buffer
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
 BACK_OFF = (

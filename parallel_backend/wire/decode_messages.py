@@ -1,4 +1,4 @@
-"""What is said of decoding a latent on the ranks: per rank over the link, and as a whole to the caller."""
+"""The records of decoding a latent on the ranks: per rank over the link, and as a whole to the caller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class VaeWeights:
 
 @dataclass(frozen=True)
 class RankDecode:
-    """How one rank decoded. `seconds`: from the latent to its end; `rows`: of each latent that this rank computed.
+    """The record of a decode on one rank. `seconds`: from the latent to its end; `rows`: of each latent, computed here.
 
     `bytes_sent`: collective payload; `peak_bytes`: device memory beyond what was in use before, 0 on the CPU.
     """
@@ -38,7 +38,7 @@ class RankDecode:
 
 @dataclass(frozen=True)
 class DecodeInfo:
-    """How a decode ran; tuples have one entry per rank, as in RankDecode. `load`: of the weights."""
+    """The record of a whole decode; tuples have one entry per rank, as in RankDecode. `load`: of the weights."""
 
     load: LoadInfo
     seconds: float

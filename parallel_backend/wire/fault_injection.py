@@ -2,7 +2,7 @@
 
 `PARALLEL_SAMPLING_FAULT` holds a JSON object {"rank", "step", "kind", "point", "once"}: rank `rank` does `kind` when it
 comes to `point` with `step` steps of its request behind it. Points are "start", "idle", "load", "step" and every
-collective in whereabouts.py, which is met before it is entered. `once` names a file: a fault that finds it there does
+collective in heartbeat.py, which is met before it is entered. `once` names a file: a fault that finds it there does
 nothing, and one that fires makes it first.
 """
 
@@ -45,7 +45,7 @@ class Fault:
 
 
 def arm(rank: int, heartbeat: Heartbeat) -> None:
-    """Has `whereabouts` meet the fault of the environment, if that is this rank's."""
+    """Has `heartbeat` meet the fault of the environment, if that is this rank's."""
     text = os.environ.get(VARIABLE)
     if not text:
         return

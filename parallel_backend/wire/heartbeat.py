@@ -1,8 +1,8 @@
-"""Where each rank is and what it holds, on a page of memory that the parent reads unasked.
+"""Heartbeats: the place and the memory of each rank, on a page of memory that the parent reads unasked.
 
-A rank that hangs answers no question, so it notes down each collective as it enters and leaves it, in memory that it
+A rank that hangs answers no question, so it writes down each collective as it enters and leaves it, in memory that it
 shares with the supervisor. When a deadline passes, the parent follows who waits for whom to the rank that keeps the
-others waiting. A busy rank answers none either, so its progress and its memory stand there too. A note costs about a
+others waiting. A busy rank answers none either, so its progress and its memory stand there too. A beat costs about a
 microsecond.
 """
 
@@ -36,14 +36,14 @@ COLLECTIVES = (
 )
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
-_NOTE = struct.Struct("<BBHIQQdQQQ")
-assert _NOTE.size * MOST_RANKS <= PAGE_BYTES
+_BEAT = struct.Struct("<BBHIQQdQQQ")
+assert _BEAT.size * MOST_RANKS <= PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class RankBeat:
-    """What a rank noted down last. `step`: steps done in this request; `entered`: collectives so far; `waits_for`: the
-    ranks of the collective, itself among them; `since`: time.monotonic() of the machine; `loaded`: how much of the
+    """The last that a rank wrote down. `step`: steps done in this request; `entered`: collectives so far; `waits_for`:
+    the ranks of the collective, itself among them; `since`: time.monotonic() of the machine; `loaded`: how much of the
     model that it loads is there, 0 to 1; bytes on its device for weights and beside them, and sent to other ranks."""
 
     inside: bool
@@ -59,7 +59,7 @@ class RankBeat:
 
 
 class Heartbeat:
-    """This process's own notes; kept to itself until `share`. `observer` sees each collective before it is entered."""
+    """This process's own beats; kept to itself until `share`. `observer` sees each collective before it is entered."""
 
     def __init__(self) -> None:
         self._page: mmap.mmap | bytearray = bytearray(PAGE_BYTES)
@@ -75,22 +75,22 @@ class Heartbeat:
         """Goes on in the page that was inherited under `descriptor`, which is closed."""
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         os.close(descriptor)
-        self._offset = rank * _NOTE.size
+        self._offset = rank * _BEAT.size
 
     def steps_done(self, count: int) -> None:
-        """How many steps of the request that runs are behind this rank; 0 as it begins."""
+        """Writes down that `count` steps of the request that runs are behind this rank; 0 as it begins."""
         self._step = count
         self._write(inside=0)
         if self.observer is not None and count:
             self.observer("step", count)
 
     def loading(self, part: float) -> None:
-        """How much of the model that this rank loads is there, 0 to 1."""
+        """Writes down how much of the model that this rank loads is there, 0 to 1."""
         self._loaded = int(1000 * min(max(part, 0.0), 1.0))
         self._write(inside=0)
 
     def holds(self, weight_bytes: int, working_bytes: int, sent_bytes: int) -> None:
-        """What is on this rank's device, and what it has sent to others since it began."""
+        """Writes down the bytes on this rank's device, and those sent to others since it began."""
         self._holds = (weight_bytes, working_bytes, sent_bytes)
         self._write(inside=0)
 
@@ -115,7 +115,7 @@ class Heartbeat:
 
     def _write(self, inside: int) -> None:
         collective, ranks = self._now
-        _NOTE.pack_into(
+        _BEAT.pack_into(
             self._page,
             self._offset,
             inside,
@@ -141,14 +141,14 @@ class Page:
     """The page of a group as its parent sees it; owns the descriptor that the ranks inherit, until `close`."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("parallel-backend-whereabouts", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("parallel-backend-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, PAGE_BYTES)
         self._page = mmap.mmap(self.descriptor, PAGE_BYTES)
 
     def read(self, rank: int) -> RankBeat:
         """Whatever a rank wrote there is read as numbers; an unknown collective is none."""
-        inside, code, loaded, step, entered, ranks, since, *holds = _NOTE.unpack_from(
-            self._page, rank * _NOTE.size
+        inside, code, loaded, step, entered, ranks, since, *holds = _BEAT.unpack_from(
+            self._page, rank * _BEAT.size
         )
         return RankBeat(
             inside=inside == 1,
@@ -168,7 +168,7 @@ class Page:
         os.close(self.descriptor)
 
 
-def find_laggard(notes: Sequence[RankBeat], silent: Collection[int] | None = None) -> int:
+def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = None) -> int:
     """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
 
     `silent`: the ranks that still owe an answer, by default all; those that gave theirs are in no collective either.
@@ -176,40 +176,40 @@ def find_laggard(notes: Sequence[RankBeat], silent: Collection[int] | None = Non
     Where all are in the same one, or wait for each other in a circle, or none is in any (collectives on a device do
     not hold up the host), the one that has entered the fewest.
     """
-    ranks = range(len(notes)) if silent is None else sorted(silent)
+    ranks = range(len(beats)) if silent is None else sorted(silent)
     for start in ranks:
         rank, seen = start, set()
-        while notes[rank].inside and rank not in seen:
+        while beats[rank].inside and rank not in seen:
             seen.add(rank)
             absent = [
-                r for r in sorted(notes[rank].waits_for) if r in ranks and not _together(notes, rank, r)
+                r for r in sorted(beats[rank].waits_for) if r in ranks and not _together(beats, rank, r)
             ]
             # One in no collective at all is the end of the chain.
-            rank = min(absent, key=lambda r: (notes[r].inside, r), default=rank)
-        if rank != start and not notes[rank].inside:
+            rank = min(absent, key=lambda r: (beats[r].inside, r), default=rank)
+        if rank != start and not beats[rank].inside:
             return rank
-    return min(ranks, key=lambda r: (notes[r].entered, r))
+    return min(ranks, key=lambda r: (beats[r].entered, r))
 
 
-def _together(notes: Sequence[RankBeat], one: int, other: int) -> bool:
-    a, b = notes[one], notes[other]
+def _together(beats: Sequence[RankBeat], one: int, other: int) -> bool:
+    a, b = beats[one], beats[other]
     return one == other or (b.inside and a.collective == b.collective and a.waits_for == b.waits_for)
 
 
-def in_words(notes: Sequence[RankBeat], rank: int) -> str:
-    """Where `rank` is and who waits for it, for an error message; empty when it noted nothing down."""
-    note = notes[rank]
-    if not note.collective:
+def in_words(beats: Sequence[RankBeat], rank: int) -> str:
+    """The place of `rank` and who waits for it, for an error message; empty when it wrote nothing down."""
+    beat = beats[rank]
+    if not beat.collective:
         return ""
-    waiting = [r for r in range(len(notes)) if r != rank and notes[r].inside and rank in notes[r].waits_for]
-    if note.inside:
-        beside = [r for r in waiting if _together(notes, rank, r)]
-        words = f"inside {note.collective}" + (f", beside {_named(beside)}" if beside else "")
+    waiting = [r for r in range(len(beats)) if r != rank and beats[r].inside and rank in beats[r].waits_for]
+    if beat.inside:
+        beside = [r for r in waiting if _together(beats, rank, r)]
+        words = f"inside {beat.collective}" + (f", beside {_named(beside)}" if beside else "")
     else:
-        words = f"the last collective that it entered was {note.collective}"
+        words = f"the last collective that it entered was {beat.collective}"
         if waiting:
-            words += f"; missed in {notes[waiting[0]].collective} by {_named(waiting)}"
-    return f"{words}, after {note.step} step{'' if note.step == 1 else 's'}"
+            words += f"; missed in {beats[waiting[0]].collective} by {_named(waiting)}"
+    return f"{words}, after {beat.step} step{'' if beat.step == 1 else 's'}"
 
 
 def _named(ranks: Sequence[int]) -> str:

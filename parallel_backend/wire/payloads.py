@@ -8,7 +8,7 @@ import torch
 
 from ..errors import RequestError, TransportError
 from ..options import check_threshold
-from ..requests import Conditioning, Extras, PredictRequest, SampleRequest, SamplerState
+from ..requests import Conditioning, Extras, InputShapes, PredictRequest, SampleRequest, SamplerState
 from .protocol import Sample
 
 Tensors = dict[str, torch.Tensor]
@@ -63,23 +63,30 @@ def take_state(tensors: Tensors) -> SamplerState | None:
     one, or one of the wrong dtypes."""
     if "state.x" not in tensors:
         return None
-    state = {
-        name: _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")
-    } | {"denoised": tensors.pop("state.denoised", None)}
-    x, denoised = state["x"], state["denoised"]
+    step, x, generator, exact, calls = (
+        _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")
+    )
+    denoised = tensors.pop("state.denoised", None)
     fits = (
-        (state["step"].dtype, state["step"].shape) == (torch.int64, ())
-        and (state["exact"].dtype, state["exact"].shape) == (torch.bool, ())
-        and (state["calls"].dtype, state["calls"].shape) == (torch.int64, (2,))
-        and (state["generator"].dtype, state["generator"].ndim) == (torch.uint8, 1)
+        (step.dtype, step.shape) == (torch.int64, ())
+        and (exact.dtype, exact.shape) == (torch.bool, ())
+        and (calls.dtype, calls.shape) == (torch.int64, (2,))
+        and (generator.dtype, generator.ndim) == (torch.uint8, 1)
         and x.dtype == torch.float32
         and (denoised is None or (denoised.dtype, denoised.shape) == (x.dtype, x.shape))
     )
     if not fits:
         raise TransportError("a sampler's state in a payload has the wrong shapes or dtypes")
-    calls, reused = state["calls"].tolist()
-    numbers = {"step": int(state["step"]), "exact": bool(state["exact"]), "calls": calls, "reused": reused}
-    return SamplerState(**state | numbers)
+    made, reused = calls.tolist()
+    return SamplerState(
+        step=int(step),
+        x=x,
+        denoised=denoised,
+        generator=generator,
+        exact=bool(exact),
+        calls=made,
+        reused=reused,
+    )
 
 
 def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
@@ -178,6 +185,31 @@ def check_predict(request: PredictRequest) -> None:
     _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
     _check_conditioning(request.conditioning, rows)
     _check_extras(request)
+
+
+def check_inputs(request: SampleRequest | PredictRequest, shapes: InputShapes) -> None:
+    """Raises RequestError for a prompt or a latent that was made for another model."""
+    if isinstance(request, SampleRequest):
+        latent = request.latent
+        prompts = dict(zip(("positive", "negative"), request.prompts, strict=False))
+    else:
+        latent, prompts = request.x, {"the prompt": request.conditioning}
+    for name, prompt in prompts.items():
+        for part, tensor, wanted in (
+            ("", prompt.context, shapes.context),
+            ("pooled ", prompt.pooled, shapes.pooled),
+        ):
+            width = tensor.shape[-1] if tensor.ndim else 0
+            if width != wanted:
+                raise RequestError(
+                    f"{name}: a {part}prompt of width {width} came, and {shapes.model} takes {part}prompts "
+                    f"of width {wanted}. Encode it with the text encoders of this model: {shapes.text_encoders}."
+                )
+    if latent.ndim > 1 and latent.shape[1] != shapes.channels_in:
+        raise RequestError(
+            f"latent_image: a latent of {latent.shape[1]} channels came, and {shapes.model} takes "
+            f"{shapes.channels_in}. Use one of this model's own latent space: {shapes.latents}."
+        )
 
 
 def _check_conditioning(conditioning: Conditioning, rows: int) -> None:

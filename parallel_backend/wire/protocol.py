@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -78,7 +78,7 @@ class ApplyPatches:
 
 @dataclass(frozen=True)
 class RankPatch:
-    """What one rank did for ApplyPatches: tensors computed or restored, in `seconds`."""
+    """The work of one rank for ApplyPatches: tensors computed or restored, in `seconds`."""
 
     seconds: float
     touched: int
@@ -176,8 +176,9 @@ class Compiling:
 
 @dataclass(frozen=True)
 class RankRun:
-    """How one rank ran a request. `seconds`: from the decoded request to its end; `bytes_sent`: collective payload;
-    `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`: as in RunInfo."""
+    """The record of a request that one rank ran. `seconds`: from the decoded request to its end; `bytes_sent`:
+    collective payload; `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`:
+    as in RunInfo."""
 
     engine: str
     strategy: ParallelStrategy
@@ -207,12 +208,14 @@ class Done:
 class Failed:
     """Rank to parent, terminal: the request ended with an error.
 
-    `kind`: name of an error in errors.py, "RankFailed", or PEER_FAILED; `detail`: the last traceback lines.
+    `kind`: name of an error in errors.py, "RankFailed", or PEER_FAILED; `detail`: the last traceback lines; `device`:
+    of a DeviceError.
     """
 
     kind: str
     message: str
     detail: str
+    device: str | None = None
 
 
 # `kind` of a rank that did its part but gave it up because another rank could not do its own.
@@ -240,8 +243,10 @@ Message = (
 )
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
-_PAYLOADS = {kind: (1,) for kind in (KeepFactors, ApplyPatches, Sample, Predict, LoadVae, Decode)}
-_PAYLOADS |= {Progress: (0, 1), Done: (0, 1)}
+_PAYLOADS: dict[type, tuple[int, ...]] = {
+    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, Predict, LoadVae, Decode), (1,)),
+    **dict.fromkeys((Progress, Done), (0, 1)),
+}
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ from dataclasses import fields, is_dataclass
 
 from ..errors import ParallelError, TransportError
 
+T = typing.TypeVar("T")
 
-def parse(text: str):
+
+def parse(text: str) -> object:
     """json.loads that refuses what would read differently elsewhere: repeated fields, NaN. Raises ValueError."""
     return json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
 
 
-def to_json(value):
+def to_json(value: object) -> object:
     """`value` (a dataclass, a tuple of them, or plain) as what json.dumps takes."""
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         types_of = _field_types(type(value))
         return {f.name: _coerced(getattr(value, f.name), types_of[f.name]) for f in fields(value)}
     if isinstance(value, tuple):
@@ -26,38 +28,43 @@ def to_json(value):
     return value
 
 
-def _coerced(value, kind):
+def _coerced(value: object, kind: object) -> object:
     # A caller may write cfg=4: a float field goes out as a float, since the other side takes nothing else.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return to_json(value)
 
 
-def from_json(value, kind, where: str):
+def from_json(value: object, kind: type[T], where: str) -> T:
     """`value` as `kind`: int, float, str, bool, None, a union of those, tuple[kind, ...] or a dataclass of them."""
+    return typing.cast(T, _read(value, kind, where))  # types of fields are only known as they are read
+
+
+def _read(value: object, kind: object, where: str) -> object:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(kind)
         if value is None and type(None) in options:
             return None
         (kind,) = (option for option in options if option is not type(None))
-        return from_json(value, kind, where)
+        return _read(value, kind, where)
     if origin is tuple:
         if not isinstance(value, list):
             raise TransportError(f"{where}: expected a list, found {shown(value)}")
-        return tuple(from_json(item, typing.get_args(kind)[0], where) for item in value)
+        return tuple(_read(item, typing.get_args(kind)[0], where) for item in value)
+    assert isinstance(kind, type), f"{where} has a type that JSON cannot carry: {kind}"
     if is_dataclass(kind):
-        return _dataclass_from_json(value, kind, where)
+        return _read_dataclass(value, kind, where)
     if type(value) is not kind:  # exact: True is no int, 1 no float
         raise TransportError(f"{where}: expected {kind.__name__}, found {shown(value)}")
     return value
 
 
-def _dataclass_from_json(value, kind, where: str):
+def _read_dataclass(value: object, kind: type, where: str) -> object:
     types_of = _field_types(kind)
     if not isinstance(value, dict) or set(value) != set(types_of):
         raise TransportError(f"{where}: expected the fields {sorted(types_of)}, found {shown(value)}")
-    arguments = {name: from_json(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
+    arguments = {name: _read(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
     try:
         return kind(**arguments)
     except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
@@ -65,7 +72,7 @@ def _dataclass_from_json(value, kind, where: str):
 
 
 @functools.cache
-def _field_types(kind) -> dict[str, object]:
+def _field_types(kind: type) -> dict[str, object]:
     hints = typing.get_type_hints(kind)
     return {f.name: hints[f.name] for f in fields(kind)}
 
@@ -78,11 +85,11 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _refuse_constant(text: str):
+def _refuse_constant(text: str) -> object:
     raise ValueError(f"{text} is not a number here")
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """`value` for an error message, cut to a line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

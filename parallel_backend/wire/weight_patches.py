@@ -85,7 +85,7 @@ class WeightPatches:
     patches: tuple[WeightPatch, ...]
     tensors: Mapping[str, Tensor]
 
-    def __deepcopy__(self, memo: dict) -> WeightPatches:
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightPatches:
         return self  # nothing in it changes, and its tensors are large
 
     @cached_property
@@ -140,12 +140,12 @@ def digest(tensor: Tensor) -> str:
     """Names a tensor's dtype, shape and values."""
     data = tensor.detach().cpu().contiguous()
     found = hashlib.blake2b(f"{data.dtype}{list(data.shape)}".encode(), digest_size=_DIGEST_BYTES)
-    found.update(data.reshape(-1).view(torch.uint8).numpy())
+    found.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
 class RecentSets:
-    """Which factors both ends keep: those of the last RECENT_SETS sets. Both follow the same rule, so neither has to
+    """The factors that both ends keep: those of the last RECENT_SETS sets. Both follow the same rule, so neither has to
     tell the other what it dropped."""
 
     def __init__(self) -> None:

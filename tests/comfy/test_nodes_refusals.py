@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from comfyui_client import PromptFailed
 from graphs import OURS, STOCK, Graph
 
+LATENT = {"width": 16, "height": 12, "batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
+
 
 @pytest.fixture(scope="module")
 def unet(comfy):
@@ -115,3 +117,36 @@ def test_saving_our_model_is_refused(comfy, unet):
     graph.add("ModelSave", model=graph.model(OURS, unet), filename_prefix="ours")
     with pytest.raises(PromptFailed, match="saving the model"):
         comfy.run(graph.prompt)
+
+
+WRONG = {
+    "width": (
+        {"width": 48},
+        {},
+        "a prompt of width 48 came, and tiny_dev.safetensors takes prompts of width 64",
+    ),
+    "pooled": ({"pooled_width": 8}, {}, "a pooled prompt of width 8 came"),
+    "channels": ({}, {"channels": 4, "draw": 3}, "latent_image: a latent of 4 channels came"),
+}
+
+
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_a_prompt_or_latent_of_another_model_is_told_and_nothing_fails(comfy, unet, node):
+    for case, (text, latent, words) in WRONG.items():
+        graph = Graph()
+        ours = graph.model(OURS, unet)
+        positive, negative = graph.text(1, **text), graph.text(2)
+        samples = [graph.add("TestLatent", **{**LATENT, **latent}), 0]
+        if node == "KSampler":
+            out = graph.ksampler(ours, positive, negative, samples)
+        else:
+            out = graph.parallel_sampler(ours[0], positive, negative, samples)
+        with pytest.raises(PromptFailed) as failure:
+            comfy.sample(graph.prompt, out)
+        assert failure.value.node_type == node and words in failure.value.exception_message, case
+        assert failure.value.exception_type.endswith("RequestError")
+        remedy = "DualCLIPLoader" if text else "EmptySD3LatentImage"
+        assert remedy in failure.value.exception_message
+    graph = Graph()
+    ours = graph.model(OURS, unet)
+    comfy.sample(graph.prompt, graph.parallel_sampler(ours[0], graph.text(1), graph.text(2), graph.latent()))

@@ -13,7 +13,7 @@ from parallel_backend.observability import event_log
 from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar import events
-from parallel_backend.sidecar.events import Changed, Ended, Loaded, RequestFailed, Started, Stepped, tell
+from parallel_backend.sidecar.events import Changed, Ended, Loaded, RequestFailed, Started, Stepped, emit
 from parallel_backend.strategy import ParallelStrategy
 
 TWO = ("cuda:0", "cuda:1")
@@ -54,7 +54,7 @@ def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_p
     file = tmp_path / "log.jsonl"
     end = began(file)
     for event in STORY:
-        tell(event)
+        emit(event)
     end()
     lines = _lines(file)
     assert [line["event"] for line in lines] == [
@@ -87,7 +87,7 @@ def test_nothing_is_logged_unless_asked_for(began):
 
 def test_stderr_is_a_place_too(began, capfd):
     end = began("stderr")
-    tell(STORY[3])
+    emit(STORY[3])
     end()
     assert json.loads(capfd.readouterr().err.strip())["event"] == "stepped"
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp
     file = tmp_path / "log.jsonl"
     end = began(file, file_bytes=400)
     for _ in range(40):
-        tell(STORY[3])
+        emit(STORY[3])
     end()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, KEPT_FILES + 1))]
@@ -109,7 +109,7 @@ def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp
 def test_a_log_that_cannot_be_written_gives_one_warning(began, tmp_path, caplog, target):
     end = began(target.format(tmp_path))
     for event in STORY:
-        tell(event)
+        emit(event)
     end()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert VARIABLE in caplog.text and "cannot be written" in caplog.text
@@ -122,7 +122,7 @@ def test_a_disk_that_hangs_holds_up_neither_a_job_nor_the_end(began, tmp_path, m
     os.mkfifo(pipe)  # opening it waits until somebody reads
     end = began(pipe)
     for _ in range(50):
-        tell(STORY[3])
+        emit(STORY[3])
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # lines beyond the 20 that wait
     end()
     with pipe.open() as reader:  # lets the writer go on, and end

@@ -7,20 +7,21 @@ import pytest
 
 from parallel_backend.observability.gauges import Gauge
 from parallel_backend.observability.panel import show_groups, show_progress, why_not
+from parallel_backend.sidecar.phases import Phase, PhaseKind
 from parallel_backend.sidecar.status import GroupStatus, RankStatus
 
 RANKS = (
     RankStatus(0, "cuda:0", 11, 12, 0.5, 10, 20, 30),
     RankStatus(1, "cuda:1", 12, 11, 0.25, 11, 21, 31),
 )
-GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", "", "flux.safetensors", 0, 0, (0.25, 0.5), RANKS)
+GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", None, "flux.safetensors", 0, 0, (0.25, 0.5), RANKS)
 STATES = {
     "not started": replace(GROUP, state="down", ranks=()),
-    "starting": replace(GROUP, state="starting", phase="starting 2 ranks"),
-    "loading 38 %": replace(GROUP, state="running", phase="loading flux.safetensors"),
-    "first step": replace(GROUP, state="running", phase="first step", steps=28),
-    "sampling 12/28": replace(GROUP, state="running", phase="sampling", step=12, steps=28),
-    "decoding": replace(GROUP, state="running", phase="decoding"),
+    "starting": replace(GROUP, state="starting", phase=Phase(PhaseKind.STARTING, "2 ranks")),
+    "loading 38 %": replace(GROUP, state="running", phase=Phase(PhaseKind.LOADING, "flux.safetensors")),
+    "first step": replace(GROUP, state="running", phase=Phase(PhaseKind.FIRST_STEP), steps=28),
+    "sampling 12/28": replace(GROUP, state="running", phase=Phase(PhaseKind.SAMPLING), step=12, steps=28),
+    "decoding": replace(GROUP, state="running", phase=Phase(PhaseKind.DECODING)),
     "ready": GROUP,
     "asleep": replace(GROUP, state="asleep"),
     "failed": replace(GROUP, state="failed", reason="rank 1 failed: killed"),  # what died still has its page

@@ -19,7 +19,7 @@ def test_starts_failures_and_left_out_devices_are_told_once():
     def hear(*events):
         toasts.clear()
         for event in events:
-            news.hear(event)
+            news.on_event(event)
         return [(toast.severity, toast.summary, toast.life is None) for toast in toasts]
 
     assert hear(Changed(DEVICES), Started(DEVICES, 2.5, ""), DONE, DONE) == [

@@ -9,7 +9,7 @@ import torch
 
 from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
-from parallel_backend.sidecar import sidecar as client
+from parallel_backend.sidecar import exchange as client
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import VERSION, Cancel, Envelope, encode

@@ -3,15 +3,19 @@
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.decode_messages import VaeWeights
+from parallel_backend.wire.protocol import Decode, LoadVae
+from ranks import run_ranks
 from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_flux import write_tiny_flux
@@ -65,6 +69,22 @@ def test_the_weights_go_once_and_then_only_latents(ranks):
     assert list(first.info.bytes_sent) == expected == list(again.info.bytes_sent)
     assert [step for step, _ in steps] == list(range(1, steps[-1][1] + 1))
     assert first.info.compute_dtype == "float32"
+
+
+def _decode_again_and_again(world):
+    """Descriptors of this rank after each decode with a VAE sent anew, of a latent that leaves a rank without rows."""
+    worker, latent, counts = VaeWorker(world, lambda error: error is None), random_latent(FLUX, 2, 3), []
+    tensors = ldm_tensors(random_vae(FLUX), FLUX)
+    for number in range(5):
+        worker.load(LoadVae(str(number)), tensors)
+        worker.decode(Decode(str(number), ()), {"latent": latent}, lambda step, latent: None)
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_a_vae_that_is_sent_again_takes_over_the_groups_of_the_one_before():
+    for counts in run_ranks(_decode_again_and_again, 3):
+        assert len(set(counts[1:])) == 1, counts
 
 
 def test_another_vae_takes_its_place(ranks):
@@ -133,11 +153,12 @@ def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, weights
 def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
     ranks.decode(vae.weights, latent)
-    held = ranks._vae._held
-    ranks._vae._held = (held[0], "never sent")
+    on_ranks = ranks._holdings.vae
+    held = on_ranks._held
+    on_ranks._held = (held[0], "never sent", held[2])
     with pytest.raises(RequestError, match="do not hold the VAE"):
         ranks.decode(VaeWeights("never sent", dict), latent)
-    ranks._vae._held = held
+    on_ranks._held = held
     ranks.decode(vae.weights, latent)
 
 

@@ -24,6 +24,12 @@ def test_the_list_offered_to_the_nodes_is_the_list_that_runs():
     assert set(RESIDENT_SAMPLERS) == set(STEPS)
 
 
+def test_the_largest_seed_of_the_nodes_is_a_seed():
+    x = torch.randn(1, 4, 2, 2)
+    largest = _run("euler_ancestral", lambda x, sigma: x / 2, x, torch.linspace(1, 0, 4), seed=2**64 - 1)
+    assert largest.isfinite().all()
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_model_that_knows_the_answer_reaches_it(name):
     target = torch.randn(2, 4, 3, 5, dtype=torch.float64)

@@ -75,7 +75,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, 
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert caught.value.crashed
     if kind != "kill":
-        assert "faults.py" in caught.value.cause  # where it was, from faulthandler
+        assert "fault_injection.py" in caught.value.cause  # where it was, from faulthandler
 
 
 def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_leaks, tmp_path):
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
     assert caught.value.reason == "hang"
     assert "missed in an all-reduce by rank 0, after 2 steps" in caught.value.cause
     assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
-    assert ("faults.py" in caught.value.cause) == (kind != "stop")  # where it hangs
+    assert ("fault_injection.py" in caught.value.cause) == (kind != "stop")  # where it hangs
 
 
 # 9: ComfyUI is killed.

@@ -52,7 +52,7 @@ def watched(ranks, weights):
     """(sidecar that holds a model, clock, timeouts that can be changed)."""
     time, timeouts = Time(), {"sleep_s": 100.0, "stop_s": 500.0}
     watch = IdleWatch(lambda: [ranks], lambda: Timeouts(**timeouts), clock=lambda: time.now, timer=time.timer)
-    stop = listen(watch.hear)
+    stop = listen(watch.on_event)
     ranks.load(weights)
     yield ranks, time, timeouts
     stop()

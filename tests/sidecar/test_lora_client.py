@@ -12,7 +12,7 @@ from fault_injection import fault
 from lora_patches import H, lora, merge, patch
 from parallel_backend.errors import Cancelled, OutOfMemory, RequestError
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
-from parallel_backend.sidecar import lora_client as patch_client
+from parallel_backend.sidecar import lora_client
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.weight_patches import RECENT_SETS, WeightPatches
@@ -90,7 +90,7 @@ def test_factors_that_no_recent_set_uses_are_sent_again(ranks, files):
 def test_many_factors_go_in_several_payloads(ranks, files, monkeypatch):
     spec, merged = files
     expected = sample(ranks, merged)
-    monkeypatch.setattr(patch_client, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(lora_client, "CHUNK_BYTES", 20_000)
     assert difference(sample(ranks, spec, lora()[0]), expected) <= TOLERANCE
 
 

@@ -174,7 +174,7 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
         == "rank 1 on cuda:1 failed (killed by SIGKILL); the job goes on after step 2 on ranks started anew"
     )
     assert torch.equal(job.begin("weights")["state.x"], state.x)
-    result = job.told(info(notes=("a note",)))
+    result = job.merged(info(notes=("a note",)))
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)
     assert result.notes == ("a note", text)
     assert [step for step, _, _ in told] == [1, 2, 3] and told[0][2] is not None and told[1][2] is None
@@ -186,7 +186,7 @@ def test_other_weights_begin_again():
     state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8))
     job.take(Progress(2, 4, 0.2), state_tensors(state))
     assert "state.x" not in job.begin("other weights")
-    assert job.told(info()).step_seconds == (0.5, 0.5)
+    assert job.merged(info()).step_seconds == (0.5, 0.5)
 
 
 def test_a_second_approximation_is_said():
@@ -199,5 +199,5 @@ def test_a_second_approximation_is_said():
     flowing = replace(info(exact=False), strategy=ParallelStrategy(pipefusion_degree=2))
     reused = info(exact=False, model_calls=9, reused_calls=3)
     for told, again in ((flowing, "PipeFusion warmed up again"), (reused, "the step cache was empty again")):
-        assert job.told(told).notes[-1].startswith(again)
-    assert not any("another approximation" in note for note in job.told(info()).notes)
+        assert job.merged(told).notes[-1].startswith(again)
+    assert not any("another approximation" in note for note in job.merged(info()).notes)

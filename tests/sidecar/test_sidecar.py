@@ -1,6 +1,7 @@
 """A sidecar from the caller's side: real rank processes, one outcome per request whatever happens to them."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -19,7 +20,8 @@ from parallel_backend.errors import (
     TransportError,
 )
 from parallel_backend.requests import Placement, PredictRequest
-from parallel_backend.sidecar import sidecar as client
+from parallel_backend.sidecar import exchange as client
+from parallel_backend.sidecar.device_health import FAILING
 from parallel_backend.sidecar.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.resume import SamplingJob
 from parallel_backend.sidecar.sidecar import State
@@ -71,7 +73,14 @@ def test_every_step_is_told_with_its_preview_and_every_phase_in_words(sidecar, w
     )
     assert [(step, of) for step, of, _ in steps] == [(1, 3), (2, 3), (3, 3)]
     assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)  # at sigma 0 the latent is the denoised one
-    assert phases == ["starting 2 ranks", "loading good.safetensors", "first step"]
+    seconds = re.fullmatch(r"loaded in (\d\.\d) s", phases[2])
+    assert seconds and phases == [
+        "starting 2 ranks",
+        "loading good.safetensors",
+        seconds[0],
+        "first step",
+        "sampling",
+    ]
 
 
 def test_a_group_stays_warm_between_requests(sidecar, weights):
@@ -397,14 +406,83 @@ def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monke
 def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, weights, monkeypatch):
     for _ in range(FAILURES_UNTIL_BROKEN):
         with pytest.raises(RankFailed):
-            sidecar.predict(weights, predict_request(RAISE_ALL), two_ranks())
+            sidecar.sample(weights, scripted_request(CRASH), two_ranks())
     assert sidecar.state is State.BROKEN
     begun = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)failed 3 times within 10 minutes.*doctor.*every rank refuses"):
+    with pytest.raises(
+        RankFailed, match=r"(?s)failed 3 times within 10 minutes.*doctor.*rank 1 on cpu:1: killed by SIGKILL"
+    ):
         sidecar.predict(weights, predict_request(), two_ranks())
     assert time.monotonic() - begun < 0.1
     sidecar.stop()
     sidecar.predict(weights, predict_request(), two_ranks())
+
+
+def test_errors_that_the_code_raises_count_against_neither_the_group_nor_a_device(
+    sidecar, weights, monkeypatch
+):
+    counted = []
+    monkeypatch.setattr(FAILING, "add", lambda *failure: counted.append(failure))
+    for behaviour in (RAISE, RAISE_ALL, RAISE, RAISE_ALL):
+        with pytest.raises(RankFailed) as caught:
+            sidecar.sample(weights, scripted_request(behaviour), two_ranks())
+        assert not caught.value.crashed
+    assert sidecar.state is State.FAILED
+    assert counted == []
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.state is State.READY
+
+
+# What was made for another model.
+
+PROMPT, SHORT = scripted_prompt(), torch.ones(1, 3, 3)
+WRONG = [
+    (
+        {"positive": replace(PROMPT, context=SHORT)},
+        r"positive: a prompt of width 3 came, and good.safetensors takes prompts of width 4\. Encode it with the text "
+        r"encoders of this model: any script",
+    ),
+    (
+        {"negative": replace(PROMPT, context=SHORT), "cfg": 2.0},
+        r"negative: a prompt of width 3 came, .* width 4",
+    ),
+    (
+        {"positive": replace(PROMPT, pooled=torch.zeros(1, 5))},
+        r"positive: a pooled prompt of width 5 came, .* takes pooled prompts of width 2",
+    ),
+    (
+        {"noise": torch.zeros(1, 16, 6, 6), "latent": torch.zeros(1, 16, 6, 6)},
+        r"latent_image: a latent of 16 channels came, and good.safetensors takes 4\. Use one of this model's own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG, ids=["context", "negative", "pooled", "channels"])
+def test_inputs_of_another_model_are_refused_again_and_again_and_the_ranks_stay(
+    sidecar, weights, changes, words
+):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    for _ in range(3):
+        with pytest.raises(RequestError, match=words):
+            sidecar.sample(weights, replace(scripted_request(), **changes), two_ranks())
+    assert sidecar.state is State.READY
+    prompt = changes.get("positive", changes.get("negative", PROMPT))
+    call = replace(predict_request(x=changes.get("latent", torch.ones(1, 4, 6, 6))), conditioning=prompt)
+    for _ in range(3):
+        with pytest.raises(
+            RequestError, match=words.replace("positive", "the prompt").replace("negative", "the prompt")
+        ):
+            sidecar.predict(weights, call, two_ranks())
+    assert sidecar.state is State.READY
+    sidecar.predict(weights, predict_request(), two_ranks())
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_negative_that_is_not_evaluated_may_be_any_models(sidecar, weights):
+    request = replace(scripted_request(), negative=replace(PROMPT, context=SHORT))
+    sidecar.sample(weights, request, two_ranks())
 
 
 def test_stop_ends_a_running_request(sidecar, weights):

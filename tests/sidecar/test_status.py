@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.phases import Phase, PhaseKind
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.sidecar.status import read_ranks
 from parallel_backend.strategy import ParallelStrategy
@@ -35,7 +36,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     sidecar.sleep(level=2)
     asleep = sidecar.status()
     assert [(one.state, one.phase, one.step, one.steps) for one in seen] == [
-        ("running", "sampling", step, 3) for step in (1, 2, 3)
+        ("running", Phase(PhaseKind.SAMPLING), step, 3) for step in (1, 2, 3)
     ]
     assert [len(one.step_seconds) for one in seen] == [1, 2, 3]
     assert [one.model for one in seen] == ["tiny.safetensors"] * 3
@@ -45,7 +46,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     held = (tmp_path / "tiny.safetensors").stat().st_size
     assert all(rank.weight_bytes == pytest.approx(held, rel=0.1) for rank in ranks)
     assert all(rank.working_bytes > 0 and rank.bytes_sent > 0 for rank in ranks)
-    assert (after.step, after.steps, after.phase) == (0, 0, "")
+    assert (after.step, after.steps, after.phase) == (0, 0, None)
     assert (asleep.state, asleep.model) == ("asleep", "")
     assert [rank.weight_bytes for rank in asleep.ranks] == [0, 0]
     assert read_ranks(None) == ()

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, EVERYTHING_PAUSES, REAPING_THREAD, run_script
 from parallel_backend.errors import PlatformError, RankFailed
 from parallel_backend.sidecar import supervisor as supervisor_module
 from parallel_backend.sidecar.environment import rank_environment
+from parallel_backend.sidecar.handshake import join_ranks
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
+from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -93,6 +96,40 @@ def test_a_rank_that_cannot_import_shows_its_traceback():
     sidecar.stop()
 
 
+@pytest.mark.parametrize("elsewhere", [REAPING_THREAD, CHILDREN_IGNORED], ids=["a thread", "the kernel"])
+def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_path, elsewhere):
+    out = run_script(elsewhere + A_RANK_DIES, tmp_path)
+    assert "rank 1 failed: " in out
+    assert "stopped in time down" in out
+
+
+def test_a_pause_of_everything_together_is_no_hang(tmp_path):
+    assert "same ranks" in run_script(EVERYTHING_PAUSES, tmp_path)
+
+
+def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, monkeypatch):
+    def fails(*arguments, **others):
+        raise OSError("no file descriptors are left")
+
+    monkeypatch.setattr(supervisor_module, "describe_exit", fails)
+    group = spawn("tests.support.rank_programs.flooding_rank")
+    os.kill(group.pids[0], signal.SIGSEGV)
+    assert group.gone.wait(2.0)
+    assert (group.death.rank, group.death.cause) == (0, "ended; how is unknown")
+
+
+def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog):
+    group = spawn("tests.support.rank_programs.flooding_rank")
+    monkeypatch.setattr(deadlines, "REAP", 0.2)
+    with monkeypatch.context() as held:
+        held.setattr(supervisor_module, "_signal_all", lambda *arguments: None)  # as a driver holds them
+        get_supervisor().kill(group)
+    assert "do not end" in caplog.text and not group.gone.is_set()
+    for pid in group.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert group.gone.wait(2.0)
+
+
 def test_two_groups_share_no_rendezvous(spawn):
     assert (
         spawn("tests.support.rank_programs.scripted_rank").rendezvous
@@ -117,7 +154,7 @@ def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
         sys.modules[name] = module
         spec.loader.exec_module(module)
         import importlib
-        client = importlib.import_module(name + ".client")
+        client = importlib.import_module(name + ".sidecar.sidecar")
         sidecar = client.Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.scripted_rank")
         sidecar.start()
         print(sidecar.state.name)
@@ -142,7 +179,10 @@ def test_ranks_are_gone_within_two_seconds_of_their_parent(number):
         time.sleep(60)
         """
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests" / "support")]),
+    }
     parent = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
     )
@@ -175,6 +215,37 @@ def test_a_rank_sees_its_devices_settings_but_no_secret():
     assert seen["GLOO_SOCKET_IFNAME"] == seen["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ([], {}, []),
+        (["-s"], {}, ["-s"]),
+        ([], {"PYTHONNOUSERSITE": "1"}, ["-s"]),
+        (["-I", "-B", "-O"], {}, ["-s", "-E", "-B", "-O"]),
+    ],
+)
+def test_ranks_start_with_the_flags_of_comfyuis_own_python(flags, variables, expected):
+    script = "import sys; sys.path[:0] = sys.argv[1:]; from parallel_backend.sidecar import environment as e"
+    script += "; print(*e.interpreter_flags())"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", script, str(PACK_ROOT)],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_a_rank_has_the_flags_and_starts_with_them(spawn, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "interpreter_flags", lambda: ["-s", "-E"])
+    group = spawn("tests.support.rank_programs.scripted_rank", count=1)
+    join_ranks(group, lambda: False)
+    command = Path(f"/proc/{group.pids[0]}/cmdline").read_bytes().split(b"\0")
+    assert {b"-u", b"-s", b"-E"} <= set(command)
+
+
 def test_threads_are_shared_out_unless_the_user_set_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     assert rank_environment({}, Path("/"), ("cpu:0",) * 4)["OMP_NUM_THREADS"] == "3"
@@ -200,7 +271,7 @@ def test_comfyuis_half_imports_where_posix_is_missing():
             delattr(os, name)
         for name in ("AF_UNIX", "SOCK_SEQPACKET", "socketpair", "SCM_RIGHTS", "MSG_CMSG_CLOEXEC"):
             delattr(socket, name)
-        import parallel_backend.pool, parallel_backend.errors
+        import parallel_backend.sidecar.pool, parallel_backend.errors
         sys.platform = "win32"
         try:
             parallel_backend.sidecar.pool.get_sidecar(("cuda:0",)).start()

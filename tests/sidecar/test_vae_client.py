@@ -6,10 +6,10 @@ import torch
 from parallel_backend.errors import OutOfMemory, TransportError
 from parallel_backend.requests import LoadInfo
 from parallel_backend.sidecar.exchange import USER_ERRORS
+from parallel_backend.sidecar.phases import Phase, PhaseKind
 from parallel_backend.sidecar.vae_client import VaeOnRanks
 from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
 from parallel_backend.wire.protocol import Decode, Done, LoadVae, Progress, Ready
-from parallel_backend.wire.transport import unpack_tensors
 
 LOAD = LoadInfo(seconds=1.0, bytes=12, cached=False, dtype="float32", compute_dtype="float32")
 RUN = RankDecode(seconds=2.0, rows=4, bytes_sent=10, peak_bytes=0, compute_dtype="float32")
@@ -28,21 +28,21 @@ class ScriptedRanks:
         self.survivable.append(survivable)
         return self
 
-    def send(self, message, payload):
-        self.sent.append((message, unpack_tensors(payload)))
+    def send(self, message, tensors):
+        self.sent.append((message, tensors))
 
-    def wait(self, budget, on_message):
+    def wait(self, budget, on_message=None):
         if self.failure is not None:
             raise self.failure
         assert budget() >= 60
-        for message in self.messages:
-            on_message(0, message, None)
         loads = isinstance(self.sent[-1][0], LoadVae)
+        for message in () if loads else self.messages:
+            on_message(0, message, None)
         done = Done(load=self.load) if loads else Done(decode=self.run)
-        return {1: done, 0: done}
+        return [done, done]
 
 
-def decode(client, ranks, identity="a", epoch=1, on_step=None, on_phase=None):
+def decode(client, ranks, identity="a", epoch=1, on_step=None, on_phase=lambda phase: None):
     weights = VaeWeights(identity, lambda: {"decoder.conv_in.weight": torch.zeros(3)})
     return client.decode(epoch, ranks, weights, LATENT, (), on_step, on_phase)
 
@@ -80,7 +80,7 @@ def test_phases_and_steps_are_told(client, ranks):
     decode(client, ranks)
     ranks.messages = [Progress(step=1, steps=3, seconds=0.1), Progress(step=2, steps=3, seconds=0.1)]
     decode(client, ranks, on_step=lambda *step: steps.append(step), on_phase=phases.append)
-    assert phases == ["decoding"] and steps == [(1, 3), (2, 3)]
+    assert phases == [Phase(PhaseKind.DECODING)] and steps == [(1, 3), (2, 3)]
 
 
 def test_a_failed_load_is_tried_again_by_the_next_decode(client, ranks):
@@ -103,7 +103,7 @@ def test_only_a_load_may_run_out_of_memory_and_leave_the_group(client, ranks):
     [
         ({"result": {}}, "without an image"),
         ({"run": None}, "without saying how it ran"),
-        ({"load": None}, "without saying how it loaded"),
+        ({"load": None}, "without saying how it ran"),
         ({"messages": [Ready(seconds=1.0)]}, "sent Ready"),
     ],
 )

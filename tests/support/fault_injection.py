@@ -38,6 +38,53 @@ from parallel_backend.errors import PlatformError, RankFailed
 from scripted import scripted_request, scripted_sidecar, scripted_weights, two_ranks
 weights = scripted_weights(Path({folder!r}) / "good.safetensors", "good 0.5")
 """
+# A custom node as ComfyUI meets them: one that waits for any child, and one that has the kernel do so.
+REAPING_THREAD = """
+import threading, time
+def reap():
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            time.sleep(0.001)
+threading.Thread(target=reap, daemon=True).start()
+"""
+CHILDREN_IGNORED = """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+"""
+A_RANK_DIES = """
+import time
+sidecar = scripted_sidecar()
+with fault("kill", "an all-reduce", step=2):
+    try:
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    except RankFailed as error:
+        print(error)
+sidecar.sample(weights, scripted_request(), two_ranks())
+begun = time.monotonic()
+sidecar.stop()
+print("stopped in time" if time.monotonic() - begun < 5 else "stopped late", sidecar.state.value)
+"""
+# As `docker pause` does, between two steps and for longer than one may take.
+EVERYTHING_PAUSES = """
+import signal, subprocess, sys, time
+from parallel_backend.wire import deadlines
+from scripted import SLOW
+deadlines.step_budget = lambda earlier: 1.5
+sidecar = scripted_sidecar()
+sidecar.load(weights)
+pids = sidecar.pids
+def on_step(step, steps, denoised):
+    if step == 3:
+        everything = [os.getpid(), *pids]
+        pause = f"import os, signal, time; p = {everything}"
+        pause += "; [os.kill(i, signal.SIGSTOP) for i in p]; time.sleep(4); [os.kill(i, signal.SIGCONT) for i in p]"
+        subprocess.Popen([sys.executable, "-c", pause])
+sidecar.sample(weights, scripted_request(SLOW, steps=60), two_ranks(), on_step=on_step)
+print("same ranks" if sidecar.pids == pids else "other ranks")
+sidecar.stop()
+"""
 ONE_JOB = """
 sidecar = scripted_sidecar()
 for _ in range(2):
@@ -125,7 +172,7 @@ def without_hostname() -> list[str]:
 
 def start_script(script: str, folder: Path, before: Sequence[str] = ()) -> subprocess.Popen:
     """A process with its own supervisor; `weights` in `script` is a file in `folder` for scripted ranks."""
-    search = os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests")])
+    search = os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests" / "support")])
     return subprocess.Popen(
         [*before, sys.executable, "-c", _PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script)],
         stdout=subprocess.PIPE,

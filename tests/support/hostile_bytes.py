@@ -115,7 +115,7 @@ def parse_file(data: bytes, path: Path) -> None:
     _allowing(CheckpointError, inspect_flux, path)
 
 
-def parse_whereabouts(data: bytes) -> None:
+def parse_heartbeat(data: bytes) -> None:
     page = Page()
     try:
         os.pwrite(page.descriptor, data[:PAGE_BYTES], 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import Conditioning, InputShapes, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
@@ -21,6 +21,18 @@ def scripted_sidecar(devices=("cpu:0", "cpu:1"), resumes=False) -> Sidecar:
 def scripted_weights(path: Path, script: str) -> ModelSpec:
     path.write_text(script)
     return ModelSpec(path=str(path))
+
+
+def scripted_inputs(spec: ModelSpec) -> InputShapes:
+    return InputShapes(
+        model=Path(spec.path).name,
+        context=4,
+        pooled=2,
+        channels_in=4,
+        channels_out=4,
+        text_encoders="any script",
+        latents="any script",
+    )
 
 
 def scripted_prompt(behaviour: int = 0) -> Conditioning:

@@ -11,8 +11,8 @@ from hostile_bytes import (
     damaged,
     parse_file,
     parse_frame,
+    parse_heartbeat,
     parse_payload,
-    parse_whereabouts,
 )
 from tiny_flux import tiny_flux_tensors
 
@@ -51,4 +51,4 @@ def test_files(flux_bytes, tmp_path):
 @FEW
 @given(st.binary(min_size=1, max_size=200))
 def test_notes_of_ranks(data):
-    parse_whereabouts(data)
+    parse_heartbeat(data)

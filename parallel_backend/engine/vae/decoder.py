@@ -17,19 +17,23 @@ from ..groups import Axis, World
 from ..traffic_counter import Traffic
 from .row_bands import Bands, split_rows
 
+RankGroups = dict[tuple[int, ...], dist.ProcessGroup | None]  # by ranks
+
 
 class BandedDecoder:
     """Splits the rows of `vae`'s decoder over `world`. Collective: all ranks decode the same latents in the same order.
 
     `parts`: how often `on_part` is called per image, on every rank alike: after each of the decoder's residual blocks.
+    `groups`: those laid over the world so far, which the next decoder takes over: torch never gives one's threads and
+    descriptors back.
     """
 
-    def __init__(self, vae: VaeModel, world: World) -> None:
+    def __init__(self, vae: VaeModel, world: World, groups: RankGroups | None = None) -> None:
         self._vae = vae
         self._world = world
         self._traffic = Traffic()
         self._bands = Bands(self._traffic)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: RankGroups = {} if groups is None else groups
         self._on_part: Callable[[], None] = _nothing
         split_rows(vae.decoder, self._bands)
         blocks = [layer for layer in vae.decoder.modules() if isinstance(layer, ResnetBlock2D)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...layout import RankCoordinates
+from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from ..catalog import FAMILIES, Family, joint_blocks, single_blocks
 from ..checkpoint import Header, read_header
@@ -54,6 +55,7 @@ _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
 _SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
 # Input channels of an image token: the latent, with the latent of an edge or depth image, with image and mask (Fill).
 _IN_CHANNELS = (64, 128, 384)
+_PATCH = 4  # latent pixels in an image token
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,18 @@ class FluxFile:
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
         return moments(self.dims, block, call, cast)
+
+    @property
+    def inputs(self) -> InputShapes:
+        return InputShapes(
+            model=self.name,
+            context=self.dims.context_dim,
+            pooled=self.dims.pooled_dim,
+            channels_in=self.dims.in_channels // _PATCH,
+            channels_out=self.dims.out_channels // _PATCH,
+            text_encoders="clip_l and t5xxl in DualCLIPLoader, type flux",
+            latents="EmptySD3LatentImage, or an image encoded with Flux.1's VAE, ae.safetensors",
+        )
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,16 @@ from parallel_backend.errors import CheckpointError  # noqa: E402
 from parallel_backend.rank.__main__ import main  # noqa: E402
 from parallel_backend.rank.worker import RankWorker  # noqa: E402
 from parallel_backend.wire.heartbeat import heartbeat  # noqa: E402
-from tests.support.scripted import CRASH, FLOOD, NO_MEMORY, RAISE, RAISE_ALL, SLOW, STUCK  # noqa: E402
+from tests.support.scripted import (  # noqa: E402
+    CRASH,
+    FLOOD,
+    NO_MEMORY,
+    RAISE,
+    RAISE_ALL,
+    SLOW,
+    STUCK,
+    scripted_inputs,
+)
 
 
 @dataclass
@@ -94,6 +103,9 @@ class ScriptedJobs(RankWorker):
             compute_dtype=torch.float32,
             file=SimpleNamespace(dtype="float32"),
         )
+
+    def _read_inputs(self, spec):
+        return scripted_inputs(spec)
 
     def _make_forward(self, placement):
         return ScriptedForward(scale=self._model.scale, world=self.world)

@@ -1,0 +1,40 @@
+"""The phase of a request that is under way, as data; its text is for the person who waits."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class PhaseKind(enum.Enum):
+    """The value is the text, with room for what the phase is about."""
+
+    STARTING = "starting {}"
+    WAKING = "waking the ranks"
+    LOADING = "loading {}"
+    LOADED = "loaded in {} s"
+    APPLYING_LORAS = "applying LoRAs"
+    REMOVING_LORAS = "taking LoRAs out"
+    FIRST_STEP = "first step"
+    COMPILING = "compiling for {}; this step takes longer"
+    SAMPLING = "sampling"
+    SENDING_VAE = "sending the VAE to the ranks"
+    DECODING = "decoding"
+    MEASURING = "measuring the links"
+    RECOVERING = "{}"  # from a crash
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase and what it is about, such as a file's name; how far a load is stands in each rank's heartbeat."""
+
+    kind: PhaseKind
+    about: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.kind.value.format(self.about)
+
+
+OnPhase = Callable[[Phase], None]
