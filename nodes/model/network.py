@@ -151,15 +151,15 @@ class StepwiseFlux(nn.Module):
 
     def _forward(
         self,
-        x,
-        timestep,
-        context,
-        y=None,
-        guidance=None,
-        ref_latents=None,
-        control=None,
-        options=None,
-        **others,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        y: Tensor | None,
+        guidance: Tensor | None,
+        ref_latents: list[Tensor] | None,
+        control: dict | None,
+        options: dict,
+        **others: object,
     ) -> Tensor:
         extras = take_extras(
             x,
