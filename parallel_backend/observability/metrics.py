@@ -24,8 +24,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..errors import FAILURES
 from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped
-from ..sidecar.sidecar import State
-from ..sidecar.status import GroupStatus
+from ..sidecar.group import State
+from ..sidecar.status import GroupStatus, RankStatus
 from ..strategy import ParallelStrategy
 from ..wire.protocol import VERSION
 from .gauges import Gauge
@@ -47,7 +47,7 @@ Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
 
 class Metrics:
-    """`hear` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
+    """`on_event` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
     `gauges(devices)` for what their devices read."""
 
     def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
@@ -98,7 +98,7 @@ class Metrics:
             for request in JOBS:
                 self._jobs.labels(request, result)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Counts what has happened."""
         self._know(event.devices)
         if isinstance(event, Ended):
@@ -142,15 +142,15 @@ class Metrics:
             return
         # A decode has no strategy: its rows are shared out.
         count = len(event.devices)
-        strategy = f"rows {count}" if event.request == "decode" else _named(event.strategy)
+        strategy = f"rows {count}" if event.strategy is None else _named(event.strategy)
         self._device_seconds.labels(event.request, strategy).inc(count * event.seconds)
         if event.result != "done":
             return
-        if event.request == "predict":
-            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
-        else:
+        if event.request != "predict":
             self._job_seconds.labels(event.request, strategy).observe(event.seconds)
             self._images.labels(event.request, strategy).inc(event.images)
+        elif event.info is not None:
+            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
 
 
 class _Groups:
@@ -165,7 +165,7 @@ class _Groups:
 
     def collect(self) -> Iterator[Metric]:
         state, memory, sent = families = self._families()
-        ranks = {}  # by device: a scrape with one series twice would be refused whole
+        ranks: dict[str, RankStatus] = {}  # by device: a scrape with one series twice would be refused whole
         for group in self._statuses():
             for one in State:
                 state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
@@ -177,7 +177,7 @@ class _Groups:
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[Metric, ...]:
+    def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily]:
         return (
             GaugeMetricFamily(
                 PREFIX + "group_state", "1 for the state that a group is in", labels=("devices", "state")
@@ -222,7 +222,7 @@ class _Devices:
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[Metric, ...]:
+    def _families() -> tuple[GaugeMetricFamily, ...]:
         def gauge(name: str, text: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(PREFIX + name, text, labels=("device",))
 

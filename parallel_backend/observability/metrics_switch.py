@@ -59,7 +59,7 @@ class MetricsSwitch:
             wanted = self._wanted()
             if wanted and self._stop_listening is None:
                 self._metrics = self._metrics or _new_metrics(self._gauges)
-                self._stop_listening = listen(self._metrics.hear)
+                self._stop_listening = listen(self._metrics.on_event)
             elif not wanted and self._stop_listening is not None:
                 self._stop_listening()
                 self._stop_listening = None

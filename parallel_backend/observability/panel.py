@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from ..sidecar.sidecar import State
+from ..sidecar.group import State
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 

@@ -81,7 +81,7 @@ def story(tmp_path_factory):
     sidecar = scripted_sidecar()
     weights = scripted_weights(tmp_path_factory.mktemp("weights") / "a private name.safetensors", "good 0.5")
     metrics = Metrics(lambda: [sidecar.status()], as_if_on_gpus(h100_nvswitch(2)))
-    stop = listen(metrics.hear)
+    stop = listen(metrics.on_event)
     x = torch.ones(1, 4, 6, 6)
     try:
         assert sidecar.sample(weights, scripted_request(steps=3), two_ranks()).latent.shape == x.shape
@@ -185,9 +185,9 @@ def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
     metrics = Metrics(list, lambda devices: {})
     for share in (1.5, 2.5):
         strategy = ParallelStrategy(ulysses_degree=2, device_shares=(1, share))
-        metrics.hear(Stepped(("a", "b"), 1, 1, 0.3, strategy))
-    metrics.hear(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
-    metrics.hear(Ended(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
+        metrics.on_event(Stepped(("a", "b"), 1, 1, 0.3, strategy))
+    metrics.on_event(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
+    metrics.on_event(Ended(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
     scrape = Scrape(metrics.text())
     assert scrape("step_seconds_count", strategy="Ulysses 2, unequal shares") == 2
     assert scrape("images_total", request="decode", strategy="rows 2") == 4

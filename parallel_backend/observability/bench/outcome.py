@@ -64,9 +64,10 @@ class Outcome:
 
     def speedup(self, row: Row) -> float | None:
         """How many times as fast as one device."""
-        if self.one is None or row.step_s is None:
+        one_s = None if self.one is None else self.one.step_s
+        if one_s is None or row.step_s is None:
             return None
-        return self.one.step_s / row.step_s
+        return one_s / row.step_s
 
     @property
     def best(self) -> Row | None:
