@@ -1,1 +1,1 @@
-"""What ComfyUI's process offers the ranks: its interrupts, memory manager, progress bars and settings."""
+"""Services of ComfyUI's process for the ranks: its interrupts, memory manager, progress bars and settings."""

@@ -1,4 +1,4 @@
-"""What a model call carries beside latent, sigma and prompt: from ComfyUI's arguments to requests.Extras."""
+"""The extras of a model call beside latent, sigma and prompt: from ComfyUI's arguments to requests.Extras."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def take_extras(
 
 
 def _places(x: Tensor, references: tuple[Tensor, ...], method: str, rope: dict) -> Tensor:
-    """Where the image lies and each reference: (index, row, column) of its first token and how far rows and columns are
+    """Places of the image and each reference: (index, row, column) of its first token and how far rows and columns are
     apart, as comfy/ldm/flux/model.py places them (process_img)."""
     first = [(0, 0, 0), *_first_tokens(x, references, method)]
     shift = [rope.get(f"shift_{axis}", 0.0) for axis in "tyx"]

@@ -143,7 +143,7 @@ def _has_cfg(guider: comfy.samplers.CFGGuider) -> bool:
 def why_stepwise(
     sampler_name: str, guider: comfy.samplers.CFGGuider, model_options: dict, noise: Tensor
 ) -> str | None:
-    """Why the loop must stay with ComfyUI, in a user's words; None when the ranks can run all of it."""
+    """The reason why the loop must stay with ComfyUI, in a user's words; None when the ranks can run all of it."""
     if sampler_name not in RESIDENT_SAMPLERS:
         return f"the sampler {sampler_name} runs in ComfyUI"
     if noise.ndim != 4:

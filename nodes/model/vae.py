@@ -1,4 +1,4 @@
-"""What of a ComfyUI VAE the ranks can decode with; every VAE they cannot take is refused with the reason in words."""
+"""The decoder of a ComfyUI VAE for the ranks; every VAE they cannot take is refused with the reason in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What begins with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
+"""The start with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
 
 from __future__ import annotations
 

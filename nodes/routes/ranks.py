@@ -1,4 +1,4 @@
-"""What ComfyUI's page may ask of the ranks: their state, sleep, wake, restart, stop, another try after failures."""
+"""Actions on the ranks for ComfyUI's page: their state, sleep, wake, restart, stop, another try after failures."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
 
 
 def snapshot() -> Shown:
-    """What the panel shows now, the devices' gauges with it."""
+    """The panel's content at this moment, the devices' gauges with it."""
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
     shown = show_groups(found, _gauges.read(devices), left_out(found))

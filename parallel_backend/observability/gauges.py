@@ -1,4 +1,4 @@
-"""What each device reads at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
+"""Readings of each device at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LiveSender(Generic[T]):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Who looks."""
+        """Those who look."""
         with self._lock:
             return tuple(self._leases)
 

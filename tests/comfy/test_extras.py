@@ -176,7 +176,7 @@ def stock(comfy):
 
 
 def _cases() -> list[tuple[str, str]]:
-    """Every extra under one strategy and two of them under each; test_engine_image_tokens.py has the rest. As many
+    """Every extra under one strategy and two of them under each; tests/engine/test_image_tokens.py has the rest. As many
     ranks next to each other, since a group of another size starts anew."""
     cases = [("Ulysses 2", name) for name in EXTRAS]
     few = ("a ControlNet of InstantX", "an additive mask")

@@ -1,4 +1,4 @@
-"""Which strategies a benchmark compares: named by a person, or all that a model and the devices allow."""
+"""Strategies that a benchmark compares: named by a person, or all that a model and the devices allow."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _with_ranks(
     report_progress: OnPhase,
     should_cancel: ShouldCancel | None,
 ) -> list[Verdict]:
-    """What ranks on `devices` find out; they are gone when it returns."""
+    """The verdicts of ranks on `devices`, which are gone when it returns."""
     from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
     from .rank_probe import probe_links, probe_parity
 

@@ -133,7 +133,7 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
 
 
 def _together(ranks: Sequence[Calibration]) -> Verdict:
-    """What a rank sends when all do, which is what sequence parallelism sees."""
+    """The rate at which a rank sends when all do, as in sequence parallelism."""
     parts = []
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
         rates = [slowest_rate(tuple(ranks), kind, size) for size in SIZES]
