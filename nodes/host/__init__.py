@@ -1,1 +1,1 @@
-"""Services of ComfyUI's process for the ranks: its interrupts, memory manager, progress bars and settings."""
+"""The services that ComfyUI's process offers the ranks: its interrupts, memory manager, progress bars and settings."""

@@ -1,15 +1,15 @@
-"""Groups of ranks as the page shows them: words, numbers, and which buttons make sense."""
+"""What the page shows of groups of ranks: words, numbers, and which buttons make sense."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from ..sidecar.group import State
+from ..sidecar.sidecar import State
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 
-LOADING = "loading "  # how the phase of a load begins (sidecar/sidecar.py)
+LOADING = "loading "  # how the phase of a load begins (client.py)
 SAMPLING = "sampling"
 BUSY = "a prompt is using the ranks; cancel it first"
 NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
