@@ -154,11 +154,11 @@ class StepwiseFlux(nn.Module):
         x: Tensor,
         timestep: Tensor,
         context: Tensor,
-        y: Tensor | None,
-        guidance: Tensor | None,
-        ref_latents: list[Tensor] | None,
-        control: dict | None,
-        options: dict,
+        y: Tensor | None = None,
+        guidance: Tensor | None = None,
+        ref_latents: list[Tensor] | None = None,
+        control: dict | None = None,
+        options: dict | None = None,
         **others: object,
     ) -> Tensor:
         extras = take_extras(
