@@ -43,7 +43,7 @@ def one_gpu_step(row: Row, seconds: float, constants: Constants) -> float:
 
 
 def predict_seconds(row: Row, constants: Constants, one_gpu: float | None) -> float:
-    """The row's number as the model predicts it; `one_gpu`: that number on one device, if it is known."""
+    """What the model says the row's number is; `one_gpu`: that number on one device, if it is known."""
     step, work = None, row.work
     if one_gpu and not row.stated:
         # The size or the steps are unknown: as many steps of the usual size as a card of this rate can have done.

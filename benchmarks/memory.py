@@ -8,10 +8,10 @@ so that imports, threads and first uses of libraries are in the baseline:
   that read every weight, less the sum before it;
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
-- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory.
-  The ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is
-  what the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in
-  ComfyUI, and glibc keeps freed memory in its heap.
+- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against memory_model. The
+  ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is what
+  the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
+  and glibc keeps freed memory in its heap.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _short_request(cfg: float = 1.0) -> SampleRequest:
 
 
 def _single_blocks(megabytes: int) -> int:
-    """The number of blocks that make a file of this size; a double block has 36 x hidden² numbers, a single one 15."""
+    """How many make a file of this size; a double block has 36 x hidden² numbers, a single one 15."""
     square = 4 * (128 * LARGE_HEADS) ** 2  # bytes of float32
     return max(1, round((megabytes * 1e6 / square - 36 * LARGE_DOUBLES) / 15))
 

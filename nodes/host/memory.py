@@ -18,7 +18,7 @@ _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def economy() -> str:
-    """ComfyUI's own flag for little memory, as planner/decide.py has it."""
+    """ComfyUI's own flag for little memory, as decide.ECONOMIES has it."""
     return NOVRAM if args.novram else LOWVRAM if args.lowvram else ""
 
 

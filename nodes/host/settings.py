@@ -22,7 +22,7 @@ def setting(name: str) -> str | bool | float:
 
 
 def settings_problems() -> tuple[str, ...]:
-    """Faults of what a person set, in words."""
+    """What is wrong with what a person set, in words."""
     _file.read(_path())
     return _file.problems
 
@@ -32,7 +32,7 @@ def _path() -> Path:
 
 
 def default_choice() -> StrategySettings:
-    """The settings of a Strategy Selector where none is connected."""
+    """What a Strategy Selector would say where none is connected."""
     return StrategySettings(devices=setting("default_devices"))
 
 

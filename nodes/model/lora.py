@@ -1,4 +1,4 @@
-"""Patches of a MODEL by ComfyUI's LoRA loaders, as changes that the ranks can make themselves."""
+"""What ComfyUI's LoRA loaders hand to a MODEL, as changes that the ranks can make themselves."""
 
 from __future__ import annotations
 

@@ -151,15 +151,15 @@ class StepwiseFlux(nn.Module):
 
     def _forward(
         self,
-        x: Tensor,
-        timestep: Tensor,
-        context: Tensor,
-        y: Tensor | None = None,
-        guidance: Tensor | None = None,
-        ref_latents: list[Tensor] | None = None,
-        control: dict | None = None,
-        options: dict | None = None,
-        **others: object,
+        x,
+        timestep,
+        context,
+        y=None,
+        guidance=None,
+        ref_latents=None,
+        control=None,
+        options=None,
+        **others,
     ) -> Tensor:
         extras = take_extras(
             x,

@@ -34,9 +34,11 @@ _PLAIN_COND = {
     "height",
 }
 _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
+_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, COMPUTING, "sample_sigmas"}
+
+
 # (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
 StepCallback = Callable[[int, Tensor, Tensor, int], None]
-_OWN_OPTIONS = {CHOICE, RECORD, PATCHES, COMPUTING, "sample_sigmas"}
 
 
 class ResidentSampler(comfy.samplers.Sampler):

@@ -20,7 +20,7 @@ from parallel_backend.observability.bench.candidates import parse_strategies, po
 from parallel_backend.observability.bench.fitting import split_by_memory
 from parallel_backend.observability.bench.measure import _machine, _predicted
 from parallel_backend.observability.bench.outcome import Outcome, Row
-from parallel_backend.observability.bench.rounds import BenchJob, fits_side_by_side, random_request
+from parallel_backend.observability.bench.rounds import Job, fits_side_by_side, random_request
 from parallel_backend.observability.bench.table import as_text
 from parallel_backend.planner.cost.communication import Candidate
 from parallel_backend.planner.cost.machine import flux_work
@@ -237,7 +237,7 @@ def test_all_that_occupy_every_device_are_compared_with_one_device():
 def _job(model, device_bytes):
     file = inspect_flux(model)
     request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
-    return BenchJob(
+    return Job(
         ModelSpec(str(model)),
         file,
         request,

@@ -1,4 +1,4 @@
-"""Strategies that a benchmark compares: named by a person, or all that a model and the devices allow."""
+"""Which strategies a benchmark compares: named by a person, or all that a model and the devices allow."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ def possible_strategies(
 def _parse(part: str) -> ParallelStrategy:
     if part in _ONE:
         return ParallelStrategy()
-    degrees: dict[str, int] = {}
-    shard_weights = False
+    degrees: dict[str, object] = {}
     for factor in re.split(r"\s*[x×*]\s*", part):
         if factor == _SHARDED:
-            shard_weights = True
+            degrees["shard_weights"] = True
             continue
         match = re.fullmatch(r"([a-z]+)[ _=]?(\d{1,2})", factor)
         name = _DEGREES.get(match[1]) if match else None
-        if match is None or name is None or name in degrees:
+        if name is None or name in degrees:
             raise StrategyError(
                 f"strategy {part!r} is not understood; write one, or degrees joined by x, each once: "
                 f"{', '.join(f'{short}N' for short in _DEGREES)}, {_SHARDED}."
             )
         degrees[name] = int(match[2])
-    return ParallelStrategy(shard_weights=shard_weights).replace(**degrees)
+    return ParallelStrategy(**degrees)

@@ -1,4 +1,4 @@
-"""Strategies that are worth starting: those predicted to fit, sharded ones in place of those that do not."""
+"""Which strategies are worth starting: those predicted to fit, sharded ones in place of those that do not."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory
 from .outcome import Outcome, Row
-from .rounds import BenchJob, random_request, run_rounds
+from .rounds import Job, random_request, run_rounds
 
 _UNNAMED = ("", "all")
 
@@ -63,7 +63,7 @@ def measure(
     )
     work = work_of(file, request, weight_dtype)
     wanted = _wanted(strategies, work, file, len(names), engine)
-    job = BenchJob(
+    job = Job(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
         file=file,
         request=request,

@@ -64,10 +64,8 @@ class Outcome:
 
     def speedup(self, row: Row) -> float | None:
         """Times as fast as one device."""
-        one_s = None if self.one is None else self.one.step_s
-        if one_s is None or row.step_s is None:
-            return None
-        return one_s / row.step_s
+        one = self.one.step_s if self.one else None
+        return None if one is None or row.step_s is None else one / row.step_s
 
     @property
     def best(self) -> Row | None:

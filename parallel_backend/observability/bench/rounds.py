@@ -28,7 +28,7 @@ USABLE = 0.92
 
 
 @dataclass(frozen=True)
-class BenchJob:
+class Job:
     """What every strategy runs. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
 
     spec: ModelSpec
@@ -66,14 +66,14 @@ def random_request(
     )
 
 
-def fits_side_by_side(job: BenchJob, strategies: Sequence[ParallelStrategy]) -> bool:
+def fits_side_by_side(job: Job, strategies: Sequence[ParallelStrategy]) -> bool:
     """Whether a group for every layout of the weights can stay warm at once on the first device."""
     needed = sum(_rank_bytes(job.file, *layout) for layout in {_layout(s) for s in strategies})
     return not job.device_bytes or needed <= USABLE * job.device_bytes
 
 
 def run_rounds(
-    job: BenchJob, strategies: Sequence[ParallelStrategy], experience: MeasurementHistory, say: Say
+    job: Job, strategies: Sequence[ParallelStrategy], experience: MeasurementHistory, say: Say
 ) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
     together = fits_side_by_side(job, strategies)
