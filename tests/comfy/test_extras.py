@@ -176,8 +176,8 @@ def stock(comfy):
 
 
 def _cases() -> list[tuple[str, str]]:
-    """Every extra under one strategy and two of them under each; tests/engine/test_image_tokens.py has the rest. As
-    many ranks next to each other, since a group of another size starts anew."""
+    """Every extra under one strategy and two of them under each; test_engine_image_tokens.py has the rest. As many
+    ranks next to each other, since a group of another size starts anew."""
     cases = [("Ulysses 2", name) for name in EXTRAS]
     few = ("a ControlNet of InstantX", "an additive mask")
     cases += [(strategy, name) for strategy in STRATEGIES for name in few]
