@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
@@ -39,6 +39,11 @@ def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
         sampler="euler",
         seed=0,
     )
+
+
+def predict_request(behaviour: int = 0, x: torch.Tensor | None = None) -> PredictRequest:
+    x = torch.randn(2, 4, 6, 6) if x is None else x
+    return PredictRequest(x=x, sigma=torch.full((x.shape[0],), 0.5), conditioning=scripted_prompt(behaviour))
 
 
 def two_ranks() -> Placement:
