@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from comfy_api.latest import ComfyExtension
+    from comfy_api.latest import ComfyExtension, io
 
 __all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
 
@@ -23,7 +23,7 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes import NODES
 
     class ParallelSamplingExtension(ComfyExtension):
-        async def on_load(self):
+        async def on_load(self) -> None:
             from server import PromptServer
 
             from .nodes.routes import doctor as doctor_route
@@ -40,7 +40,7 @@ async def comfy_entrypoint() -> ComfyExtension:
             metrics_route.add_route(PromptServer.instance.routes)
             begin_log()
 
-        async def get_node_list(self):
+        async def get_node_list(self) -> list[type[io.ComfyNode]]:
             return list(NODES)
 
     return ParallelSamplingExtension()

@@ -1,4 +1,4 @@
-"""Whether `auto` is right on this machine: its choice against every strategy measured in turns.
+"""Checks `auto` on this machine: its choice against every strategy measured in turns.
 
 python benchmarks/auto_here.py [--tokens 16 128 512 2048] [--rounds 5] [--steps 4] [--json]
 

@@ -1,4 +1,4 @@
-"""What compiled blocks cost and save: the first step, and warm steps beside uncompiled ones.
+"""Costs and savings of compiled blocks: the first step, and warm steps beside uncompiled ones.
 
 python benchmarks/compile.py [--devices cuda:0,cuda:1] [--tokens 512,2048] [--rounds 5] [--json]
 

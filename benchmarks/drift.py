@@ -1,4 +1,4 @@
-"""How far PipeFusion's latents are from the exact ones, per number of warm-up steps, on the trained demo model.
+"""Drift of PipeFusion's latents from the exact ones, per number of warm-up steps, on the trained demo model.
 
 python benchmarks/drift.py [--captions 8] [--plot docs/images/pipefusion_drift.png] [--json]
 """

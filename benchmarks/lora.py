@@ -1,4 +1,4 @@
-"""What changing a LoRA costs beside loading the model: strength, another LoRA, taking it out.
+"""Costs of changing a LoRA, beside loading the model: strength, another LoRA, taking it out.
 
     python benchmarks/lora.py [--runs 7] [--heads 8] [--rank 16] [--ranks 1] [--json]
 

@@ -1,4 +1,4 @@
-"""What the sidecar costs beyond compute: hand-off of a request, a stepwise model call, and a cold start.
+"""Costs of the sidecar beyond compute: hand-off of a request, a stepwise model call, and a cold start.
 
     python benchmarks/overhead.py [--runs 40] [--json]
 

@@ -1,4 +1,4 @@
-"""How well strategies are chosen and speed-ups predicted for published measurements that the cost model has not seen.
+"""Choices of strategies and predicted speed-ups against published measurements that the cost model has not seen.
 
 python benchmarks/selector.py [--data FILE.csv] [--details] [--constants] [--json]
 

@@ -1,4 +1,4 @@
-"""What the step cache saves and costs, per threshold, on the trained demo model.
+"""Savings and drift of the step cache, per threshold, on the trained demo model.
 
 python benchmarks/step_cache.py [--captions 8] [--json]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: a random Flux file, requests of a given size, and a description of the machine."""
+"""Subjects of the benchmarks: a random Flux file, requests of a given size, and a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes each rank sends per step, counted in the ranks, against the closed forms (engine/traffic.py and beside it).
+"""Bytes each rank sends per step, counted in the ranks, against the closed forms (tests/closed_forms).
 
 python benchmarks/traffic.py [--json]
 
@@ -50,7 +50,7 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Size:
-    """What a step's bytes depend on. `height`, `width`: of the latent; `element_size`: of activations and weights."""
+    """The sizes behind a step's bytes. `height`, `width`: of the latent; `element_size`: of activations and weights."""
 
     dims: FluxDims
     height: int

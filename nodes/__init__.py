@@ -1,4 +1,4 @@
-"""What a person drags: thin node classes that read inputs, call the backend once, and wrap the output."""
+"""The nodes that a person drags: thin classes that read inputs, call the backend once, and wrap the output."""
 
 from __future__ import annotations
 

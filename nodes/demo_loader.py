@@ -103,10 +103,12 @@ class _Tokenizer:
     t5xxl the context.
     """
 
-    def __init__(self, embedding_directory=None, tokenizer_data=None) -> None:
+    def __init__(self, embedding_directory: str | None = None, tokenizer_data: dict | None = None) -> None:
         pass
 
-    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **kwargs) -> dict[str, list]:
+    def tokenize_with_weights(
+        self, text: str, return_word_ids: bool = False, **kwargs: object
+    ) -> dict[str, list]:
         words = [(index, 1.0) for index in tokenize(text)]
         if return_word_ids:
             words = [(*word, place) for place, word in enumerate(words)]
@@ -119,7 +121,12 @@ class _Tokenizer:
 class _TextModel(nn.Module):
     """ComfyUI's text model interface over DemoTextEncoder; always float32, it has no trained weights."""
 
-    def __init__(self, dtype=None, device=None, model_options=None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        model_options: dict | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = DemoTextEncoder()
         # ComfyUI moves and measures models by their parameters.
@@ -143,5 +150,5 @@ class _TextModel(nn.Module):
         (words,) = batches
         return torch.tensor([[word[0] for word in words]], device=self.encoder.words.device)
 
-    def load_sd(self, state_dict: dict):
+    def load_sd(self, state_dict: dict[str, Tensor]) -> tuple[list[str], list[str]]:
         return self.load_state_dict(state_dict, strict=False)

@@ -114,9 +114,9 @@ class ParallelSampler(io.ComfyNode):
     def execute(
         cls,
         parallel_model: ParallelModel,
-        positive,
-        negative,
-        latent_image: dict,
+        positive: io.Conditioning.Type,
+        negative: io.Conditioning.Type,
+        latent_image: io.Latent.Type,
         seed: int,
         steps: int,
         cfg: float,

@@ -136,7 +136,7 @@ def _make_room(vae: comfy.sd.VAE, latent: Tensor, sidecar: Sidecar) -> None:
 
 
 def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
-    """What VAE.decode makes of its network's output, -1..1 to 0..1, in ComfyUI's dtype and on its device."""
+    """Pixels as VAE.decode makes them of its network's output, -1..1 to 0..1, in ComfyUI's dtype and on its device."""
     dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     pixels = image.to(device=vae.output_device, dtype=dtype, copy=True).movedim(-1, 1)
     return vae.process_output(pixels).movedim(1, -1)

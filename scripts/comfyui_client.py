@@ -58,7 +58,7 @@ class PromptInterrupted(PromptError):
 
 @dataclass
 class Events:
-    """What ComfyUI told its frontend while :meth:`ComfyUIClient.listen` was open."""
+    """Messages of ComfyUI to its frontend while :meth:`ComfyUIClient.listen` was open."""
 
     progress: list[tuple[str, int, int]] = field(default_factory=list)  # (node id, value, maximum)
     previews: int = 0

@@ -60,7 +60,7 @@ class ComfyUIServer:
 
     @property
     def url(self) -> str:
-        """Where the HTTP API and the UI answer."""
+        """The address of the HTTP API and the UI."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -71,7 +71,7 @@ class ComfyUIServer:
 
     @property
     def output_directory(self) -> Path:
-        """Where ComfyUI's nodes save their files."""
+        """The folder in which ComfyUI's nodes save their files."""
         return self.base_directory / "output"
 
     def __enter__(self) -> ComfyUIServer:

@@ -31,7 +31,7 @@ CLONE_TIMEOUT = 600
 
 
 def cache_folder() -> Path:
-    """Where downloads live: ``$XDG_CACHE_HOME`` or ``~/.cache``, in a folder of our own."""
+    """The folder for downloads: ``$XDG_CACHE_HOME`` or ``~/.cache``, in a folder of our own."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "comfyui-parallel-sampling"
 

@@ -91,7 +91,7 @@ class Sheet:
         return self._image.resize([side // _SMOOTH for side in self._image.size], Image.LANCZOS)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point of the graph lies, in pixels."""
+        """A point of the graph in pixels."""
         return (x - self._box.left) * self._scale, (y - self._box.top) * self._scale
 
     def rectangle(self, x: float, y: float, width: float, height: float, fill: str, radius: float) -> None:
@@ -140,7 +140,7 @@ def around(nodes: list[dict[str, Any]], margin: float) -> Box:
 
 
 def draw_graph(workflow: dict[str, Any], object_info: dict[str, Any], box: Box, scale: float) -> Image.Image:
-    """What of a saved workflow lies in ``box``, ``scale`` pixels for each of the graph's units."""
+    """The part of a saved workflow that lies in ``box``, ``scale`` pixels for each of the graph's units."""
     sheet = Sheet(box, scale)
     for group in workflow["groups"]:
         x, y, width, height = group["bounding"]

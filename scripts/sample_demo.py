@@ -47,7 +47,7 @@ _PROMPT_TIMEOUT = 600  # seconds
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one run of the workflow gave: latent ``[B, 16, H/8, W/8]``, PNG bytes, report, times in seconds."""
+    """The results of one run of the workflow: latent ``[B, 16, H/8, W/8]``, PNG bytes, report, times in seconds."""
 
     latent: torch.Tensor
     png: bytes

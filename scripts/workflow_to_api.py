@@ -63,7 +63,7 @@ class _Graph:
                 self.links[link[0]] = (link[1], link[2])
 
     def source(self, link: int) -> Any:
-        """What a link delivers: ``[node id, slot]``, a primitive's value, or None where nothing does."""
+        """The value that a link delivers: ``[node id, slot]``, a primitive's value, or None where nothing does."""
         node_id, slot = self.links[link]
         node = self.nodes[node_id]
         if node["type"] == "PrimitiveNode":

@@ -1,5 +1,5 @@
 // The pack's entries in ComfyUI's Settings. ComfyUI keeps them; the server reads them there, and checks them
-// (parallel_backend/user_settings.py).
+// (parallel_backend/planner/user_settings.py).
 import { app } from "../../scripts/app.js";
 
 const GROUP = "Parallel Sampling";

@@ -35,7 +35,7 @@ def take_extras(
 
 
 def _places(x: Tensor, references: tuple[Tensor, ...], method: str, rope: dict) -> Tensor:
-    """Where the image lies and each reference: (index, row, column) of its first token and how far rows and columns are
+    """Places of the image and each reference: (index, row, column) of its first token and how far rows and columns are
     apart, as comfy/ldm/flux/model.py places them (process_img)."""
     first = [(0, 0, 0), *_first_tokens(x, references, method)]
     shift = [rope.get(f"shift_{axis}", 0.0) for axis in "tyx"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 import comfy.model_patcher
 import torch
+from torch import Tensor
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE
@@ -13,6 +16,15 @@ from ...parallel_backend.sidecar import pool
 from ..host.memory import make_room
 from .lora import weight_patches
 from .unsupported import refusal
+
+if TYPE_CHECKING:
+    from comfy.hooks import WeightHook
+    from comfy.model_base import BaseModel
+    from comfy.patcher_extension import PatcherInjection
+
+    # By a parameter's key, or by (key, rows and columns of it): an adapter of comfy.weight_adapter, or (kind, tensors).
+    PatchKey = str | tuple[object, ...]
+    ComfyPatches = dict[PatchKey, object]
 
 # Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
 PATCHES = "parallel_weight_patches"
@@ -39,16 +51,20 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def current_loaded_device(self) -> torch.device:
         return self.load_device
 
-    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+    def partially_load(
+        self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False
+    ) -> int:
         self.unpatch_model(self.offload_device, unpatch_weights=False)
         self.patch_model(load_weights=False)  # object patches such as ModelSamplingFlux
         return 0
 
-    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: int = 0, force_patch_weights: bool = False
+    ) -> int:
         freed = self.loaded_size()
         return freed if make_room(self.model.diffusion_model.spec) else 0
 
-    def detach(self, unpatch_all=True):
+    def detach(self, unpatch_all: bool = True) -> BaseModel:
         # Clones share their object patches: one that is only collected must not take them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
@@ -57,7 +73,9 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
 
     # What would change or read weights.
 
-    def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
+    def add_patches(
+        self, patches: ComfyPatches, strength_patch: float = 1.0, strength_model: float = 1.0
+    ) -> list[PatchKey]:
         if not patches:
             raise RequestError(
                 "The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for Flux.1. It was "
@@ -68,23 +86,29 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         self.model_options["transformer_options"][PATCHES] = found
         return added
 
-    def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
+    def add_hook_patches(
+        self,
+        hook: WeightHook,
+        patches: ComfyPatches,
+        strength_patch: float = 1.0,
+        strength_model: float = 1.0,
+    ) -> NoReturn:
         raise refusal("a LoRA scheduled by a hook", "load it with LoraLoaderModelOnly for the whole run")
 
-    def set_injections(self, key, injections):
+    def set_injections(self, key: str, injections: list[PatcherInjection]) -> None:
         if injections:
             raise refusal("a LoRA in bypass mode or another injection", "load it with LoraLoaderModelOnly")
         super().set_injections(key, injections)
 
-    def add_weight_wrapper(self, name, function):
+    def add_weight_wrapper(self, name: str, function: Callable[[Tensor], Tensor]) -> NoReturn:
         raise refusal("a wrapped weight")
 
-    def add_object_patch(self, name, obj):
+    def add_object_patch(self, name: str, obj: object) -> None:
         if name.split(".")[0] == "diffusion_model":
             raise refusal(f"a replaced part of the network ({name})")
         super().add_object_patch(name, obj)
 
-    def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., object]) -> None:
         if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are
             options = self.model_options["transformer_options"]
             options[COMPUTE_OPTIONS] = replace(
@@ -93,11 +117,11 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
-    def get_key_patches(self, filter_prefix=None):
+    def get_key_patches(self, filter_prefix: str | None = None) -> NoReturn:
         raise refusal("merging its weights into another model", "merge the files with stock loaders")
 
-    def model_state_dict_for_saving(self, *args, **kwargs):
+    def model_state_dict_for_saving(self, *args: object, **kwargs: object) -> NoReturn:
         raise refusal("saving the model", "copy its file instead")
 
-    def state_dict_for_saving(self, *args, **kwargs):
+    def state_dict_for_saving(self, *args: object, **kwargs: object) -> NoReturn:
         raise refusal("saving the model", "copy its file instead")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import comfy.model_sampling
@@ -39,6 +40,10 @@ _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
 _OWN_OPTIONS = {SETTINGS, RECORD, PATCHES, COMPUTE_OPTIONS, "sample_sigmas"}
 
 
+# (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
+StepCallback = Callable[[int, Tensor, Tensor, int], None]
+
+
 class ResidentSampler(comfy.samplers.Sampler):
     """Handed to a ComfyUI guider, which has prepared noise, sigmas, masks and conditioning by then."""
 
@@ -51,7 +56,7 @@ class ResidentSampler(comfy.samplers.Sampler):
         model_wrap: comfy.samplers.CFGGuider,
         sigmas: Tensor,
         extra_args: dict,
-        callback,
+        callback: StepCallback | None,
         noise: Tensor,
         latent_image: Tensor | None = None,
         denoise_mask: Tensor | None = None,
@@ -67,7 +72,16 @@ class ResidentSampler(comfy.samplers.Sampler):
             )
         return self._resident(model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask)
 
-    def _resident(self, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask) -> Tensor:
+    def _resident(
+        self,
+        guider: comfy.samplers.CFGGuider,
+        sigmas: Tensor,
+        extra_args: dict,
+        callback: StepCallback | None,
+        noise: Tensor,
+        latent_image: Tensor | None,
+        denoise_mask: Tensor | None,
+    ) -> Tensor:
         batch = len(noise)
         has_cfg = _has_cfg(guider)
         network = guider.inner_model.diffusion_model
@@ -125,12 +139,14 @@ class ResidentSampler(comfy.samplers.Sampler):
         return result.latent.to(noise.device)
 
 
-def _has_cfg(guider) -> bool:
+def _has_cfg(guider: comfy.samplers.CFGGuider) -> bool:
     return not math.isclose(guider.cfg, 1.0) and bool(guider.conds.get("negative"))
 
 
-def why_stepwise(sampler_name: str, guider, model_options: dict, noise: Tensor) -> str | None:
-    """Why the loop must stay with ComfyUI, in a user's words; None when the ranks can run all of it."""
+def why_stepwise(
+    sampler_name: str, guider: comfy.samplers.CFGGuider, model_options: dict, noise: Tensor
+) -> str | None:
+    """The reason why the loop must stay with ComfyUI, in a user's words; None when the ranks can run all of it."""
     if sampler_name not in RESIDENT_SAMPLERS:
         return f"the sampler {sampler_name} runs in ComfyUI"
     if noise.ndim != 4:

@@ -1,4 +1,4 @@
-"""What a call to the ranks cannot honour yet, refused by the name of its effect and never dropped."""
+"""Effects that a call to the ranks cannot honour yet, refused by the name of its effect and never dropped."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What of a ComfyUI VAE the ranks can decode with; every VAE they cannot take is refused with the reason in words."""
+"""The decoder of a ComfyUI VAE for the ranks; every VAE they cannot take is refused with the reason in words."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable
 
 import comfy.sd
 import torch
@@ -64,7 +65,7 @@ def _number(network: nn.Module) -> int:
     return _numbered[network]
 
 
-def _digest(tensors) -> str:
+def _digest(tensors: Iterable[Tensor]) -> str:
     """Tells the weights of one network from what they become when something writes into them."""
     sums = []
     for tensor in tensors:

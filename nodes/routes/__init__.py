@@ -1,1 +1,1 @@
-"""What ComfyUI's page and other programs ask over HTTP and the websocket."""
+"""Routes for ComfyUI's page and other programs, over HTTP and the websocket."""

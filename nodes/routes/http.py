@@ -1,4 +1,4 @@
-"""What ComfyUI's page sends to the pack's routes: only from its own page, no longer than it may be, strictly read."""
+"""Requests of ComfyUI's page to the pack's routes: only from its own page, no longer than it may be, strictly read."""
 
 from __future__ import annotations
 

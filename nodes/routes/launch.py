@@ -1,10 +1,13 @@
-"""What begins with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
+"""The start with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.observability.toasts import Notifier, Toast
@@ -14,12 +17,15 @@ from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
 from . import status as live_status
 
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
+
 TOAST = "parallel_sampling.toast"
 
 log = logging.getLogger(__name__)
 
 
-def begin(server) -> None:
+def begin(server: PromptServer) -> None:
     """Once, while ComfyUI loads the pack. Starts no thread and no process until something happens."""
     status = live_status.begin(server)
     listen(lambda event: status.changed())
@@ -30,7 +36,7 @@ def begin(server) -> None:
     listen(Notifier(show).on_event)
     listen(IdleWatch(pool.all_sidecars, _timeouts).on_event)
 
-    async def start_ranks(app) -> None:
+    async def start_ranks(app: web.Application) -> None:
         if setting("start_at_launch"):
             threading.Thread(target=_start_ranks, name="parallel-launch", daemon=True).start()
 

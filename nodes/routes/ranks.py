@@ -1,9 +1,9 @@
-"""What ComfyUI's page may ask of the ranks: their state, sleep, wake, restart, stop, another try after failures."""
+"""Actions on the ranks for ComfyUI's page: their state, sleep, wake, restart, stop, another try after failures."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -35,7 +35,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
     async def show(request: web.Request) -> web.Response:
         return await _shown()
 
-    def on_request(name: str) -> Callable:
+    def on_request(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             if not is_same_origin(request):
                 return refuse(NOT_YOURS, 403)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -17,6 +18,9 @@ from ...parallel_backend.sidecar.device_health import FAILING
 from ...parallel_backend.sidecar.status import GroupStatus
 from ..host.settings import setting, settings_problems
 from .http import NOT_YOURS, is_same_origin, read_as, refuse
+
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
 
 ROUTE = "/parallel_sampling/watch"
 EVENT = "parallel_sampling.status"
@@ -53,14 +57,14 @@ def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
 
 
 def snapshot() -> Shown:
-    """What the panel shows now, the devices' gauges with it."""
+    """The panel's content at this moment, the devices' gauges with it."""
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
     shown = show_groups(found, _gauges.read(devices), left_out(found))
     return {**shown, "settings": list(settings_problems())}
 
 
-def begin(server) -> LiveSender[Shown]:
+def begin(server: PromptServer) -> LiveSender[Shown]:
     """Adds the route by which pages look; returns what sends to them. Nothing runs until one does."""
 
     def send(message: Shown, client: str) -> bool:

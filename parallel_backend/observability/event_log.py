@@ -1,4 +1,4 @@
-"""What happens to groups of ranks as lines of JSON, for those who collect logs; off unless VARIABLE says where.
+"""Events of groups of ranks as lines of JSON, for those who collect logs; off unless VARIABLE says where.
 
 No line has a path, a prompt or the text of somebody else's error in it. Lines are written by a thread of their own, so
 that no job waits for a disk; what cannot be written is lost, with one warning.
@@ -26,6 +26,14 @@ VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins
 KEPT_FILES = 3  # beside the one that is written
 _WAITING_LINES = 10_000  # for a slow disk; more are lost
+# The words of the lines, which others' programs read; Changed has none, it says nothing that the others do not.
+_NAMES: dict[type[Event], str] = {
+    Started: "started",
+    Loaded: "loaded",
+    Stepped: "stepped",
+    RequestFailed: "failed",
+    Ended: "ended",
+}
 _PATIENCE = 2.0  # s at the end for lines that wait; a disk that hangs keeps nobody
 
 log = logging.getLogger(__name__)
@@ -38,15 +46,16 @@ def begin_log(
     target = environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None
-    waiting, handler = _Waiting(queue.Queue(_WAITING_LINES)), _writer(target, file_bytes)
+    waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_WAITING_LINES)
+    handler = _writer(target, file_bytes)
     # A logger of its own, which the console's handlers do not see.
     lines = logging.Logger(__name__ + ".lines", logging.INFO)
-    lines.addHandler(waiting)
+    lines.addHandler(_Waiting(waiting))
     ending = threading.Event()
 
     def write_all() -> None:
-        while not (ending.is_set() and waiting.queue.empty()):
-            record = waiting.queue.get()
+        while not (ending.is_set() and waiting.empty()):
+            record = waiting.get()
             if record is not None:
                 handler.handle(record)
         with contextlib.suppress(OSError):  # a last line that did not fit
@@ -61,7 +70,7 @@ def begin_log(
         stop_listening()
         ending.set()
         with contextlib.suppress(queue.Full):  # else it has lines to wake it
-            waiting.queue.put_nowait(None)
+            waiting.put_nowait(None)
         writer.join(_PATIENCE)
 
     atexit.register(end)
@@ -69,14 +78,12 @@ def begin_log(
 
 
 def facts(event: Event) -> dict[str, object] | None:
-    """What a line says beside its time; None for Changed, which says nothing that the others do not."""
-    known = _facts(event)
-    if known is None:
-        return None
-    return {"event": type(event).__name__.lower(), "devices": list(event.devices), **known}
+    """A line's content beside its time; None for events that have no line."""
+    name = _NAMES.get(type(event))
+    return None if name is None else {"event": name, "devices": list(event.devices), **_facts(event)}
 
 
-def _facts(event: Event) -> dict[str, object] | None:
+def _facts(event: Event) -> dict[str, object]:
     if isinstance(event, Started):
         return {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
     if isinstance(event, Loaded):
@@ -116,7 +123,7 @@ def _facts(event: Event) -> dict[str, object] | None:
             "exact": None if info is None else info.exact,
             "bytes_sent": None if info is None else list(info.bytes_sent),
         }
-    return None
+    return {}
 
 
 def _cause(event: RequestFailed) -> str:
@@ -129,20 +136,20 @@ def _rounded(seconds: float) -> float:
 
 
 def _put(lines: logging.Logger, event: Event) -> None:
-    said = facts(event)
-    if said is not None:
+    known = facts(event)
+    if known is not None:
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        lines.info(json.dumps({"time": at, **said}, ensure_ascii=False))
+        lines.info(json.dumps({"time": at, **known}, ensure_ascii=False))
 
 
-class _SaysOnce(logging.Handler):
+class _WarnsOnce(logging.Handler):
     """A handler that warns of the first line it loses, where logging would print a traceback for each."""
 
-    _said = False
+    _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "parallel sampling: the log that %s asks for cannot be written (%s), and lines are lost",
                 VARIABLE,
@@ -150,15 +157,15 @@ class _SaysOnce(logging.Handler):
             )
 
 
-class _Waiting(_SaysOnce, logging.handlers.QueueHandler):
+class _Waiting(_WarnsOnce, logging.handlers.QueueHandler):
     """Lines on their way to the thread that writes them."""
 
 
-class _File(_SaysOnce, logging.handlers.RotatingFileHandler):
+class _File(_WarnsOnce, logging.handlers.RotatingFileHandler):
     """Opened with the first line; a folder that comes into being later serves from then on."""
 
 
-class _Stderr(_SaysOnce, logging.StreamHandler):
+class _Stderr(_WarnsOnce, logging.StreamHandler):  # type: ignore[type-arg]  # takes none before Python 3.11
     """ComfyUI's own."""
 
 

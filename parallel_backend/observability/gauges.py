@@ -1,10 +1,11 @@
-"""What each device reads at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
+"""Readings of each device at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from ..devices import is_cpu
 from ..host_memory import host_memory
@@ -38,10 +39,10 @@ class DeviceGauges:
     `nvml`: a module with nvidia-ml-py's functions, `topology`: the devices that torch numbers, both for tests.
     """
 
-    def __init__(self, nvml=None, topology: Topology | None = None) -> None:
+    def __init__(self, nvml: ModuleType | None = None, topology: Topology | None = None) -> None:
         self._given = nvml
         self._topology = topology
-        self._nvml = None
+        self._nvml: ModuleType | None = None
         self._silent = False  # NVML does not answer, and has said so
 
     def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
@@ -81,7 +82,7 @@ class DeviceGauges:
             power_limit=None if limit is None else limit / 1000,
         )
 
-    def _open(self):
+    def _open(self) -> ModuleType | None:
         if self._nvml is None and not self._silent:
             try:
                 if self._given is None:

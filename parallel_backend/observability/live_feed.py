@@ -42,7 +42,7 @@ class LiveSender(Generic[T]):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Who looks."""
+        """Those who look."""
         with self._lock:
             return tuple(self._leases)
 
@@ -96,7 +96,7 @@ class LiveSender(Generic[T]):
             try:
                 message = self._compose()
                 for client in clients:
-                    self._tell(client, message)
+                    self._deliver(client, message)
                 failing = False
             except Exception:  # what cannot be made now may be made the next time
                 if not failing:  # else the log has it already
@@ -120,7 +120,7 @@ class LiveSender(Generic[T]):
                     return tuple(self._leases)
                 self._lock.wait(due - now)
 
-    def _tell(self, client: str, message: T) -> None:
+    def _deliver(self, client: str, message: T) -> None:
         with self._lock:
             if client not in self._leases or self._sent.get(client) == message:
                 return

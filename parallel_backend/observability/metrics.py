@@ -6,10 +6,13 @@ each has few values: devices, strategies without their shares, words of closed s
 
 from __future__ import annotations
 
+import functools
 import platform
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from prometheus_client import (
@@ -24,12 +27,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..errors import FAILURES
 from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped
-from ..sidecar.sidecar import State
-from ..sidecar.status import GroupStatus
+from ..sidecar.lease import State
+from ..sidecar.status import GroupStatus, RankStatus
 from ..strategy import ParallelStrategy
 from ..wire.protocol import VERSION
 from .gauges import Gauge
-from .pack_version import pack_version
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "parallel_sampling_"
@@ -40,7 +42,7 @@ JOBS = (
 RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 # s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
-
+_PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 Statuses = Callable[[], Iterable[GroupStatus]]
 Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
@@ -142,19 +144,29 @@ class Metrics:
             return
         # A decode has no strategy: its rows are shared out.
         count = len(event.devices)
-        strategy = f"rows {count}" if event.request == "decode" else _named(event.strategy)
+        strategy = f"rows {count}" if event.strategy is None else _named(event.strategy)
         self._device_seconds.labels(event.request, strategy).inc(count * event.seconds)
         if event.result != "done":
             return
-        if event.request == "predict":
-            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
-        else:
+        if event.request != "predict":
             self._job_seconds.labels(event.request, strategy).observe(event.seconds)
             self._images.labels(event.request, strategy).inc(event.images)
+        elif event.info is not None:
+            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
+
+
+@functools.cache
+def pack_version(project: Path = _PROJECT) -> str:
+    """The pack's version, such as "0.1.0", as its pyproject.toml has it; "unknown" where the file is missing."""
+    try:
+        found = re.search(r'^version = "([^"]+)"$', project.read_text("utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
 
 
 class _Groups:
-    """What is so at the moment of a scrape: states, and what the ranks noted down of themselves."""
+    """States of groups at the moment of a scrape, and the notes of their ranks."""
 
     def __init__(self, statuses: Statuses) -> None:
         self._statuses = statuses
@@ -165,7 +177,7 @@ class _Groups:
 
     def collect(self) -> Iterator[Metric]:
         state, memory, sent = families = self._families()
-        ranks = {}  # by device: a scrape with one series twice would be refused whole
+        ranks: dict[str, RankStatus] = {}  # by device: a scrape with one series twice would be refused whole
         for group in self._statuses():
             for one in State:
                 state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
@@ -177,7 +189,7 @@ class _Groups:
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[Metric, ...]:
+    def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily]:
         return (
             GaugeMetricFamily(
                 PREFIX + "group_state", "1 for the state that a group is in", labels=("devices", "state")
@@ -194,7 +206,7 @@ class _Groups:
 
 
 class _Devices:
-    """What the devices of all groups read at the moment of a scrape; nothing of a CPU, whose ranks share it."""
+    """Readings of the devices of all groups at the moment of a scrape; none of a CPU, whose ranks share it."""
 
     def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
         self._statuses = statuses
@@ -222,7 +234,7 @@ class _Devices:
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[Metric, ...]:
+    def _families() -> tuple[GaugeMetricFamily, ...]:
         def gauge(name: str, text: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(PREFIX + name, text, labels=("device",))
 

@@ -74,7 +74,7 @@ class MetricsSwitch:
             log.warning("parallel sampling: %s", error)
 
     def scrape(self) -> Answer:
-        """What Prometheus gets: the metrics; 404 when they are off, 503 without the library, with what to do."""
+        """The answer to Prometheus: the metrics; 404 when they are off, 503 without the library, with what to do."""
         try:
             metrics = self.follow()
         except PlatformError as error:

@@ -1,4 +1,4 @@
-"""What a person should hear of without looking for it: ranks that started, failed too often, devices left out."""
+"""Notifications that a person gets without looking for them: ranks started, failed too often, devices left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Toast:
 
 
 class Notifier:
-    """Hears what happens (`on_event` is a listener of events.py) and tells `show` what is news."""
+    """Turns what happens (`on_event` is a listener of sidecar/events.py) into toasts, handed to `show`."""
 
     def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
         self._show = show

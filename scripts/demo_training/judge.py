@@ -18,7 +18,7 @@ _LEAST_OVERLAP = 0.75
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is right about a picture; `right` is all of it."""
+    """A judgement of a picture by its parts; `right` is all of it."""
 
     colours: bool
     shapes: bool

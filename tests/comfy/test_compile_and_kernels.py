@@ -1,6 +1,7 @@
 """Compiled blocks and the attention kernel, chosen in Parallel Flux Loader or by ComfyUI's own TorchCompileModel.
 
-The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); test_engine_compiling.py has inductor.
+The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); tests/engine/test_compile.py has
+inductor.
 """
 
 from __future__ import annotations

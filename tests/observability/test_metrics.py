@@ -19,9 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from fake_nvml import h100_nvswitch, two_4090
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
 from parallel_backend.observability.gauges import DeviceGauges
-from parallel_backend.observability.metrics import CONTENT_TYPE, PREFIX, Metrics
+from parallel_backend.observability.metrics import CONTENT_TYPE, PREFIX, Metrics, pack_version
 from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
-from parallel_backend.observability.pack_version import pack_version
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.requests import PredictRequest
 from parallel_backend.sidecar import events, pool

@@ -12,31 +12,31 @@ def failed(broken=False):
     return RequestFailed(DEVICES, 1, "killed by signal 9", crashed=True, broken=broken, reason="signal")
 
 
-def test_starts_failures_and_left_out_devices_are_told_once():
+def test_starts_failures_and_left_out_devices_are_shown_once():
     toasts, failing = [], FailingDevices(clock=lambda: 0.0)
-    news = Notifier(toasts.append, failing)
+    notifier = Notifier(toasts.append, failing)
 
-    def hear(*events):
+    def shown_after(*events):
         toasts.clear()
         for event in events:
-            news.on_event(event)
+            notifier.on_event(event)
         return [(toast.severity, toast.summary, toast.life is None) for toast in toasts]
 
-    assert hear(Changed(DEVICES), Started(DEVICES, 2.5, ""), DONE, DONE) == [
+    assert shown_after(Changed(DEVICES), Started(DEVICES, 2.5, ""), DONE, DONE) == [
         ("success", "Ranks started", False)
     ]
     assert toasts[0].detail == "On cuda:0, cuda:1, in 2.5 s"
     failing.add("cuda:1")
-    assert hear(failed(), Started(DEVICES, 2.5, "rank 1 failed: killed"), DONE) == [
+    assert shown_after(failed(), Started(DEVICES, 2.5, "rank 1 failed: killed"), DONE) == [
         ("warn", "Ranks started again", False)
     ]
     assert "rank 1 failed: killed" in toasts[0].detail
     failing.add("cuda:1")
-    assert hear(failed(), DONE, DONE) == [("warn", "A device is left out", False)]
+    assert shown_after(failed(), DONE, DONE) == [("warn", "A device is left out", False)]
     assert "cuda:1 left out" in toasts[0].detail
-    assert hear(failed(broken=True), DONE) == [("error", "The ranks failed too often", True)]
+    assert shown_after(failed(broken=True), DONE) == [("error", "The ranks failed too often", True)]
     assert "Try again" in toasts[0].detail and "rank 1 on cuda:1: killed by signal 9" in toasts[0].detail
     failing.clear()
-    assert hear(DONE) == []
+    assert shown_after(DONE) == []
     failing.add("cuda:1", 2)
-    assert hear(DONE) == [("warn", "A device is left out", False)]
+    assert shown_after(DONE) == [("warn", "A device is left out", False)]

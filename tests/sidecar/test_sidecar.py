@@ -11,46 +11,24 @@ import pytest
 import torch
 
 from parallel_backend.errors import (
-    Cancelled,
     CheckpointError,
     OutOfMemory,
-    RankFailed,
     RequestError,
     StrategyError,
-    TransportError,
 )
-from parallel_backend.requests import Placement, PredictRequest
+from parallel_backend.requests import Placement
 from parallel_backend.sidecar import exchange as client
-from parallel_backend.sidecar.device_health import FAILING
-from parallel_backend.sidecar.restart_policy import FAILURES_UNTIL_BROKEN
-from parallel_backend.sidecar.resume import SamplingJob
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire import deadlines
 from scripted import (
-    CRASH,
-    FLOOD,
-    NO_MEMORY,
-    RAISE,
-    RAISE_ALL,
-    SLOW,
-    STUCK,
     is_running,
+    predict_request,
     scripted_prompt,
     scripted_request,
     scripted_sidecar,
     scripted_weights,
     two_ranks,
 )
-
-
-class Stopped(BaseException):
-    """Stands for ComfyUI's InterruptProcessingException, which is a BaseException."""
-
-
-def predict_request(behaviour=0, x=None):
-    x = torch.randn(2, 4, 6, 6) if x is None else x
-    return PredictRequest(x=x, sigma=torch.full((x.shape[0],), 0.5), conditioning=scripted_prompt(behaviour))
 
 
 def test_a_sample_comes_back_with_how_it_ran(sidecar, weights):
@@ -217,86 +195,6 @@ def test_a_strategy_of_another_size_is_refused(sidecar, weights):
         sidecar.sample(weights, scripted_request(), Placement(ParallelStrategy(ring_degree=3)))
 
 
-# Cancel.
-
-
-@pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
-def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(sidecar, weights, after):
-    steps = []
-
-    def on_step(step, of, denoised):
-        steps.append(step)
-        if step == after:
-            sidecar.cancel()
-
-    sidecar.load(weights)
-    pids = sidecar.pids
-    with pytest.raises(Cancelled):
-        sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
-    assert after <= len(steps) <= after + 1
-    assert sidecar.state is State.READY
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == pids
-
-
-def test_a_request_cancelled_before_it_is_sent_never_reaches_the_ranks(sidecar, weights):
-    sidecar.load(weights)
-    with pytest.raises(Cancelled):
-        sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
-    sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_a_cancel_while_nothing_runs_is_forgotten(sidecar, weights):
-    sidecar.load(weights)
-    sidecar.cancel()
-    sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):
-    asked = []
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights,
-            scripted_request(),
-            two_ranks(),
-            should_cancel=lambda: asked.append(1) or len(asked) > 2,
-        )
-    assert sidecar.state is State.DOWN and sidecar.pids == ()
-
-
-def test_cancel_from_another_thread_takes_one_step(sidecar, weights):
-    sidecar.load(weights)
-    begun = threading.Event()
-    timer = threading.Thread(target=lambda: (begun.wait(), sidecar.cancel()))
-    timer.start()
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
-        )
-    timer.join()
-
-
-def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(sidecar, weights):
-    def on_step(step, of, denoised):
-        if step == 2:
-            raise Stopped
-
-    sidecar.load(weights)
-    pids = sidecar.pids
-    begun = time.monotonic()
-    with pytest.raises(Stopped):
-        sidecar.sample(weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=on_step)
-    assert time.monotonic() - begun < 2.0
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == pids
-
-
-def test_a_callback_may_not_send_another_request(sidecar, weights):
-    with pytest.raises(RequestError, match="callback"):
-        sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *step: sidecar.load(weights))
-    sidecar.sample(weights, scripted_request(), two_ranks())
-
-
 def test_requests_of_several_threads_are_served_one_after_another(sidecar, weights):
     results = {}
 
@@ -312,130 +210,9 @@ def test_requests_of_several_threads_are_served_one_after_another(sidecar, weigh
     assert results == {number: number * 0.5 for number in range(6)}
 
 
-# Ranks that fail.
-
-
-def test_a_rank_killed_while_idle_is_noticed_and_the_next_request_works(sidecar, weights):
-    sidecar.load(weights)
-    victim, survivor = sidecar.pids
-    os.kill(victim, signal.SIGKILL)
-    _wait_until(lambda: sidecar.state is State.FAILED and not is_running(survivor))
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.state is State.READY
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(sidecar, weights, rank):
-    sidecar.load(weights)
-    killed_at = []
-
-    def on_step(step, of, denoised):
-        if step == 2:
-            killed_at.append(time.monotonic())
-            os.kill(sidecar.pids[rank], signal.SIGKILL)
-
-    with pytest.raises(RankFailed, match=f"rank {rank} failed: killed by SIGKILL") as caught:
-        sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
-    assert time.monotonic() - killed_at[0] < 0.5
-    assert caught.value.rank == rank
-    assert sidecar.state is State.FAILED
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.state is State.READY
-
-
-def test_a_rank_that_kills_itself_in_a_collective_is_named_and_not_its_victim(sidecar, weights):
-    with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
-        sidecar.sample(weights, scripted_request(CRASH), two_ranks())
-
-
-def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weights):
-    sidecar.load(weights)
-    pids = sidecar.pids
-    begun = time.monotonic()
-    with pytest.raises(
-        RankFailed, match=r"(?s)rank 1 failed: ValueError: the tensor is upside down.*Traceback"
-    ) as caught:
-        sidecar.sample(weights, scripted_request(RAISE), two_ranks())
-    assert caught.value.reason == "error"
-    assert time.monotonic() - begun < 2.0
-    assert not any(map(is_running, pids))
-    sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_an_error_on_every_rank_is_raised_once(sidecar, weights):
-    with pytest.raises(RankFailed, match="every rank refuses"):
-        sidecar.predict(weights, predict_request(RAISE_ALL), two_ranks())
-    sidecar.predict(weights, predict_request(), two_ranks())
-
-
-def test_a_rank_without_memory_says_so_with_a_remedy(sidecar, weights):
-    with pytest.raises(OutOfMemory, match=r"Rank 1 ran out of memory on cpu .*smaller image"):
-        sidecar.sample(weights, scripted_request(NO_MEMORY), two_ranks())
-    sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_a_rank_that_stands_still_is_named_when_its_time_is_up(sidecar, weights, monkeypatch):
-    sidecar.load(weights)
-    pids = sidecar.pids
-    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
-    with pytest.raises(RankFailed, match=r"rank 1 failed: was stopped by a signal"):
-        sidecar.sample(weights, scripted_request(STUCK), two_ranks())
-    assert not any(map(is_running, pids))
-
-
-def test_a_flood_on_stderr_does_not_hold_up_a_request(sidecar, weights):
-    result = sidecar.sample(weights, scripted_request(FLOOD, steps=3), two_ranks())
-    assert len(result.info.step_seconds) == 3
-
-
-def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monkeypatch):
-    sidecar.load(weights)
-    monkeypatch.setattr(deadlines, "CANCEL", 0.3)
-
-    def on_step(step, of, denoised):
-        os.kill(sidecar.pids[1], signal.SIGSTOP)
-        raise Stopped
-
-    begun = time.monotonic()
-    with pytest.raises(Stopped):
-        sidecar.sample(weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=on_step)
-    assert time.monotonic() - begun < 2.0
-    assert sidecar.pids == ()
-
-
-def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, weights, monkeypatch):
-    for _ in range(FAILURES_UNTIL_BROKEN):
-        with pytest.raises(RankFailed):
-            sidecar.sample(weights, scripted_request(CRASH), two_ranks())
-    assert sidecar.state is State.BROKEN
-    begun = time.monotonic()
-    with pytest.raises(
-        RankFailed, match=r"(?s)failed 3 times within 10 minutes.*doctor.*rank 1 on cpu:1: killed by SIGKILL"
-    ):
-        sidecar.predict(weights, predict_request(), two_ranks())
-    assert time.monotonic() - begun < 0.1
-    sidecar.stop()
-    sidecar.predict(weights, predict_request(), two_ranks())
-
-
-def test_errors_that_the_code_raises_count_against_neither_the_group_nor_a_device(
-    sidecar, weights, monkeypatch
-):
-    counted = []
-    monkeypatch.setattr(FAILING, "add", lambda *failure: counted.append(failure))
-    for behaviour in (RAISE, RAISE_ALL, RAISE, RAISE_ALL):
-        with pytest.raises(RankFailed) as caught:
-            sidecar.sample(weights, scripted_request(behaviour), two_ranks())
-        assert not caught.value.crashed
-    assert sidecar.state is State.FAILED
-    assert counted == []
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.state is State.READY
-
-
-# What was made for another model.
-
 PROMPT, SHORT = scripted_prompt(), torch.ones(1, 3, 3)
+
+
 WRONG = [
     (
         {"positive": replace(PROMPT, context=SHORT)},
@@ -485,29 +262,6 @@ def test_a_negative_that_is_not_evaluated_may_be_any_models(sidecar, weights):
     sidecar.sample(weights, request, two_ranks())
 
 
-def test_stop_ends_a_running_request(sidecar, weights):
-    sidecar.load(weights)
-    pids = sidecar.pids
-    begun = threading.Event()
-    stopper = threading.Thread(target=lambda: (begun.wait(), sidecar.stop()))
-    stopper.start()
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
-        )
-    stopper.join()
-    assert not any(map(is_running, pids))
-    assert sidecar.state is State.DOWN
-
-
-def test_stop_from_a_callback_ends_the_request(sidecar, weights):
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=lambda *step: sidecar.stop()
-        )
-    assert sidecar.pids == ()
-
-
 def test_two_sidecars_side_by_side_do_not_disturb_each_other(sidecar, weights, tmp_path):
     other = scripted_sidecar(("cpu:2", "cpu:3"))
     try:
@@ -531,13 +285,6 @@ def test_the_group_outlives_the_thread_that_started_it(sidecar, weights):
     sidecar.sample(weights, scripted_request(), two_ranks())
 
 
-def _wait_until(condition, seconds=2.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def test_numbers_that_are_none_are_refused_by_comfyuis_half_and_by_the_ranks(sidecar, weights, monkeypatch):
     request = scripted_request()
     bad = replace(request, noise=request.noise.index_fill(3, torch.tensor([2]), float("nan")))
@@ -555,11 +302,3 @@ def test_numbers_that_are_none_are_refused_by_comfyuis_half_and_by_the_ranks(sid
         sidecar.sample(weights, request, two_ranks())
     sidecar.sample(weights, request, two_ranks())
     assert sidecar.pids == pids
-
-
-def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
-    sidecar.load(weights)
-    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"rank 0 answered.*6, 6"):
-        patched.setattr(SamplingJob, "shape", (1, 4, 6, 7))
-        sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == ()

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.requests import Conditioning, InputShapes, ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import (
+    Conditioning,
+    InputShapes,
+    ModelSpec,
+    Placement,
+    PredictRequest,
+    SampleRequest,
+)
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
@@ -77,3 +84,8 @@ def ranks_of(parent: int) -> list[int]:
             if b"--parent" in words and words[words.index(b"--parent") + 1] == str(parent).encode():
                 found.append(int(entry.name))
     return [pid for pid in found if is_running(pid)]
+
+
+def predict_request(behaviour=0, x=None):
+    x = torch.randn(2, 4, 6, 6) if x is None else x
+    return PredictRequest(x=x, sigma=torch.full((x.shape[0],), 0.5), conditioning=scripted_prompt(behaviour))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 from .outcome import Outcome
 
@@ -24,7 +25,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
         colour = _BEST if row is outcome.best else _BAR
-        axes.barh(place, row.step_s, color=colour, height=0.62)
+        axes.barh(place, median(row.step_seconds), color=colour, height=0.62)
         axes.hlines(place, min(row.step_seconds), max(row.step_seconds), color=_INK, linewidth=1.2)
         speedup = outcome.speedup(row)
         label = f"  {row.step_s:.3g} s" + (f"  ({speedup:.2f}×)" if speedup is not None else "")

@@ -1,4 +1,4 @@
-"""What a benchmark found: one row per strategy, and what it was measured on, as JSON."""
+"""The findings of a benchmark: one row per strategy, and what it was measured on, as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Outcome:
         return next((r for r in self.rows if r.strategy.world_size == 1 and r.step_seconds), None)
 
     def speedup(self, row: Row) -> float | None:
-        """How many times as fast as one device."""
+        """Times as fast as one device."""
         one = self.one.step_s if self.one else None
         return None if one is None or row.step_s is None else one / row.step_s
 

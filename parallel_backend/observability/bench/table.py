@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from statistics import median
 
 from .outcome import Outcome, Row
 
@@ -57,9 +58,9 @@ def _verdict(outcome: Outcome) -> list[str]:
         said.append("One device is the fastest here: splitting this work costs more than it gains.")
     else:
         said.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
-    faster = [r for r in outcome.rows if not r.exact and r.step_s is not None and r.step_s < best.step_s]
-    if faster and best.exact:
-        said.append(f"{min(faster, key=lambda r: r.step_s).name} is faster still, but approximate (≈).")
+    fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: median(r.step_seconds))
+    if best.exact and not fastest.exact:
+        said.append(f"{fastest.name} is faster still, but approximate (≈).")
     first = outcome.rows[0].name
     for exact, label in ((True, "exact"), (False, "approximate")):
         found = [r.difference for r in outcome.rows[1:] if r.exact is exact and r.difference is not None]

@@ -23,12 +23,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 where something is broken, else 0. Raises DeviceError for devices that do not exist."""
     from .examine import examine
 
-    devices = ()
+    devices: tuple[str, ...] = ()
     if args.devices:
         from ...devices import resolve_devices
 
         devices = resolve_devices(args.devices)
-    report = examine(devices, on_phase=_say)
+    report = examine(devices, on_phase=_report_progress)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_status
 
 
-def _say(text: str) -> None:
-    """Progress goes beside the report, not into it."""
+def _report_progress(text: str) -> None:
+    """Writes it beside the report, not into it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{text} …\n")

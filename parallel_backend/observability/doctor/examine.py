@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from ...errors import Cancelled, DeviceError, ParallelError
 from ...planner.machine.fingerprint import cpu_name
 from ...planner.machine.probe import read_topology
 from ...planner.machine.topology import Topology
+from ...wire.calibration import Calibration, RankFacts
 from .gpus import check_devices
 from .kernels import check_kernels
 from .links import GROUP as LINKS
@@ -41,8 +42,8 @@ def examine(
     Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Takes about 20 seconds, and a
     GPU's memory for a context and two 64 MiB buffers. Raises Cancelled when `should_cancel` says so, and nothing else.
     """
-    say = on_phase or (lambda text: None)
-    say("looking at the installation")
+    report_progress = on_phase or (lambda text: None)
+    report_progress("looking at the installation")
     platform_verdict = check_platform(sys.platform, platform.release())
     if platform_verdict.status == "broken":
         return scrubbed(Report((platform_verdict,)), find_private())
@@ -62,7 +63,7 @@ def examine(
         )
         verdicts += check_kernels(probe_kernels(), [], on_gpus)
     else:
-        verdicts += _with_ranks(devices, topology, on_gpus, say, should_cancel)
+        verdicts += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
     return scrubbed(Report(tuple(verdicts)), find_private())
 
 
@@ -70,15 +71,15 @@ def _with_ranks(
     devices: tuple[str, ...],
     topology: Topology,
     on_gpus: bool,
-    say: OnPhase,
+    report_progress: OnPhase,
     should_cancel: ShouldCancel | None,
 ) -> list[Verdict]:
-    """What ranks on `devices` find out; they are gone when it returns."""
+    """The verdicts of ranks on `devices`, which are gone when it returns."""
     from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
     from .rank_probe import probe_links, probe_parity
 
     verdicts: list[Verdict] = []
-    calibrations = ()
+    calibrations: tuple[Calibration, ...] = ()
     with ExitStack() as stack:
 
         def group(names: tuple[str, ...]) -> Sidecar:
@@ -88,7 +89,7 @@ def _with_ranks(
 
         everyone = group(devices)
         try:
-            calibrations = probe_links(everyone, say, should_cancel)
+            calibrations = probe_links(everyone, report_progress, should_cancel)
         except Cancelled:
             raise
         except (ParallelError, OSError) as error:
@@ -104,7 +105,7 @@ def _with_ranks(
         if len(devices) == 1:
             verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
             return verdicts
-        say("sampling the demo model on two ranks and on one")
+        report_progress("sampling the demo model on two ranks and on one")
         if len(devices) > 2:
             everyone.stop()
         try:
@@ -138,7 +139,7 @@ def _usual_devices(gpus: int) -> tuple[str, ...]:
     return ("cpu:0", "cpu:1")
 
 
-def _of_ranks(topology: Topology, facts) -> Topology | None:
+def _of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
     """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
     try:
         return topology.select([f.device_uuid for f in facts])

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...planner.machine.topology import Topology
-from ...wire.calibration import ALL_TO_ALL, PAIR, POINT_TO_POINT, SIZES, Calibration, slowest_rate
+from ...wire.calibration import (
+    ALL_TO_ALL,
+    PAIR,
+    POINT_TO_POINT,
+    SIZES,
+    Calibration,
+    RankFacts,
+    slowest_rate,
+)
 from .verdict import Verdict
 
 GROUP = "Links"
@@ -22,21 +30,22 @@ _CORRUPT = (
 def check_links(ranks: Sequence[Calibration], topology: Topology | None) -> list[Verdict]:
     """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known."""
     verdicts = [_all_reduce(ranks), _intact(ranks)]
-    if topology is not None or any(c.facts.device_uuid for c in ranks):
+    if topology is not None or any(_facts(c).device_uuid for c in ranks):
         verdicts.append(_peer_access(ranks, topology))
     return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks)]
 
 
 def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
-    worst = max(ranks, key=lambda c: c.facts.all_reduce_error)
+    worst = max(ranks, key=lambda c: _facts(c).all_reduce_error)
+    error = _facts(worst).all_reduce_error
     backend = worst.backend.upper() if worst.backend == "nccl" else worst.backend
-    if worst.facts.all_reduce_error:
+    if error:
         return Verdict(
             GROUP,
             "all-reduce",
             "broken",
             f"{backend} over {len(ranks)} ranks gives a wrong sum (rank {worst.rank} is off by "
-            f"{worst.facts.all_reduce_error:g}): pictures would be wrong",
+            f"{error:g}): pictures would be wrong",
             _CORRUPT,
         )
     return Verdict(GROUP, "all-reduce", "ok", f"{backend} over {len(ranks)} ranks gives the right sum")
@@ -62,7 +71,7 @@ def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Ver
     missing = [
         (c.rank, other)
         for c in ranks
-        for other, can in enumerate(c.facts.peers)
+        for other, can in enumerate(_facts(c).peers)
         if not can and c.rank < other
     ]
     total = len(ranks) * (len(ranks) - 1) // 2
@@ -124,7 +133,7 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
 
 
 def _together(ranks: Sequence[Calibration]) -> Verdict:
-    """What a rank sends when all do, which is what sequence parallelism sees."""
+    """The rate at which a rank sends when all do, as in sequence parallelism."""
     parts = []
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
         rates = [slowest_rate(tuple(ranks), kind, size) for size in SIZES]
@@ -150,6 +159,11 @@ def _latency(ranks: Sequence[Calibration]) -> Verdict:
             "look whether the CPU is busy with something else, or give the ranks more cores",
         )
     return Verdict(GROUP, "latency", "ok", finding)
+
+
+def _facts(rank: Calibration) -> RankFacts:
+    assert rank.facts is not None, "only a thorough calibration has them"
+    return rank.facts
 
 
 def _table(rates: dict[tuple[int, int], float], count: int, what: str) -> tuple[str, ...]:

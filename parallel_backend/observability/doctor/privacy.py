@@ -21,7 +21,7 @@ _SERIALS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{8,}")
 
 @dataclass(frozen=True)
 class Private:
-    """What must not be shown. `paths`: folder -> what to write in its place; `words`: names of user and machine."""
+    """Texts to hide. `paths`: folder -> what to write in its place; `words`: names of user and machine."""
 
     paths: tuple[tuple[str, str], ...]
     words: tuple[tuple[str, str], ...]

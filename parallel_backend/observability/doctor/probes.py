@@ -26,7 +26,7 @@ def probe_versions() -> dict[str, str]:
 
 
 def probe_torch() -> str:
-    """Why torch cannot be imported, or empty. A CUDA build without its libraries is installed, and yet of no use."""
+    """The reason torch cannot be imported, or empty: a CUDA build without its libraries is installed, yet of no use."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:

@@ -27,7 +27,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class System:
-    """What was observed. Bytes; `shm`: None without /dev/shm; limits: -1 without one; `temp_problem`: why, or empty."""
+    """Observed limits. Bytes; `shm`: None without /dev/shm; limits: -1 without one; `temp_problem`: why, or empty."""
 
     cores: int
     shm: int | None
@@ -41,7 +41,7 @@ class System:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What ended processes left: process ids of ranks without a parent, and rendezvous folders."""
+    """Remains of ended processes: process ids of ranks without a parent, and rendezvous folders."""
 
     ranks: tuple[int, ...]
     folders: int

@@ -13,7 +13,7 @@ _STATUS_WIDTH = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about one thing. `remedy`: what to do, in words; `details`: lines of a table below it."""
+    """A finding about one thing. `remedy`: what to do, in words; `details`: lines of a table below it."""
 
     group: str
     name: str

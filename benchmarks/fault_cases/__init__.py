@@ -1,0 +1,8 @@
+"""The faults of benchmarks/faults.py, by what fails: ranks, jobs, or what surrounds them."""
+
+import subject  # noqa: F401  # puts the tests' support modules on the path, which the cases import
+
+from . import crashes, jobs, surroundings
+from .case import CASES, Subject, true
+
+__all__ = ["CASES", "Subject", "crashes", "jobs", "surroundings", "true"]

@@ -1,0 +1,137 @@
+"""A case of benchmarks/faults.py: what it runs on, what it checks, how it is listed."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from subject import sample_request
+
+from fault_injection import (
+    fault,
+)
+from parallel_backend.errors import ParallelError
+from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from scripted import scripted_weights
+
+ULYSSES = Placement(ParallelStrategy(ulysses_degree=2))
+RING = Placement(ParallelStrategy(ring_degree=2))
+PIPELINE = Placement(ParallelStrategy(pipefusion_degree=2, warmup_steps=2))
+DEVICES = ("cpu:0", "cpu:1")
+READY = 3.0  # s, limit of a restart without its load
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; `limit` None: only measured."""
+
+    what: str
+    value: float
+    limit: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.limit is None or self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The ground that cases run on: a random Flux, a folder, and how much of the long cases."""
+
+    flux: ModelSpec
+    folder: Path
+    jobs: int
+    inputs: int
+
+    def fired(self) -> Path:
+        """A file that is not there yet, for a fault to leave as it fires."""
+        return Path(tempfile.mkdtemp(dir=self.folder)) / "fired"
+
+    @property
+    def scripted(self) -> ModelSpec:
+        return scripted_weights(self.folder / "good.safetensors", "good 0.5")
+
+
+Case = Callable[[Subject], Iterator[Check]]
+CASES: dict[str, tuple[str, Case]] = {}
+
+
+def case(number: str, title: str) -> Callable[[Case], Case]:
+    def register(run: Case) -> Case:
+        CASES[number] = (title, run)
+        return run
+
+    return register
+
+
+def true(what: str, fact: bool) -> Check:
+    """A check of a fact: 0 is as it should be."""
+    return Check(what, 0.0 if fact else 1.0, 0.0)
+
+
+@contextmanager
+def ranks(*, resumes: bool = False, devices: tuple[str, ...] = DEVICES) -> Iterator[Sidecar]:
+    sidecar = Sidecar(devices, resumes=resumes)
+    try:
+        yield sidecar
+    finally:
+        sidecar.stop()
+
+
+def seconds_since(fired: Path) -> float:
+    return time.time() - fired.stat().st_mtime_ns / 1e9
+
+
+def request(**changes):
+    return replace(sample_request(128, steps=6), **changes)
+
+
+def after_a_fault(
+    subject: Subject,
+    placement: Placement,
+    kind: str,
+    point: str,
+    expected: type[ParallelError],
+    *,
+    words: str = "",
+    allowed: float = 0.0,
+) -> Iterator[Check]:
+    """A job meets a fault: how long until the error, until the next job can run, and whether its bits are the same."""
+    fired, caught = subject.fired(), None
+    with ranks() as sidecar:
+        with fault(kind, point, step=2, once=fired):
+            sidecar.start()
+        try:
+            sidecar.sample(subject.flux, request(), placement)
+        except ParallelError as error:
+            error_s, caught = seconds_since(fired), error
+        begun = time.perf_counter()
+        sidecar.start()
+        ready_s = time.perf_counter() - begun
+        load_s = sidecar.load(subject.flux, placement.strategy).seconds
+        one = sidecar.sample(subject.flux, request(), placement).latent
+        other = sidecar.sample(subject.flux, request(), placement).latent
+    name = f"{kind} in {point}"
+    yield true(f"{name}: {expected.__name__} {words}", type(caught) is expected and words in str(caught))
+    yield Check(
+        f"{name}: s to the error" + (f" beyond {allowed:g} s" if allowed else ""), error_s - allowed, 0.5
+    )
+    yield Check(f"{name}: s to ready", ready_s, READY)
+    yield Check(f"{name}: s to load", load_s)
+    yield true(f"{name}: the next jobs are bit-equal", torch.equal(one, other))
+
+
+def error_of(call: Callable[[], object], kind: type[ParallelError] = ParallelError) -> str:
+    """The words of the one error that `call` raises; empty when it raises none, or another."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""

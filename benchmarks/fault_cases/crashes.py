@@ -1,0 +1,212 @@
+"""Ranks and their parent that die or hang, and jobs that go on after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from fault_injection import (
+    OUT_OF_HOST_MEMORY,
+    fault,
+    in_control_group,
+    run_script,
+    start_script,
+)
+from parallel_backend.errors import DeviceError, OutOfMemory, RankFailed
+from parallel_backend.requests import SamplerState
+from parallel_backend.sidecar import restart_policy
+from parallel_backend.sidecar.lease import State
+from parallel_backend.wire import deadlines
+from parallel_backend.wire.payloads import state_tensors
+from parallel_backend.wire.transport import pack_tensors
+from scripted import SLOW, is_running, ranks_of, scripted_request, scripted_sidecar
+
+from .case import (
+    PIPELINE,
+    READY,
+    RING,
+    ULYSSES,
+    Check,
+    Subject,
+    after_a_fault,
+    case,
+    error_of,
+    ranks,
+    request,
+    true,
+)
+
+
+@case("1", "SIGKILL of a rank, idle")
+def killed_idle(subject: Subject) -> Iterator[Check]:
+    with ranks() as sidecar:
+        before = sidecar.sample(subject.flux, request(), ULYSSES).latent
+        victim, survivor = sidecar.pids
+        begun = time.perf_counter()
+        os.kill(victim, signal.SIGKILL)
+        while sidecar.state is not State.FAILED or is_running(survivor):
+            time.sleep(0.001)
+        yield Check("s until noticed", time.perf_counter() - begun, 0.5)
+        begun = time.perf_counter()
+        sidecar.start()
+        yield Check("s to ready", time.perf_counter() - begun, READY)
+        after = sidecar.sample(subject.flux, request(), ULYSSES).latent
+        yield true("the next job is bit-equal", torch.equal(before, after))
+
+
+@case("2", "SIGKILL in an all-to-all, in a ring step, in a PipeFusion hop")
+def killed_in_collectives(subject: Subject) -> Iterator[Check]:
+    for placement, point in (
+        (ULYSSES, "an all-to-all"),
+        (RING, "a ring step"),
+        (PIPELINE, "a PipeFusion hop"),
+    ):
+        yield from after_a_fault(
+            subject, placement, "kill", point, RankFailed, words="rank 1 failed: killed by SIGKILL"
+        )
+
+
+@case("3", "segfault, abort")
+def signals(subject: Subject) -> Iterator[Check]:
+    for kind, name in (("segfault", "SIGSEGV"), ("abort", "SIGABRT")):
+        words = f"rank 1 failed: killed by {name}"
+        yield from after_a_fault(subject, ULYSSES, kind, "an all-to-all", RankFailed, words=words)
+
+
+@case("4", "the host's OOM killer")
+def host_memory(subject: Subject) -> Iterator[Check]:
+    with in_control_group(1500 * 2**20) as join:
+        if join is None:
+            return
+        out = run_script(join + OUT_OF_HOST_MEMORY, subject.folder)
+    yield true(
+        "says host memory and how much", "host memory ran out" in out and "of the 1.5 GiB there are" in out
+    )
+    yield true("the next job works", "fine" in out)
+
+
+@case("5", "an out-of-memory exception on one rank")
+def out_of_memory(subject: Subject) -> Iterator[Check]:
+    yield from after_a_fault(
+        subject, ULYSSES, "oom", "an all-to-all", OutOfMemory, words="Rank 1 ran out of memory"
+    )
+
+
+@case("6-8", "a rank sleeps in a collective; SIGSTOP; holds the GIL")
+def hangs(subject: Subject) -> Iterator[Check]:
+    normal = deadlines.step_budget
+    for kind in ("sleep", "stop", "gil"):
+        deadlines.step_budget = lambda earlier: 1.0 if earlier else 60.0  # the first step loads libraries
+        try:
+            yield from after_a_fault(
+                subject,
+                ULYSSES,
+                kind,
+                "an all-to-all",
+                RankFailed,
+                words="missed in an all-to-all by rank 0",
+                allowed=1.0,
+            )
+        finally:
+            deadlines.step_budget = normal
+
+
+@case("9", "ComfyUI killed, idle, loading, sampling")
+def comfyui_killed(subject: Subject) -> Iterator[Check]:
+    for point in ("idle", "load", "an all-reduce"):
+        fired = subject.fired()
+        script = f"""
+            sidecar = scripted_sidecar()
+            with fault("gil", {point!r}, once=Path({str(fired)!r})):
+                sidecar.start()
+                sidecar.sample(weights, scripted_request(), two_ranks())
+            """
+        with start_script(script, subject.folder) as parent:
+            while not fired.exists():
+                time.sleep(0.01)
+            parent.kill()
+            begun = time.perf_counter()
+            parent.wait()
+            while ranks_of(parent.pid):
+                time.sleep(0.01)
+        yield Check(f"at {point}: s until no rank is left", time.perf_counter() - begun, 2.0)
+
+
+@case("10", "the thread that started the group ends")
+def starter_ends(subject: Subject) -> Iterator[Check]:
+    with ranks() as sidecar:
+        starter = threading.Thread(target=sidecar.start)
+        starter.start()
+        starter.join()
+        time.sleep(0.5)
+        yield true("both ranks live", len(sidecar.pids) == 2 and all(map(is_running, sidecar.pids)))
+        sidecar.sample(subject.flux, request(), ULYSSES)
+
+
+@case("19", "three crashes in ten minutes")
+def broken(subject: Subject) -> Iterator[Check]:
+    sidecar = scripted_sidecar()
+    try:
+        with fault("kill", "an all-reduce", step=1):
+            for _ in range(restart_policy.FAILURES_UNTIL_BROKEN):
+                error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))
+        begun = time.perf_counter()
+        text = error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))
+        yield Check("s to the refusal", time.perf_counter() - begun, 0.5)
+        yield true("BROKEN, with the history", sidecar.state is State.BROKEN and text.count("SIGKILL") == 3)
+        sidecar.stop()
+        sidecar.sample(subject.scripted, scripted_request(), ULYSSES)
+        yield true("a reset lets it start again", sidecar.state is State.READY)
+    finally:
+        sidecar.stop()
+
+
+@case("20", "a device disappears")
+def device_gone(subject: Subject) -> Iterator[Check]:
+    name = f"cuda:{torch.cuda.device_count()}"
+    with ranks(devices=(name,)) as sidecar:
+        text = error_of(sidecar.start, DeviceError)
+    yield true("it is named, with what to do", f"{name} is not there" in text and "Take it out" in text)
+
+
+@case("resume", "killed at every step of ten, each sampler")
+def resume(subject: Subject) -> Iterator[Check]:
+    normal, restart_policy.FAILURES_UNTIL_BROKEN = restart_policy.FAILURES_UNTIL_BROKEN, 1000
+    back_off, deadlines.BACK_OFF = deadlines.BACK_OFF, 0.0
+    try:
+        for sampler in ("euler", "euler_ancestral", "heun", "dpmpp_2m"):
+            job, equal, resumed_at = replace(scripted_request(SLOW, steps=10), sampler=sampler), 0, []
+            sidecar = scripted_sidecar(resumes=True)
+            try:
+                whole = sidecar.sample(subject.scripted, job, ULYSSES).latent
+                for step in range(1, 11):
+                    sidecar.stop()
+                    with fault("kill", "step", rank=step % 2, step=step, once=subject.fired()):
+                        result = sidecar.sample(subject.scripted, job, ULYSSES)
+                    (note,) = result.info.notes
+                    equal += torch.equal(result.latent, whole)
+                    resumed_at.append(
+                        step - int(note.split("after step ")[1].split()[0]) if "after step" in note else step
+                    )
+            finally:
+                sidecar.stop()
+            yield Check(f"{sampler}: of 10 jobs not bit-equal", 10 - equal, 0)
+            yield Check(f"{sampler}: steps that ran again, median", median(resumed_at))
+    finally:
+        restart_policy.FAILURES_UNTIL_BROKEN, deadlines.BACK_OFF = normal, back_off
+    for name, images in (("1024 x 1024", 1), ("four of 1024 x 1024", 4)):
+        x = torch.randn(images, 16, 128, 128)
+        state = SamplerState(1, x, x.clone(), torch.Generator().get_state())
+        times = []
+        for _ in range(30):
+            begun = time.perf_counter()
+            os.close(pack_tensors(state_tensors(state)))
+            times.append(time.perf_counter() - begun)
+        yield Check(f"state of {name}: ms to send", 1e3 * median(times))

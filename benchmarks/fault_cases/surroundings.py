@@ -1,0 +1,85 @@
+"""Starts that cannot succeed, and machines that are narrow, old or shared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from fault_injection import (
+    BESIDE_OTHERS,
+    FEW_DESCRIPTORS,
+    ONE_JOB,
+    fault,
+    full_temporary_folder,
+    run_script,
+    start_in,
+    start_script,
+    without_hostname,
+)
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.wire.protocol import VERSION
+
+from .case import (
+    DEVICES,
+    READY,
+    Check,
+    Subject,
+    case,
+    error_of,
+    ranks,
+    seconds_since,
+    true,
+)
+
+
+@case("11", "a rank fails to import; never becomes ready; two ranks want one device")
+def bad_starts(subject: Subject) -> Iterator[Check]:
+    sidecar = Sidecar(DEVICES, rank_module="tests.support.rank_programs.broken_rank")
+    yield true(
+        "the traceback of an import is shown", "a_library_that_is_not_installed" in error_of(sidecar.start)
+    )
+    sidecar.stop()
+    fired = subject.fired()
+    with ranks() as sidecar, fault("raise", "start", once=fired):
+        text = error_of(sidecar.start)
+        yield Check("s from a failure at the start to the error", seconds_since(fired), 1.0)
+        yield true("its traceback is shown", "a fault on purpose" in text)
+        yield true("nothing is left", sidecar.pids == ())
+    yield true(
+        "one device twice is refused", "named twice" in error_of(lambda: Sidecar(("cuda:0", "cuda:0")))
+    )
+
+
+@case("14", "/dev/shm of 1 MB, 256 descriptors, a read-only or full temporary folder")
+def narrow_machine(subject: Subject) -> Iterator[Check]:
+    yield true("256 descriptors are enough", "fine" in run_script(FEW_DESCRIPTORS + ONE_JOB, subject.folder))
+    yield true(
+        "a read-only folder is refused",
+        "/proc takes no files" in run_script(start_in("/proc"), subject.folder),
+    )
+    full = subject.folder / "full"
+    if (before := full_temporary_folder(full)) is not None:
+        out = run_script(ONE_JOB + start_in(full), subject.folder, before)
+        yield true("1 MB of /dev/shm is enough", "fine" in out)
+        yield true("a full folder is refused", "No space left" in out)
+
+
+@case("17", "another version on the ranks")
+def versions(subject: Subject) -> Iterator[Check]:
+    sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
+    begun = time.perf_counter()
+    text = error_of(sidecar.start)
+    yield Check("s to the refusal, the import of torch included", time.perf_counter() - begun, 1.0 + READY)
+    yield true("both versions are named", f"it runs protocol {VERSION + 1}" in text)
+    sidecar.stop()
+
+
+@case("18", "a stale folder, port 29500 taken, two ComfyUIs at once, a hostname that does not resolve")
+def beside_others(subject: Subject) -> Iterator[Check]:
+    before = without_hostname()
+    with (
+        start_script(BESIDE_OTHERS, subject.folder, before) as one,
+        start_script(BESIDE_OTHERS, subject.folder, before) as other,
+    ):
+        outs = [process.communicate(timeout=120)[0] for process in (one, other)]
+    yield true("no effect", all("fine" in out for out in outs))

@@ -1,0 +1,118 @@
+"""The files that a resident job passes on warm ranks, traced: those that are given the latent, and all that run.
+
+    python benchmarks/latent_path.py [--json]
+
+Two ranks on the CPU, Ulysses 2, a random Flux: the exact way of every sequence-parallel job. docs/how-it-works.md shows
+the first list; nodes/ comes before it and needs ComfyUI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import FrameType
+
+BACKEND = Path(__file__).resolve().parents[1] / "parallel_backend"
+
+
+def carries(value: object) -> bool:
+    """Whether it is a tensor or has one in it, as requests, rows and payloads have."""
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(map(carries, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(carries, value))
+    return is_dataclass(value) and any(carries(getattr(value, each.name, None)) for each in fields(value))
+
+
+@contextmanager
+def traced(files: dict[str, bool]) -> Iterator[None]:
+    """Fills `files`: those of the backend with a call inside, in order, and whether it was given a tensor."""
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event != "call" or not file.is_relative_to(BACKEND):
+            return
+        name = str(file.relative_to(BACKEND))
+        code = frame.f_code
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        files[name] = files.get(name, False) or any(
+            carries(frame.f_locals.get(each)) for each in arguments if each != "self"
+        )
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def notes(parent: int, rank: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"latent-path-{parent}-{rank}.txt"
+
+
+def be_a_rank() -> None:
+    """A rank as any other that writes down the files of its latest job."""
+    from parallel_backend.rank.__main__ import main
+    from parallel_backend.rank.worker import RankWorker
+
+    class TracedWorker(RankWorker):
+        def sample(self, *args, **others):
+            files: dict[str, bool] = {}
+            with traced(files):
+                found = super().sample(*args, **others)
+            lines = "".join(f"{name} {int(given)}\n" for name, given in files.items())
+            notes(os.getppid(), self.world.rank).write_text(lines)
+            return found
+
+    main(TracedWorker)
+
+
+def main() -> None:
+    from subject import finish, random_flux, sample_request
+
+    from parallel_backend.requests import Placement
+    from parallel_backend.sidecar.sidecar import Sidecar
+    from parallel_backend.strategy import ParallelStrategy
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    request, placement = sample_request(16, steps=3), Placement(ParallelStrategy(ulysses_degree=2))
+    here: dict[str, bool] = {}
+    there: dict[str, bool] = {"rank/__main__.py": True}  # which called the worker
+    with random_flux(heads=2, double_blocks=1, single_blocks=1) as spec:
+        sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="benchmarks.latent_path")
+        try:
+            sidecar.sample(spec, request, placement)
+            with traced(here):
+                sidecar.sample(spec, request, placement)
+        finally:
+            sidecar.stop()
+    for rank in range(2):
+        for line in notes(os.getpid(), rank).read_text().splitlines():
+            name, given = line.split()
+            there[name] = there.get(name, False) or given == "1"
+        notes(os.getpid(), rank).unlink()
+    files = {name: here.get(name, False) or there.get(name, False) for name in (*here, *there)}
+    latent = [name for name, given in files.items() if given]
+    print(f"{len(files)} files run, {len(latent)} of them are given the latent:")
+    for name in files:
+        where = "both" if name in here and name in there else "ComfyUI" if name in here else "ranks"
+        print(f"  {'latent' if files[name] else '':8s}{where:9s}{name}")
+    finish({"latent": latent, "files": list(files)}, args.json)
+
+
+if __name__ == "__main__":
+    be_a_rank() if "--fd" in sys.argv else main()

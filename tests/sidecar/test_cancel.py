@@ -1,0 +1,140 @@
+"""A request that is cancelled, stopped or broken off by its caller: it ends, and the group stays warm."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from parallel_backend.errors import (
+    Cancelled,
+    RequestError,
+)
+from parallel_backend.sidecar.sidecar import State
+from parallel_backend.wire import deadlines
+from scripted import (
+    SLOW,
+    is_running,
+    scripted_request,
+    two_ranks,
+)
+
+
+class Stopped(BaseException):
+    """Stands for ComfyUI's InterruptProcessingException, which is a BaseException."""
+
+
+@pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
+def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(sidecar, weights, after):
+    steps = []
+
+    def on_step(step, of, denoised):
+        steps.append(step)
+        if step == after:
+            sidecar.cancel()
+
+    sidecar.load(weights)
+    pids = sidecar.pids
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
+    assert after <= len(steps) <= after + 1
+    assert sidecar.state is State.READY
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_request_cancelled_before_it_is_sent_never_reaches_the_ranks(sidecar, weights):
+    sidecar.load(weights)
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_cancel_while_nothing_runs_is_forgotten(sidecar, weights):
+    sidecar.load(weights)
+    sidecar.cancel()
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):
+    asked = []
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights,
+            scripted_request(),
+            two_ranks(),
+            should_cancel=lambda: asked.append(1) or len(asked) > 2,
+        )
+    assert sidecar.state is State.DOWN and sidecar.pids == ()
+
+
+def test_cancel_from_another_thread_takes_one_step(sidecar, weights):
+    sidecar.load(weights)
+    begun = threading.Event()
+    timer = threading.Thread(target=lambda: (begun.wait(), sidecar.cancel()))
+    timer.start()
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
+        )
+    timer.join()
+
+
+def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(sidecar, weights):
+    def on_step(step, of, denoised):
+        if step == 2:
+            raise Stopped
+
+    sidecar.load(weights)
+    pids = sidecar.pids
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        sidecar.sample(weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=on_step)
+    assert time.monotonic() - begun < 2.0
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
+def test_a_callback_may_not_send_another_request(sidecar, weights):
+    with pytest.raises(RequestError, match="callback"):
+        sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *step: sidecar.load(weights))
+    sidecar.sample(weights, scripted_request(), two_ranks())
+
+
+def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    monkeypatch.setattr(deadlines, "CANCEL", 0.3)
+
+    def on_step(step, of, denoised):
+        os.kill(sidecar.pids[1], signal.SIGSTOP)
+        raise Stopped
+
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        sidecar.sample(weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=on_step)
+    assert time.monotonic() - begun < 2.0
+    assert sidecar.pids == ()
+
+
+def test_stop_ends_a_running_request(sidecar, weights):
+    sidecar.load(weights)
+    pids = sidecar.pids
+    begun = threading.Event()
+    stopper = threading.Thread(target=lambda: (begun.wait(), sidecar.stop()))
+    stopper.start()
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
+        )
+    stopper.join()
+    assert not any(map(is_running, pids))
+    assert sidecar.state is State.DOWN
+
+
+def test_stop_from_a_callback_ends_the_request(sidecar, weights):
+    with pytest.raises(Cancelled):
+        sidecar.sample(
+            weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=lambda *step: sidecar.stop()
+        )
+    assert sidecar.pids == ()
