@@ -17,7 +17,7 @@ from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
 from scripted import is_running, ranks_of
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.real_start]
 
 
 @pytest.fixture
