@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from comfy_harness import Comfy, start_comfyui
+from comfy_harness import Comfy, relative_difference, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
 from graphs import OURS, Graph
-from tests.comfy.test_stock_baseline import relative_difference
 
 OUR_NODES = {
     "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],

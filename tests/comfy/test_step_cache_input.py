@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
+from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
 from graphs import Graph
-from tests.comfy.test_stock_baseline import relative_difference
 
 HEUN = {"sampler_name": "heun", "steps": 6}  # its second call in a step is near the next step's first
 

@@ -3,11 +3,11 @@
 import pytest
 
 import fake_nvml
+from flux_dev import REQUEST, SHAPE
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner.cost.machine import choose_here, flux_work
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.strategy import ParallelStrategy
-from tests.planner.cost.test_machine import REQUEST, SHAPE
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000
 

@@ -3,16 +3,14 @@
 import pytest
 
 import fake_nvml
+from flux_dev import REQUEST, SHAPE
 from parallel_backend.models.catalog import find_family, flux_family
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner.cost.machine import choose_here, flux_work
 from parallel_backend.planner.history.records import strategy_of
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Device, Topology
-from parallel_backend.strategy import ModelShape, ParallelStrategy
-
-SHAPE = ModelShape(24, 57, "flux1-dev.safetensors")
-REQUEST = {"width": 1024, "height": 1024, "text": 512, "batch": 1, "has_cfg": False, "steps": 28}
+from parallel_backend.strategy import ParallelStrategy
 
 
 def test_a_flux_file_has_the_work_of_its_family():

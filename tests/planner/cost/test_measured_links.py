@@ -3,6 +3,7 @@
 import pytest
 
 import fake_nvml
+from flux_dev import REQUEST, SHAPE
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.planner.cost.communication import Candidate, unit_load
 from parallel_backend.planner.cost.machine import choose_here, flux_work, link_of, model_machine
@@ -12,7 +13,6 @@ from parallel_backend.planner.machine.cards import LINKS
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import ALL_TO_ALL, POINT_TO_POINT, SIZES, Calibration, Transfer
-from tests.planner.cost.test_machine import REQUEST, SHAPE
 
 ULYSSES = ParallelStrategy(ulysses_degree=4)
 
