@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from forked_ranks import FORKED
+from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import supervisor
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
 os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
 
+FORKED = ForkedSubprocess(supervisor)
 LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
 
 

@@ -35,7 +35,6 @@ PREPARED = (
     "parallel_backend.models.vae.module",
     "tests.support.scripted",
 )
-NO_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # has torch ask for GPUs without a call of the driver
 LARGEST_ORDER = 128 * 1024  # bytes
 MOST_DESCRIPTORS = 8
 _FIRST_SPARE = 512  # descriptors from here on are in nobody's command
@@ -121,8 +120,9 @@ def _become(order: dict, descriptors: list[int]) -> int:
     os.environ.clear()
     os.environ.update(order["env"])
     _use_threads(int(order["env"]["OMP_NUM_THREADS"]))
-    _python, _m, module, *arguments = order["command"]
-    _show_as(order["command"])
+    command = order["command"]
+    _show_as(command)
+    module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

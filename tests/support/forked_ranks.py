@@ -1,8 +1,8 @@
 """Ranks for tests, forked from a process that has torch and diffusers loaded: to import them costs most of a start.
 
-`FORKED` stands for the module `subprocess` in the supervisor (conftest.py puts it there). A rank that it starts has the
-command line, environment, descriptors, session and parent that the supervisor asked for. What a fork cannot show keeps
-the real start: tests with the marker `real_start`, and ranks with an environment that libraries read as they load.
+A ForkedSubprocess stands for the module `subprocess` in a supervisor. A rank that it starts has the command line,
+environment, descriptors, session and parent that the supervisor asked for. Tests of what a fork cannot show, the start
+itself, have the marker `real_start`. Forks share the seed of hashes, as processes of their own do not.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
-from fork_server import NO_CUDA_CONTEXT
-from parallel_backend.options import COMPILE_BACKEND
-from parallel_backend.sidecar.environment import rank_environment
-from parallel_backend.sidecar.supervisor import PACK_ROOT
-from parallel_backend.wire.fault_injection import VARIABLE as FAULT
-
-_READ_AT_RUN_TIME = {COMPILE_BACKEND, FAULT, "OMP_NUM_THREADS"}
+# What a rank reads when it needs it; the rest of the environment must be the one that the imports have seen.
+_NO_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # has torch look for GPUs without a call of the driver
+_READ_AT_RUN_TIME = ("PARALLEL_SAMPLING_", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", _NO_CUDA_CONTEXT)
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _LONGEST_COMMAND = 4096  # bytes
 _START = 120.0  # s for the imports, on a busy machine
@@ -40,13 +38,19 @@ class ForkedRank:
 
 
 class ForkedSubprocess:
-    """`subprocess` for the supervisor: its ranks are forks of one server, which starts with the first of them."""
+    """`subprocess` for `supervisor`: its ranks are forks of one server, which starts with the first of them.
+
+    Nothing of the pack is imported here: ComfyUI has it under another name.
+    """
 
     PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
 
-    def __init__(self) -> None:
+    def __init__(self, supervisor: ModuleType) -> None:
         self.enabled = True
-        self._environment = _environment()
+        self._root: Path = supervisor.PACK_ROOT
+        environment = supervisor.rank_environment(os.environ, self._root, ("cpu:0",))
+        # A process with threads cannot be forked safely.
+        self._environment = {**environment, "OMP_NUM_THREADS": "1", _NO_CUDA_CONTEXT: "1"}
         self._server: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._owner = 0
@@ -63,10 +67,14 @@ class ForkedSubprocess:
         return None if self._control is None else self._control.fileno()
 
     def Popen(self, command: Sequence[str], **options) -> ForkedRank | subprocess.Popen:
-        """As subprocess.Popen; by a fork where that makes no difference to the rank."""
-        if not self.enabled or _at_import(options["env"]) != _at_import(self._environment):
+        """As subprocess.Popen, by a fork."""
+        if not self.enabled:
             return subprocess.Popen(command, **options)
-        assert (options["cwd"], options["start_new_session"]) == (PACK_ROOT, True)
+        if changed := _at_import(options["env"]) ^ _at_import(self._environment):
+            raise RuntimeError(
+                f"libraries may read {changed} as they load: such a test needs the mark real_start"
+            )
+        assert (options["cwd"], options["start_new_session"]) == (self._root, True)
         assert (options["stdout"], options["stderr"]) == (self.PIPE, self.STDOUT)
         self.prepare()
         with self._lock:
@@ -89,16 +97,17 @@ class ForkedSubprocess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_START)
         with theirs:
+            server = [
+                *_interpreter(),
+                "-m",
+                "tests.support.fork_server",
+                str(theirs.fileno()),
+                "-" * _LONGEST_COMMAND,
+            ]
             self._server = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.support.fork_server",
-                    str(theirs.fileno()),
-                    "-" * _LONGEST_COMMAND,
-                ],
-                cwd=PACK_ROOT,
-                env=self._environment | {NO_CUDA_CONTEXT: "1"},
+                server,
+                cwd=self._root,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -124,20 +133,15 @@ class ForkedSubprocess:
         return answer
 
 
-def _environment() -> dict[str, str]:
-    """The server's: that of a rank, with one thread, because a process with more cannot be forked safely."""
-    environment = rank_environment(os.environ, PACK_ROOT, ("cpu:0",))
-    environment.pop(FAULT, None)
-    return environment | {"OMP_NUM_THREADS": "1"}
+def _interpreter() -> list[str]:
+    """This one and its flags, which are a rank's too."""
+    return [sys.executable, "-u", *subprocess._args_from_interpreter_flags()]
 
 
-def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in _READ_AT_RUN_TIME}
+def _at_import(environment: Mapping[str, str]) -> set[tuple[str, str]]:
+    return {item for item in environment.items() if not item[0].startswith(_READ_AT_RUN_TIME)}
 
 
 def _adopt_orphans(yes: bool) -> None:
     """Whether processes below this one become its children when their parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
-
-
-FORKED = ForkedSubprocess()
