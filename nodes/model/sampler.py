@@ -95,7 +95,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             return sidecar.sample(network.spec, trial, placement, should_cancel=interrupted).info
 
         compute_options = options.get(COMPUTING, DEFAULT_COMPUTE)
-        about = {"sampler": self._name, "computing": compute_options}
+        about = {"sampler": self._name, "compute_options": compute_options}
         decided = decide(choice, network.spec, network.file, work, try_out, **about)
         self._record.decided = decided
 

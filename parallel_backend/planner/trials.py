@@ -38,7 +38,7 @@ def decide_by_trial_runs(
     It must leave blocks uncompiled, as `uncompiled(computing)` has it: compiling for each strategy takes longer than
     the trial, and changes the times of all of them alike.
     """
-    about = {"sampler": sampler, "economy": economy, "computing": compute_options}
+    about = {"sampler": sampler, "economy": economy, "compute_options": compute_options}
     decided = decide(choice, spec, file, work, **about)
     if not decided.trials:
         return decided
