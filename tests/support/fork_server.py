@@ -17,24 +17,18 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-# What a rank imports before its first step, by the modules that import it all.
-PREPARED = (
-    "parallel_backend.rank.worker",
-    "parallel_backend.sampling.denoise",
-    "parallel_backend.engine.factory",
-    "parallel_backend.engine.load",
-    "parallel_backend.engine.vae.decoder",
-    "parallel_backend.models.vae.module",
-    "tests.support.scripted",
-)
+# The rooms of a rank's process.
+ROOMS = ("wire", "models", "engine", "sampling", "rank")
 LARGEST_ORDER = 128 * 1024  # bytes
 MOST_DESCRIPTORS = 8
 _FIRST_SPARE = 512  # descriptors from here on are in nobody's command
@@ -57,8 +51,12 @@ def main() -> None:
 
 def _prepare() -> None:
     """Imports what ranks need. Raises RuntimeError where that left something that must not be forked."""
-    for name in PREPARED:
-        importlib.import_module(name)
+    for name in _modules():
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "parallel_backend").startswith("parallel_backend"):
+                raise  # what is not ours may be missing: ranks that need it say so
     import torch
 
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -66,6 +64,16 @@ def _prepare() -> None:
         raise RuntimeError(f"{threads} threads, CUDA initialised: {torch.cuda.is_initialized()}")
     gc.collect()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported
+
+
+def _modules() -> Iterator[str]:
+    """Those of a rank's rooms, but for the one that `python -m` runs."""
+    yield "tests.support.scripted"
+    for room in ROOMS:
+        path = Path("parallel_backend", room)
+        for module in pkgutil.walk_packages([str(path)], f"parallel_backend.{room}."):
+            if not module.name.endswith(".__main__"):
+                yield module.name
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
