@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -10,12 +11,30 @@ from pathlib import Path
 
 import pytest
 
+from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
+from parallel_backend.sidecar import supervisor
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
 os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
 
+FORKED = ForkedSubprocess(supervisor)
 LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
+
+
+def pytest_configure() -> None:
+    supervisor.subprocess = FORKED
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    FORKED.enabled = not {"real_start", "gpu"} & {marker.name for marker in item.iter_markers()}
+    if FORKED.enabled and "no_leaks" in item.fixturenames:
+        FORKED.prepare()
+
+
+def pytest_unconfigure() -> None:
+    FORKED.close()
+    supervisor.subprocess = subprocess
 
 
 @pytest.fixture
@@ -23,9 +42,7 @@ def no_leaks():
     """Fails the test when it leaves a process, descriptor, shared memory, listening port or rendezvous folder."""
     if sys.platform != "linux":
         pytest.skip("ranks need Linux")
-    from parallel_backend.sidecar.supervisor import get_supervisor
-
-    get_supervisor()  # lasts as long as the process, with its own descriptor
+    supervisor.get_supervisor()  # lasts as long as the process, with its own descriptor
     before = _snapshot()
     yield
     deadline = time.monotonic() + LEAK_PATIENCE
@@ -87,6 +104,8 @@ def _snapshot() -> dict[str, set]:
             descriptors[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
         except OSError:  # the listing's own
             continue
+    children.discard(str(FORKED.pid))  # which lasts as long as the process, and starts with the first rank
+    descriptors.pop(str(FORKED.descriptor), None)
     return {
         "processes": {pid for pid in children if is_running(int(pid))} | set(map(str, ranks_of(own))),
         "descriptors": set(descriptors.items()),

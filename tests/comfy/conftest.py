@@ -17,9 +17,13 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="session")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
-    """The shared ComfyUI; after the last test no process of it may be left."""
+    """The shared ComfyUI, whose ranks are forks; after the last test no process of it may be left."""
     base = tmp_path_factory.mktemp("comfyui")
-    environment = {"PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"), COMPILE_BACKEND: "eager"}
+    environment = {
+        "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
+        COMPILE_BACKEND: "eager",
+        "PARALLEL_TEST_FORKED_RANKS": "1",
+    }
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
 from graphs import STOCK, Graph
-from tests.comfy.test_stock_baseline import relative_difference
 
 TOLERANCE = 1e-4
 

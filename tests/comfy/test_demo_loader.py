@@ -12,13 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from comfy_harness import ROOT
+from comfy_harness import ROOT, relative_difference
 from demo_training.drawing import draw
 from demo_training.judge import judge
 from graphs import Graph
 from parallel_backend.models.demo.captions import random_scene
 from parallel_backend.models.demo.image_coder import DemoImageCoder
-from tests.comfy.test_stock_baseline import relative_difference
 
 CAPTION = "a red circle left of a blue square"
 MODEL_FILE, CODER_FILE = (

@@ -7,9 +7,9 @@ import torch
 from diffusers import FluxControlNetModel
 from safetensors.torch import save_file
 
+from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
 from graphs import OURS, STOCK, Graph
-from tests.comfy.test_stock_baseline import relative_difference
 from tiny_flux import tiny_flux_tensors
 
 TOLERANCE = 1e-4

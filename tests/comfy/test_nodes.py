@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from comfy_harness import Comfy, start_comfyui
+from comfy_harness import Comfy, relative_difference, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
 from graphs import OURS, Graph
-from tests.comfy.test_stock_baseline import relative_difference
 
 OUR_NODES = {
     "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],
@@ -117,12 +116,12 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
     ],
 )
 def test_a_strategy_that_cannot_work_is_refused_before_ranks_start(comfy, unet, devices, degrees, words):
-    before = comfy.server.children()
+    before = comfy.ranks()
     graph = Graph()
     failure = _fails(comfy, graph, _parallel(graph, graph.parallel_loader(unet, devices, **degrees)))
     for part in words:
         assert part in failure.exception_message
-    assert set(comfy.server.children()) <= set(before)
+    assert set(comfy.ranks()) <= set(before)
 
 
 def test_a_strategy_given_to_the_sampler_replaces_the_loaders(comfy, unet):
@@ -149,14 +148,14 @@ def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name,
     good = Graph()
     good_latent = _parallel(good, good.parallel_loader(unet, "cpu:2"))
     comfy.sample(good.prompt, good_latent)
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     assert len(ranks) == 2
     bad = Graph()
     failure = _fails(comfy, bad, _parallel(bad, bad.parallel_loader(f"{name}.safetensors", "cpu:2")))
     assert f"{name}.safetensors is refused" in failure.exception_message
     assert words in failure.exception_message
     comfy.sample(good.prompt, good_latent)
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
 
     short, short_latent = graph(3)
     before = comfy.sample(short.prompt, short_latent)
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     made, latent = graph(5000)
     stopper = threading.Timer(1.5, comfy.client.interrupt)
     stopper.start()
@@ -235,7 +234,7 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
         comfy.sample(made.prompt, latent)
     assert time.monotonic() - begun < 10
     stopper.join()
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
     made, latent = graph(4)
     comfy.sample(made.prompt, latent)
     # The same job as before, asked again with another seed in between, is bit-equal.
@@ -253,7 +252,7 @@ def test_a_prompt_goes_on_after_a_rank_was_killed_and_the_report_says_so(comfy, 
     comfy_ranks = []
 
     def kill():
-        comfy_ranks.extend(comfy.server.children())
+        comfy_ranks.extend(comfy.ranks())
         comfy_ranks[0].kill()
 
     killer = threading.Timer(2.0, kill)
@@ -263,7 +262,7 @@ def test_a_prompt_goes_on_after_a_rank_was_killed_and_the_report_says_so(comfy, 
     assert "failed (killed by SIGKILL" in report and "goes on after step" in report
     graph = Graph()
     comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=6))
-    assert not set(comfy_ranks) & set(comfy.server.children())
+    assert not set(comfy_ranks) & set(comfy.ranks())
 
 
 def test_bf16_storage_computes_like_comfyui_on_the_cpu(comfy):
@@ -282,7 +281,7 @@ def test_ranks_start_with_comfyui_where_that_is_set_and_end_with_a_killed_one_al
     graph = Graph()
     latent = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=41)
     before = comfy.sample(graph.prompt, latent)
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     settings = tmp_path / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
     settings.write_text(
@@ -300,7 +299,7 @@ def test_ranks_start_with_comfyui_where_that_is_set_and_end_with_a_killed_one_al
         assert server.children() == started
         server.kill()
     assert server.survivors == []
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
     graph = Graph()
     comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=42))
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks

@@ -113,7 +113,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
 
     graph, latent = sampled(1)
     comfy.sample(graph.prompt, latent)
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
         graph = DecodeGraph()
@@ -126,7 +126,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
     graph, latent = sampled(2)
     _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
     assert "weights were warm" in report
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
 
 
 def test_the_report_says_what_was_done(comfy, vaes):
@@ -226,7 +226,7 @@ def _long(vaes, draw) -> tuple[DecodeGraph, list]:
 def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
     graph = DecodeGraph()
     before = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     long, output = _long(vaes, draw=32)
     stopper = threading.Timer(2.0, comfy.client.interrupt)
     stopper.start()
@@ -235,7 +235,7 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
     stopper.join()
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] < steps[-1][1] // 2
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
     comfy.client.free()
     graph = DecodeGraph()
     again = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
@@ -245,7 +245,7 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
 def test_a_killed_rank_is_named_and_the_next_prompt_works(comfy, vaes):
     graph = DecodeGraph()
     expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     killer = threading.Timer(2.0, ranks[1].kill)
     long, output = _long(vaes, draw=42)
     killer.start()
@@ -257,7 +257,7 @@ def test_a_killed_rank_is_named_and_the_next_prompt_works(comfy, vaes):
     graph = DecodeGraph()
     again = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
     assert torch.equal(again[0], expected[0])
-    assert not set(ranks) & set(comfy.server.children())
+    assert not set(ranks) & set(comfy.ranks())
 
 
 def test_progress_is_shown(comfy, vaes):

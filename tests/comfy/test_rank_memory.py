@@ -53,10 +53,10 @@ def _wait_until(condition, seconds: float = 20.0) -> None:
 def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
     _sample(comfy, unet)
     assert not _again(comfy, unet)
-    ranks = comfy.server.children()
+    ranks = comfy.ranks()
     _free(comfy)  # done between prompts, sometime soon
     _wait_until(lambda: _again(comfy, unet))
-    assert comfy.server.children() == ranks
+    assert comfy.ranks() == ranks
     assert not _again(comfy, unet)
 
 

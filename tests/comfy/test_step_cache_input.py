@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
+from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
 from graphs import Graph
-from tests.comfy.test_stock_baseline import relative_difference
 
 HEUN = {"sampler_name": "heun", "steps": 6}  # its second call in a step is near the next step's first
 
@@ -58,9 +58,9 @@ def test_stepwise_it_does_nothing_and_says_so(comfy, unet):
 
 
 def test_with_pipefusion_it_is_refused_before_ranks_start(comfy, unet):
-    before = comfy.server.children()
+    before = comfy.ranks()
     with pytest.raises(PromptFailed) as raised:
         _sampled(comfy, unet, {"pipefusion": 2}, step_cache="first_block")
     for words in ("step_cache does not go with pipefusion_degree 2", "Set step_cache to off"):
         assert words in raised.value.exception_message
-    assert set(comfy.server.children()) <= set(before)
+    assert set(comfy.ranks()) <= set(before)

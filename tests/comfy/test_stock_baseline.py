@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from comfy_harness import relative_difference
 from comfyui_client import PromptFailed, PromptRejected
 
 
@@ -47,10 +48,6 @@ def stock_prompt(
 
 def _text(draw: int) -> dict[str, int]:
     return {"draw": draw, "tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
-
-
-def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max()).item()
 
 
 @pytest.fixture(scope="module")

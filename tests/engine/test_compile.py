@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lora_patches
+from flux_requests import CASES, prompt, request
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -18,7 +19,6 @@ from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import difference, sizes_of
-from tests.engine.test_parity import CASES, prompt, request
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5

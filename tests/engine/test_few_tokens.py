@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flux_requests import CONTEXT, POOLED, prompt, request
 from oracle import oracle_model
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.factory import make_forward
@@ -21,7 +22,6 @@ from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
 from ranks import run_ranks
 from spread_weights import difference
-from tests.engine.test_parity import CONTEXT, POOLED, prompt, request
 from tiny_flux import write_tiny_flux
 
 HEADS, TOLERANCE = 2, 1e-5

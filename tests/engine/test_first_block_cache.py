@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from diffusers.hooks import FirstBlockCacheConfig
 
+from flux_requests import CONTEXT, POOLED, request
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
@@ -17,7 +18,6 @@ from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import difference
-from tests.engine.test_parity import CONTEXT, POOLED, request
 from tiny_flux import write_tiny_flux
 
 SIZES = dict(heads=4, double_blocks=2, single_blocks=1, context_dim=CONTEXT, pooled_dim=POOLED)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -15,7 +16,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from tests.engine.test_parity import CONTEXT, POOLED, SIZES, TOLERANCE, request
 from tiny_flux import write_tiny_flux
 
 HEADS, BLOCKS = 2, 2

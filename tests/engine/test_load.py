@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, CheckpointError, OutOfMemory, StrategyError
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from spread_weights import difference
-from tests.rank.test_main import flux_request
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
+from flux_requests import BLOCKS, CASES, CONTEXT, POOLED, TOLERANCE
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.models.flux.load import load
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 from tiny_flux import write_tiny_flux
 
-HEADS, BLOCKS, CONTEXT, POOLED = 4, 1, 64, 32
-TOLERANCE = 1e-5
-# Latent (height, width): tokens divide by 4; tokens do not divide (35); both sides odd.
-SIZES = {"dividing": (8, 16), "not dividing": (10, 14), "odd sides": (9, 13)}
+HEADS = 4
 STRATEGIES = {
     1: [ParallelStrategy()],
     2: [
@@ -42,42 +38,6 @@ STRATEGIES = {
     ],
 }
 ENGINES = ("native", "xfuser")
-
-
-def prompt(seed, tokens):
-    generator = torch.Generator().manual_seed(seed)
-    return Conditioning(
-        context=torch.randn(1, tokens, CONTEXT, generator=generator),
-        pooled=torch.randn(1, POOLED, generator=generator),
-        guidance=torch.tensor([3.5]),
-    )
-
-
-def request(size, cfg, batch, positive_tokens=7, negative_tokens=7, steps=3):
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(batch, 16, *size, generator=generator)
-    return SampleRequest(
-        noise=noise,
-        latent=torch.randn(noise.shape, generator=generator),
-        sigmas=torch.linspace(0.95, 0, steps + 1),
-        positive=prompt(1, positive_tokens),
-        negative=prompt(2, negative_tokens) if cfg != 1.0 else None,
-        cfg=cfg,
-        sampler="euler",
-        seed=0,
-    )
-
-
-CASES = {
-    **{
-        f"{name}, cfg {cfg:g}, batch {batch}": request(size, cfg, batch)
-        for (name, size), cfg, batch in product(SIZES.items(), (1.0, 4.0), (1, 3))
-    },
-    "text lengths differ": request(SIZES["odd sides"], 4.0, 2, positive_tokens=8, negative_tokens=5),
-    "text divides": request(SIZES["dividing"], 4.0, 1, positive_tokens=8, negative_tokens=8),
-    "fewer text tokens than ranks": request(SIZES["dividing"], 1.0, 1, positive_tokens=1),
-    "fewer image tokens than ranks": request((2, 2), 1.0, 1),
-}
 
 
 def sample(world, path, strategies, engine, cases):

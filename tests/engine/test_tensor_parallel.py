@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mapped_files import mapped_ranges
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import StrategyError
@@ -28,7 +29,6 @@ from spread_weights import (
 )
 from tests.closed_forms.traffic import expected_bytes
 from tests.closed_forms.weights_traffic import sliced_shapes, tensor_bytes
-from tests.models.flux.test_module import mapped_ranges
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
+from flux_requests import CASES as ALL_CASES
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -12,8 +14,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from tests.engine.test_parity import BLOCKS, CONTEXT, POOLED, TOLERANCE
-from tests.engine.test_parity import CASES as ALL_CASES
 from tiny_flux import write_tiny_flux
 
 HEADS = 2

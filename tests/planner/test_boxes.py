@@ -3,10 +3,9 @@
 import pytest
 
 import fake_nvml
-from jobs import BF16, FP8, flux_job
+from jobs import BF16, FP8, flux_job, rank_on
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.strategy import ParallelStrategy
-from tests.planner.cost.test_machine import nothing_kept, rank_on  # noqa: F401, a fixture for all tests here
 
 # (box, bytes of the weights, CFG, the choice, what the reason must say)
 CASES = [

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, SampleRequest
+from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar import exchange as client
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -18,6 +19,7 @@ from scripted import is_running, scripted_request, two_ranks
 from tiny_flux import write_tiny_flux
 
 
+@pytest.mark.real_start
 def test_a_rank_of_another_version_is_refused(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
     with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI") as caught:
@@ -26,6 +28,7 @@ def test_a_rank_of_another_version_is_refused(no_leaks):
     sidecar.stop()
 
 
+@pytest.mark.real_start
 def test_a_rank_that_sends_garbage_is_ended(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.garbage_rank")
     with pytest.raises(TransportError, match="rank 0 sent what the protocol does not allow"):
@@ -117,26 +120,6 @@ def test_a_rank_ends_when_its_link_does(sidecar):
 @pytest.fixture
 def flux(tmp_path):
     return ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny flux.safetensors")))
-
-
-def flux_request():
-    generator = torch.Generator().manual_seed(0)
-    prompt = Conditioning(
-        context=torch.randn(1, 7, 64, generator=generator),
-        pooled=torch.randn(1, 32, generator=generator),
-        guidance=torch.tensor([3.5]),
-    )
-    noise = torch.randn(1, 16, 9, 11, generator=generator)
-    return SampleRequest(
-        noise=noise,
-        latent=torch.zeros_like(noise),
-        sigmas=torch.linspace(1, 0, 5),
-        positive=prompt,
-        negative=None,
-        cfg=1.0,
-        sampler="euler",
-        seed=0,
-    )
 
 
 def euler_by_model_calls(sidecar, spec, request, placement):

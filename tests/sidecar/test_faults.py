@@ -22,6 +22,7 @@ from fault_injection import (
     start_script,
     without_hostname,
 )
+from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.device_health import FAILING
@@ -38,7 +39,6 @@ from scripted import (
     scripted_weights,
     two_ranks,
 )
-from tests.rank import test_main as test_rank
 from tiny_flux import write_tiny_flux
 
 
@@ -147,6 +147,7 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
 # 11: a rank does not start.
 
 
+@pytest.mark.real_start
 def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, weights, monkeypatch):
     monkeypatch.setattr(deadlines, "START", 6.0)
     sidecar = scripted_sidecar(resumes=True)
@@ -255,6 +256,7 @@ def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_n
 # 20: a device that is not there.
 
 
+@pytest.mark.real_start
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without such a device")
 def test_a_device_that_is_gone_is_named(no_leaks, weights):
     sidecar = Sidecar(("cuda:0",))
@@ -275,8 +277,8 @@ def flux(tmp_path_factory):
     return ModelSpec(path=str(write_tiny_flux(tmp_path_factory.mktemp("flux") / "tiny.safetensors")))
 
 
-def flux_request():
-    return replace(test_rank.flux_request(), sigmas=torch.linspace(1, 0, 6), sampler="dpmpp_2m")
+def resumable_request():
+    return replace(flux_request(), sigmas=torch.linspace(1, 0, 6), sampler="dpmpp_2m")
 
 
 @pytest.mark.parametrize(
@@ -292,8 +294,8 @@ def test_a_job_goes_on_after_a_rank_died_in_a_collective(no_leaks, flux, tmp_pat
     sidecar, phases = Sidecar(("cpu:0", "cpu:1")), []
     try:
         with fault("kill", point, step=2, once=tmp_path / "fired"):
-            result = sidecar.sample(flux, flux_request(), Placement(strategy), on_phase=phases.append)
-        again = sidecar.sample(flux, flux_request(), Placement(strategy))
+            result = sidecar.sample(flux, resumable_request(), Placement(strategy), on_phase=phases.append)
+        again = sidecar.sample(flux, resumable_request(), Placement(strategy))
     finally:
         sidecar.stop()
     (note,) = [note for note in result.info.notes if "failed" in note]

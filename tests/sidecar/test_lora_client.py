@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fault_injection import fault
+from flux_requests import flux_request
 from lora_patches import H, lora, merge, patch
 from parallel_backend.errors import Cancelled, OutOfMemory, RequestError
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
@@ -17,7 +18,6 @@ from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.weight_patches import RECENT_SETS, WeightPatches
 from spread_weights import difference
-from tests.rank.test_main import flux_request
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5

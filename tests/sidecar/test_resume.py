@@ -17,10 +17,9 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.payloads import state_tensors, take_state
 from parallel_backend.wire.protocol import Progress
 from parallel_backend.wire.transport import pack_tensors, unpack_tensors
+from point_forward import Boundary, PointForward, point_prompt, point_request
 from ranks import run_ranks
 from scripted import scripted_request
-from tests.engine.pipefusion.test_forward import Boundary
-from tests.sampling.test_denoise import PointForward, _prompt, _request
 from tiny_flux import write_tiny_flux
 
 SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
@@ -46,10 +45,10 @@ def run_and_keep(forward, request, on_step=lambda i, d: None, **more):
 def test_a_job_resumed_at_any_step_gives_the_same_bits(sampler):
     mask = torch.ones(2, 1, 3, 5)
     mask[..., :2] = 0
-    request = _request(
+    request = point_request(
         sampler=sampler,
         sigmas=torch.linspace(1, 0, STEPS + 1),
-        negative=_prompt(1.0),
+        negative=point_prompt(1.0),
         cfg=3.0,
         denoise_mask=mask,
         seed=7,
@@ -63,7 +62,7 @@ def test_a_job_resumed_at_any_step_gives_the_same_bits(sampler):
 
 
 def test_a_resumed_job_runs_the_steps_that_are_left():
-    request = _request(sigmas=torch.linspace(1, 0, STEPS + 1))
+    request = point_request(sigmas=torch.linspace(1, 0, STEPS + 1))
     _, states = run_and_keep(PointForward(), request)
     forward, told = PointForward(), []
     denoise(forward, request, lambda i, d: told.append(i), state=states[6])
@@ -71,7 +70,7 @@ def test_a_resumed_job_runs_the_steps_that_are_left():
 
 
 def test_a_state_of_another_request_is_refused():
-    request = _request(sigmas=torch.linspace(1, 0, STEPS + 1))
+    request = point_request(sigmas=torch.linspace(1, 0, STEPS + 1))
     _, states = run_and_keep(PointForward(), request)
     for wrong in (replace(states[0], x=torch.zeros(1, 4, 3, 5)), replace(states[0], step=10)):
         with pytest.raises(RequestError, match="does not fit this request"):

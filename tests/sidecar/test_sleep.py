@@ -6,12 +6,12 @@ import signal
 import pytest
 import torch
 
+from flux_requests import flux_request
 from parallel_backend.errors import RequestError
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import scripted_request, two_ranks
-from tests.rank.test_main import flux_request
 from tiny_flux import write_tiny_flux
 
 

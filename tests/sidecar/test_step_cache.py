@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, RequestError, StrategyError
 from parallel_backend.options import DEFAULT_THRESHOLD, check_step_cache, check_threshold
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from tests.rank.test_main import flux_request
 from tiny_flux import write_tiny_flux
 
 PAIR = Placement(ParallelStrategy(ulysses_degree=2))

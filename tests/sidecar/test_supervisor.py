@@ -20,7 +20,7 @@ from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_super
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.real_start]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -50,6 +51,17 @@ class Comfy:
         samples = self.sample({**prompt, "save-text": save}, latent, timeout)
         return samples, self.output(name).read_text()
 
+    def ranks(self) -> list[psutil.Process]:
+        """The living ranks."""
+
+        def is_rank(process: psutil.Process) -> bool:
+            try:
+                return "--parent" in process.cmdline()
+            except psutil.NoSuchProcess:
+                return False
+
+        return list(filter(is_rank, self.server.children()))
+
     def output(self, name: str) -> Path:
         """The path of a file that a node saved under ``name``."""
         return self.server.output_directory / name
@@ -87,3 +99,8 @@ def start_comfyui(
         environment=environment,
         **options,
     )
+
+
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest difference relative to the largest value."""
+    return ((one - other).abs().max() / other.abs().max()).item()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flux_requests import CASES as ALL_CASES
+from flux_requests import CONTEXT, POOLED
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -9,8 +11,6 @@ from parallel_backend.engine.load import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from ranks import run_ranks
-from tests.engine.test_parity import CASES as ALL_CASES
-from tests.engine.test_parity import CONTEXT, POOLED
 from tiny_flux import write_tiny_flux
 
 DOUBLE, SINGLE = 1, 2

@@ -5,6 +5,9 @@ They replace text encoder and VAE, which cannot be made tiny, so that a test com
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
 from comfy_api.latest import ComfyExtension, io
 from safetensors.torch import save_file
+from server import PromptServer
 
 CATEGORY = "parallel/testing"
 
@@ -347,6 +351,19 @@ def output_path(path: str) -> Path:
     return target
 
 
+def fork_ranks(prompt: dict) -> dict:
+    """Has the pack's ranks forked from a prepared process from the first prompt on (tests/support/forked_ranks.py)."""
+    (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
+    supervisor = sys.modules[name]
+    if supervisor.subprocess is subprocess:
+        path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"
+        spec = importlib.util.spec_from_file_location("forked_ranks", path)
+        sys.modules["forked_ranks"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        supervisor.subprocess = module.ForkedSubprocess(supervisor)
+    return prompt
+
+
 class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
@@ -368,4 +385,6 @@ class InjectExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> InjectExtension:
+    if "PARALLEL_TEST_FORKED_RANKS" in os.environ:
+        PromptServer.instance.add_on_prompt_handler(fork_ranks)
     return InjectExtension()

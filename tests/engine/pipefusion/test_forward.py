@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flux_requests import CASES as ALL_CASES
+from flux_requests import CONTEXT, POOLED, TOLERANCE
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -19,10 +21,9 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
+from point_forward import Boundary
 from ranks import run_ranks
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
-from tests.engine.test_parity import CASES as ALL_CASES
-from tests.engine.test_parity import CONTEXT, POOLED, TOLERANCE
 from tiny_flux import write_tiny_flux
 
 HEADS, DOUBLE, SINGLE = 2, 2, 4
@@ -37,22 +38,6 @@ CASES = {
         "fewer image tokens than ranks",
     )
 }
-
-
-class Boundary:
-    """A boundary that notes steps and stops at the question it is told."""
-
-    def __init__(self, stop_at=None):
-        self.steps, self.asked, self.stop_at = [], 0, stop_at
-
-    def __call__(self, i, denoised):
-        self.steps.append(i)
-
-    passed = __call__
-
-    def is_stopped(self, lag):
-        self.asked += 1
-        return self.stop_at is not None and self.asked > self.stop_at
 
 
 def sample(world, path, strategies, cases):

@@ -11,6 +11,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
+from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import TokenShare
 from parallel_backend.models.casting import CastingLinear
@@ -291,16 +292,6 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match=r"^x\.safetensors is refused: it changed while") as refused:
         loaded(path)
     assert str(tmp_path) not in str(refused.value)
-
-
-def mapped_ranges(path: Path) -> list[tuple[int, int]]:
-    """Address ranges of this process that are pages of the file."""
-    ranges = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(str(path)):
-            begin, end = line.split()[0].split("-")
-            ranges.append((int(begin, 16), int(end, 16)))
-    return ranges
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

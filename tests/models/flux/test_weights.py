@@ -9,6 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
+from flux_requests import CONTEXT, POOLED
 from lora_files import DIFFUSERS, LAYOUTS
 from lora_patches import BIAS, NORM, H, lora, merge, patch
 from parallel_backend.engine.factory import make_forward
@@ -22,7 +23,6 @@ from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import CASES, difference
-from tests.engine.test_parity import CONTEXT, POOLED
 from tiny_flux import tiny_flux_config, write_tiny_flux
 
 CPU = torch.device("cpu")

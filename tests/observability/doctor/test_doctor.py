@@ -173,6 +173,7 @@ def test_it_runs_where_torch_is_missing_and_says_so():
     assert "cannot start without what is missing" in done.stdout
 
 
+@pytest.mark.real_start
 def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
     monkeypatch.setitem(
         Sidecar.__init__.__kwdefaults__, "rank_module", "tests.support.rank_programs.garbage_rank"
@@ -204,6 +205,7 @@ def test_a_driver_that_does_not_answer_is_one_broken_line(no_leaks, monkeypatch)
     assert [v.name for v in broken] == ["driver"] and "GPU is lost" in broken[0].finding
 
 
+@pytest.mark.real_start
 def test_a_machine_that_cannot_start_a_process_is_one_broken_line(no_leaks, monkeypatch):
     def refuse(*_, **__):
         raise OSError(11, "Resource temporarily unavailable")

@@ -3,26 +3,11 @@
 import pytest
 
 import fake_nvml
-from jobs import FP8, flux_job
+from jobs import FP8, flux_job, rank_on
 from parallel_backend.models.catalog import find_family
-from parallel_backend.planner.auto import rank_strategies
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.machine.topology import Device, Topology
-from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
-
-
-def rank_on(topology, job):
-    """The ranking of `auto` on all devices of `topology`, where nothing was measured."""
-    devices = tuple(f"cuda:{i}" for i in range(len(topology.devices) or 1))
-    return rank_strategies(StrategySettings(), job, MeasurementHistory(devices, topology))
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "off")
 
 
 def test_a_flux_file_has_the_work_of_its_family():

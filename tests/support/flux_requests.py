@@ -1,0 +1,71 @@
+"""Requests that tests make of a tiny Flux: the cases of the parity tests, and one plain job."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from parallel_backend.requests import Conditioning, SampleRequest
+
+BLOCKS, CONTEXT, POOLED = 1, 64, 32
+TOLERANCE = 1e-5
+# Latent (height, width): tokens divide by 4; tokens do not divide (35); both sides odd.
+SIZES = {"dividing": (8, 16), "not dividing": (10, 14), "odd sides": (9, 13)}
+
+
+def prompt(seed, tokens):
+    generator = torch.Generator().manual_seed(seed)
+    return Conditioning(
+        context=torch.randn(1, tokens, CONTEXT, generator=generator),
+        pooled=torch.randn(1, POOLED, generator=generator),
+        guidance=torch.tensor([3.5]),
+    )
+
+
+def request(size, cfg, batch, positive_tokens=7, negative_tokens=7, steps=3):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(batch, 16, *size, generator=generator)
+    return SampleRequest(
+        noise=noise,
+        latent=torch.randn(noise.shape, generator=generator),
+        sigmas=torch.linspace(0.95, 0, steps + 1),
+        positive=prompt(1, positive_tokens),
+        negative=prompt(2, negative_tokens) if cfg != 1.0 else None,
+        cfg=cfg,
+        sampler="euler",
+        seed=0,
+    )
+
+
+CASES = {
+    **{
+        f"{name}, cfg {cfg:g}, batch {batch}": request(size, cfg, batch)
+        for (name, size), cfg, batch in product(SIZES.items(), (1.0, 4.0), (1, 3))
+    },
+    "text lengths differ": request(SIZES["odd sides"], 4.0, 2, positive_tokens=8, negative_tokens=5),
+    "text divides": request(SIZES["dividing"], 4.0, 1, positive_tokens=8, negative_tokens=8),
+    "fewer text tokens than ranks": request(SIZES["dividing"], 1.0, 1, positive_tokens=1),
+    "fewer image tokens than ranks": request((2, 2), 1.0, 1),
+}
+
+
+def flux_request():
+    """Four steps of a latent whose sides are odd."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = Conditioning(
+        context=torch.randn(1, 7, 64, generator=generator),
+        pooled=torch.randn(1, 32, generator=generator),
+        guidance=torch.tensor([3.5]),
+    )
+    noise = torch.randn(1, 16, 9, 11, generator=generator)
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, 5),
+        positive=prompt,
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )

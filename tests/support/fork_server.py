@@ -1,0 +1,164 @@
+"""The prepared parent of tests' ranks: what a rank imports is loaded once, and each rank is a fork of this process.
+
+`python -m tests.support.fork_server FD PADDING`, started by forked_ranks.py. It runs no operator, starts no thread and
+touches no accelerator, and so can be forked. An order names the command, environment and descriptors that a process of
+its own would have been started with; the answer is the rank's process id.
+
+A rank is forked twice and its first parent ends at once, so that the kernel gives it to the test's process, which has
+made itself the reaper of its descendants' orphans: there it is a child like any other, to wait for and die with.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+# The rooms of a rank's process.
+ROOMS = ("wire", "models", "engine", "sampling", "rank")
+LARGEST_ORDER = 128 * 1024  # bytes
+MOST_DESCRIPTORS = 8
+_FIRST_SPARE = 512  # descriptors from here on are in nobody's command
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _prepare()
+    control.send(b"ready")
+    while True:
+        data, descriptors = _receive(control)
+        if not data:
+            return
+        control.send(str(_fork(control, json.loads(data), descriptors)).encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _prepare() -> None:
+    """Imports what ranks need. Raises RuntimeError where that left something that must not be forked."""
+    for name in _modules():
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "parallel_backend").startswith("parallel_backend"):
+                raise  # what is not ours may be missing: ranks that need it say so
+    import torch
+
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1 or torch.cuda.is_initialized():
+        raise RuntimeError(f"{threads} threads, CUDA initialised: {torch.cuda.is_initialized()}")
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported
+
+
+def _modules() -> Iterator[str]:
+    """Those of a rank's rooms, but for the one that `python -m` runs."""
+    yield "tests.support.scripted"
+    for room in ROOMS:
+        path = Path("parallel_backend", room)
+        for module in pkgutil.walk_packages([str(path)], f"parallel_backend.{room}."):
+            if not module.name.endswith(".__main__"):
+                yield module.name
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    numbers = array.array("i")
+    data, ancillary, _, _ = control.recvmsg(
+        LARGEST_ORDER, socket.CMSG_SPACE(MOST_DESCRIPTORS * numbers.itemsize)
+    )
+    for level, kind, received in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(received)
+    return data, list(numbers)
+
+
+def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
+    """Process id of a new rank, which leads a session of its own and whose parent is the test's process."""
+    reader, writer = os.pipe()
+    first = os.fork()
+    if first == 0:
+        first = os.getpid()
+        if os.fork():
+            os._exit(0)
+        code = 1
+        try:
+            os.close(reader)
+            control.close()
+            os.setsid()
+            os.write(writer, str(os.getpid()).encode())
+            os.close(writer)
+            while os.getppid() == first:
+                time.sleep(0.0005)
+            code = _become(order, descriptors)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    os.waitpid(first, 0)
+    with os.fdopen(reader) as answer:
+        return int(answer.read())
+
+
+def _become(order: dict, descriptors: list[int]) -> int:
+    """Runs `python -m MODULE …` as a fresh process would, in this one; returns its exit code."""
+    wanted = [1, *order["pass_fds"]]
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_SPARE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(spare, wanted, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    _use_threads(int(order["env"]["OMP_NUM_THREADS"]))
+    command = order["command"]
+    _show_as(command)
+    module, *arguments = command[command.index("-m") + 1 :]
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            sys.stderr.write(exit.code + "\n")
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _use_threads(count: int) -> None:
+    """What OMP_NUM_THREADS does to a process that starts with it; this one started with 1."""
+    import torch
+
+    if count != 1:
+        torch.set_num_threads(count)
+
+
+def _show_as(command: list[str]) -> None:
+    """Has ps and /proc show this command line in place of the fork server's, which is padded to be longer."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
+    line = b"\0".join(word.encode() for word in command) + b"\0"
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A forward whose maths is known, a request for it, and a boundary that notes what the denoise loop does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from parallel_backend.requests import Conditioning, SampleRequest
+
+
+class PointForward:
+    """A perfect flow model: each prompt's context holds the one latent value that it leads to."""
+
+    device = torch.device("cpu")
+    patchwise = None
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, rows):
+        self.calls.append([row.sigma.clone() for row in rows])
+        return [
+            (row.x - row.conditioning.context.view(-1, 1, 1, 1)) / row.sigma.view(-1, 1, 1, 1) for row in rows
+        ]
+
+
+def point_prompt(value):
+    return Conditioning(
+        context=torch.tensor([[[value]]]), pooled=torch.zeros(1, 1), guidance=torch.tensor([3.5])
+    )
+
+
+def point_request(**changes):
+    generator = torch.Generator().manual_seed(0)
+    request = SampleRequest(
+        noise=torch.randn(2, 4, 3, 5, generator=generator),
+        latent=torch.zeros(2, 4, 3, 5),
+        sigmas=torch.linspace(1, 0, 5),
+        positive=point_prompt(2.0),
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+    return replace(request, **changes)
+
+
+class Boundary:
+    """A boundary that notes steps and stops at the question it is told."""
+
+    def __init__(self, stop_at=None):
+        self.steps, self.asked, self.stop_at = [], 0, stop_at
+
+    def __call__(self, i, denoised):
+        self.steps.append(i)
+
+    passed = __call__
+
+    def is_stopped(self, lag):
+        self.asked += 1
+        return self.stop_at is not None and self.asked > self.stop_at
