@@ -10,6 +10,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel
 
 
@@ -42,8 +43,11 @@ class ParallelLoraLoader(io.ComfyNode):
             outputs=[ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")],
         )
 
+    validate_inputs = refuse_literals("parallel_model")
+
     @classmethod
     def execute(cls, parallel_model: ParallelModel, lora_name: str, strength: float) -> io.NodeOutput:
+        check_links(parallel_model=parallel_model)
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
         path = folder_paths.get_full_path_or_raise("loras", lora_name)
