@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import os
 import platform
@@ -12,7 +11,7 @@ import sys
 import time
 import traceback
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+from ..wire.parent_death import die_with_parent
 
 
 def main(make_jobs=None) -> None:
@@ -53,13 +52,6 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that spawned it ends; ends it now if that has happened."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _join(link, epoch: int, make_jobs, begun: float, page: int):
