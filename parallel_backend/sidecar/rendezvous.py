@@ -41,8 +41,9 @@ class RendezvousFolder:
             if path is not None:
                 shutil.rmtree(path, ignore_errors=True)
             raise PlatformError(
-                f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet over "
-                f"a small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be written."
+                f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet "
+                f"over a small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be "
+                f"written."
             ) from None
         self.path, self._lock = path, lock
 

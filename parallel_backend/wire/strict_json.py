@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import types
 import typing
 from dataclasses import fields, is_dataclass
 
 from ..errors import ParallelError, TransportError
+
+_LEAST, _MOST = (
+    -sys.float_info.max,
+    sys.float_info.max,
+)  # a float can hold what lies between, an integer as well
 
 
 def parse(text: str):
@@ -50,6 +56,8 @@ def from_json(value, kind, where: str):
         return _dataclass_from_json(value, kind, where)
     if type(value) is not kind:  # exact: True is no int, 1 no float
         raise TransportError(f"{where}: expected {kind.__name__}, found {shown(value)}")
+    if isinstance(value, (int, float)) and not _LEAST <= value <= _MOST:  # 1e999 reads as infinite
+        raise TransportError(f"{where}: {shown(value)} is no number that fits")
     return value
 
 
