@@ -7,9 +7,11 @@ from dataclasses import replace
 import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
+from ..parallel_backend.models.checkpoint import check_name
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel
 
@@ -51,9 +53,17 @@ class ParallelLoraLoader(io.ComfyNode):
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
         path = folder_paths.get_full_path_or_raise("loras", lora_name)
-        lora = comfy.utils.load_torch_file(path, safe_load=True)
+        check_name(path)
         try:
+            lora = comfy.utils.load_torch_file(path, safe_load=True)
             patcher, _ = comfy.sd.load_lora_for_models(parallel_model.patcher, None, lora, strength, 0.0)
         except RequestError as error:
             raise RequestError(f"{lora_name}: {error}") from None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever ComfyUI's readers make of such a file
+            raise RequestError(
+                f"{lora_name} cannot be read as a LoRA ({type(error).__name__}: {error}): it is damaged, or none. "
+                f"Download the file again, or choose another one."
+            ) from error
         return io.NodeOutput(replace(parallel_model, patcher=patcher))
