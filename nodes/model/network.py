@@ -23,7 +23,14 @@ from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.auto import image_work
 from ...parallel_backend.planner.decide import ExecutionPlan
 from ...parallel_backend.planner.rules import StrategySettings
-from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
+from ...parallel_backend.requests import (
+    Conditioning,
+    ModelSpec,
+    Placement,
+    PredictRequest,
+    RunInfo,
+    check_numbers,
+)
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, decide, interrupted, ready_sidecar, say
@@ -192,6 +199,8 @@ class StepwiseFlux(nn.Module):
             velocity, info = sidecar.predict(
                 self.spec, request, placement, on_phase=say, should_cancel=interrupted, patches=patches
             )
+        if torch.isfinite(request.x).all():
+            check_numbers(velocity, f"at sigma {request.sigma.max().item():.4g}")
         if record is not None:
             record.runs.append(info)
         return velocity.to(x.device, x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.rows import Rows
 from ..errors import Cancelled, RequestError
-from ..requests import Conditioning, SampleRequest, SamplerState
+from ..requests import Conditioning, SampleRequest, SamplerState, check_numbers
 from .guidance import Guidance, noised
 from .patchwise import PatchSampling
 from .samplers import STEPS, History, model_calls, run, start_history
@@ -88,6 +88,8 @@ def denoise(
         if i == exact - 1 < steps - 1:
             forward.remember(True)  # the last exact step leaves its keys and values to the patches
         x, denoised = run(step(x, sigmas, i, history), model)
+        # The same on every rank, so all of them go on or none.
+        check_numbers(denoised, f"in step {i + 1} of {steps}")
         if keep is not None and i + 1 < steps:
             keep(_state_of(i + 1, x, history, so_far_exact))
         on_step(i, denoised)
@@ -100,6 +102,7 @@ def denoise(
             if not forward.by_patches(_rows(x, sigmas[exact], prompts), calls, patches):
                 raise Cancelled("The request was cancelled.")
             x = forward.share_latent(patches.latent if forward.samples else None, like=x)
+            check_numbers(x, f"in one of the steps {exact + 1} to {steps}")
         finally:
             forward.remember(False)
     return x / (1 - sigmas[-1])
