@@ -20,6 +20,7 @@ from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_model
 from .host.settings import fingerprint
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, StrategyLink
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
@@ -51,12 +52,15 @@ class ParallelDemoLoader(io.ComfyNode):
             ],
         )
 
+    validate_inputs = refuse_literals("strategy")
+
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> tuple:
         return fingerprint()
 
     @classmethod
     def execute(cls, strategy: StrategySettings | None = None) -> io.NodeOutput:
+        check_links(strategy=strategy)
         missing = [n for n in (MODEL.name, "image_coder.safetensors") if not (FOLDER / n).is_file()]
         if missing:
             raise CheckpointError(

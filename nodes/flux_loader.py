@@ -12,6 +12,7 @@ from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, DEFAULT
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_settings, fingerprint
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
 from .model.flux import make_flux_model
 
@@ -87,6 +88,8 @@ class ParallelFluxLoader(io.ComfyNode):
             ],
         )
 
+    validate_inputs = refuse_literals("strategy")
+
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> tuple:
         return fingerprint()
@@ -100,6 +103,7 @@ class ParallelFluxLoader(io.ComfyNode):
         compile: str = "off",
         attention: str = "auto",
     ) -> io.NodeOutput:
+        check_links(strategy=strategy)
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
         return io.NodeOutput(
             *load_parallel_model(path, weight_dtype, strategy, ComputeOptions(compile, attention))

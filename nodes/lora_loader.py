@@ -7,9 +7,12 @@ from dataclasses import replace
 import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
+from ..parallel_backend.models.checkpoint import check_name
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel
 
 
@@ -42,14 +45,25 @@ class ParallelLoraLoader(io.ComfyNode):
             outputs=[ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")],
         )
 
+    validate_inputs = refuse_literals("parallel_model")
+
     @classmethod
     def execute(cls, parallel_model: ParallelModel, lora_name: str, strength: float) -> io.NodeOutput:
+        check_links(parallel_model=parallel_model)
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
         path = folder_paths.get_full_path_or_raise("loras", lora_name)
-        lora = comfy.utils.load_torch_file(path, safe_load=True)
+        check_name(path)
         try:
+            lora = comfy.utils.load_torch_file(path, safe_load=True)
             patcher, _ = comfy.sd.load_lora_for_models(parallel_model.patcher, None, lora, strength, 0.0)
         except RequestError as error:
             raise RequestError(f"{lora_name}: {error}") from None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever ComfyUI's readers make of such a file
+            raise RequestError(
+                f"{lora_name} cannot be read as a LoRA ({type(error).__name__}: {error}): it is damaged, or none. "
+                f"Download the file again, or choose another one."
+            ) from error
         return io.NodeOutput(replace(parallel_model, patcher=patcher))

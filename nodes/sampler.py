@@ -17,6 +17,7 @@ from ..parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
 from .host.settings import permitted
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
 from .model.network import RECORD, SETTINGS
 from .model.sampler import ResidentSampler
@@ -109,6 +110,8 @@ class ParallelSampler(io.ComfyNode):
             ],
         )
 
+    validate_inputs = refuse_literals("parallel_model", "positive", "negative", "latent_image", "strategy")
+
     @classmethod
     @rank_bars()
     def execute(
@@ -127,6 +130,13 @@ class ParallelSampler(io.ComfyNode):
         step_cache: str = "off",
         cache_threshold: float = DEFAULT_THRESHOLD,
     ) -> io.NodeOutput:
+        check_links(
+            parallel_model=parallel_model,
+            positive=positive,
+            negative=negative,
+            latent_image=latent_image,
+            strategy=strategy,
+        )
         record = RunRecord(cache_threshold=cache_threshold if step_cache != "off" else None)
         model = parallel_model.patcher.clone()
         options = model.model_options["transformer_options"]

@@ -20,6 +20,7 @@ from ..parallel_backend.sidecar.sidecar import Sidecar
 from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
 from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_settings, fingerprint
+from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, StrategyLink
 from .model.vae import weights_of
 
@@ -50,6 +51,8 @@ class ParallelVAEDecode(io.ComfyNode):
             ],
         )
 
+    validate_inputs = refuse_literals("samples", "vae", "strategy")
+
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> tuple:
         return fingerprint()
@@ -58,6 +61,7 @@ class ParallelVAEDecode(io.ComfyNode):
     def execute(
         cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategySettings | None = None
     ) -> io.NodeOutput:
+        check_links(samples=samples, vae=vae, strategy=strategy)
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]

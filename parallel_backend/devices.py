@@ -11,6 +11,7 @@ from .errors import DeviceError
 
 # Several ranks on the CPU exist for tests, demos and machines without a GPU; more than this is a typing error.
 MAX_CPU_RANKS = 16
+_MOST_LETTERS = 1000  # far more than any list of devices takes, and few enough digits for Python to read
 
 _only_cpu = False
 
@@ -27,6 +28,10 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     `all`: every GPU, or one CPU rank where there is none; `0,1,3`: these GPUs; `cpu:2`: two ranks on the CPU.
     Raises DeviceError naming what does not exist.
     """
+    if len(text) > _MOST_LETTERS:
+        raise DeviceError(
+            f"devices {text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2."
+        )
     wanted = text.strip().lower()
     gpus = 0 if _only_cpu else torch.cuda.device_count()
     if wanted in ("", "all"):

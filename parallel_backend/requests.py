@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .errors import RequestError
 from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
 
@@ -223,3 +224,12 @@ class LoadInfo:
     compute_dtype: str
     patched: PatchInfo | None = None
     inputs: InputShapes | None = None
+
+
+def check_numbers(found: torch.Tensor, when: str) -> None:
+    """Raises RequestError for what a model gave for finite inputs and is NaN or infinite: the image would be black."""
+    if not torch.isfinite(found).all():
+        raise RequestError(
+            f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be damaged "
+            f"(download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 or float32)."
+        )

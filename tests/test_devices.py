@@ -54,6 +54,8 @@ def test_explicit_lists_keep_their_order(gpus, text, expected):
         ("-1", 2, "not understood"),
         ("0;1", 2, "not understood"),
         ("gpu0", 2, "not understood"),
+        ("1" * 5000, 2, r"devices '1{20}\.\.\.' has 5000 letters"),
+        ("cpu:" + "1" * 5000, 0, "has 5004 letters"),
     ],
 )
 def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):

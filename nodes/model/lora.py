@@ -29,6 +29,15 @@ _LAYOUTS = {
         ("w1", "w2", "alpha", "w1_a", "w1_b", "w2_a", "w2_b", "t2", "dora_scale"),
     ),
 }
+# Of factors; others, such as integers, become float32.
+_SENT = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+}
 PREFIX = "diffusion_model."
 
 # LoRA loaders keep a file's tensors while its strength changes: each is read through once.
@@ -88,6 +97,8 @@ def _patch(key: str, shape: tuple[int, ...] | None, entry: tuple, tensors: dict[
     alpha = parts.pop("alpha", None)
     factors = []
     for role, tensor in parts.items():
+        if tensor.dtype not in _SENT:
+            tensor = tensor.float()  # as ComfyUI computes with it
         found = _digest(key, role, tensor)
         tensors[found] = tensor
         factors.append(Factor(role, found))

@@ -22,7 +22,14 @@ from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.decide import ExecutionPlan, job_from_latent
 from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
-from ...parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest, RunInfo
+from ...parallel_backend.requests import (
+    Conditioning,
+    ModelSpec,
+    Placement,
+    PredictRequest,
+    RunInfo,
+    check_numbers,
+)
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
@@ -162,6 +169,8 @@ class StepwiseNetwork(nn.Module):
                 should_cancel=interrupted,
                 patches=patches,
             )
+        if torch.isfinite(request.x).all():
+            check_numbers(velocity, f"at sigma {request.sigma.max().item():.4g}")
         if record is not None:
             record.add_run(plan, info)
         return velocity.to(x.device, x.dtype)

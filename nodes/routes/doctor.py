@@ -39,6 +39,8 @@ async def _examine() -> web.Response:
         "-m",
         "parallel_backend",
         "doctor",
+        "--parent",  # with which it ends, however that ends
+        str(os.getpid()),
         cwd=_PACK_ROOT,
         env={**os.environ, "COLUMNS": _COLUMNS},
         stdin=asyncio.subprocess.DEVNULL,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..errors import RequestError
+from ..errors import PlatformError, RequestError
 from ..layout import AXES, RankCoordinates
 from ..strategy import ParallelStrategy
 from .operators import SliceMeeting
@@ -16,6 +16,7 @@ from .traffic_counter import Traffic
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
 ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
+_NO_INTERFACE = "Unable to find address for"  # gloo's words
 # Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
 _WEIGHTS, _RETURN = "weights", "return"
 
@@ -40,9 +41,17 @@ class World:
         if world_size > 1:
             # torch exports it, but not to type checkers
             store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-            self.group = dist.group.WORLD
-            self.control = self.group if backend == "gloo" else dist.new_group(backend="gloo")
+            try:
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+                self.group = dist.group.WORLD
+                self.control = self.group if backend == "gloo" else dist.new_group(backend="gloo")
+            except RuntimeError as error:
+                if _NO_INTERFACE not in str(error):
+                    raise
+                raise PlatformError(
+                    "The ranks meet over this machine's loopback network interface, and lo is down or missing. Bring "
+                    "it up (ip link set lo up), or start the container or sandbox with one."
+                ) from error
 
 
 @dataclass(frozen=True)

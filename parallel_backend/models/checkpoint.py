@@ -62,6 +62,7 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """The checked header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
     name = Path(path).name
+    check_name(path)
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise _refused(name, "it is not a regular file")
@@ -78,6 +79,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     entries = _parse(name, text)
     _check_layout(name, entries, data_bytes=file_bytes - 8 - header_bytes)
     return Header(path=os.fspath(path), tensors=entries, file_bytes=file_bytes)
+
+
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError for a path that is no text: those who read weights take no other."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        name = Path(path).name.encode(errors="backslashreplace").decode()
+        raise CheckpointError(
+            f"{name} is refused: the name of the file or of a folder around it is not valid UTF-8. Rename it."
+        ) from None
 
 
 def _refused(name: str, reason: str) -> CheckpointError:

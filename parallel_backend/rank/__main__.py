@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import os
 import platform
@@ -14,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from ..wire.parent_death import die_with_parent
+
 if TYPE_CHECKING:  # what takes a second to import comes later
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
@@ -22,8 +23,6 @@ if TYPE_CHECKING:  # what takes a second to import comes later
     from .worker import RankWorker
 
     MakeWorker = Callable[[Setup], RankWorker]
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main(make_worker: MakeWorker | None = None) -> None:
@@ -67,13 +66,6 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that spawned it ends; ends it now if that has happened."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, page: int) -> RankWorker:

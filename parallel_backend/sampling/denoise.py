@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Cancelled, RequestError
-from ..requests import Conditioning, Rows, SampleRequest, SamplerState
+from ..requests import Conditioning, Rows, SampleRequest, SamplerState, check_numbers
 from .guidance import Guidance, noised
 from .patchwise import OnPatchStep, Packing, PatchSampling
 from .samplers import STEPS, History, Model, model_calls, run, start_history
@@ -120,6 +120,7 @@ def denoise(
     for i in range(first, whole):
         call = forward if flow is None or i < whole - 1 else flow.whole  # whose keys and values patches need
         x, denoised = run(step(x, sigmas, i, history), calling(call))
+        check_numbers(denoised, f"in step {i + 1} of {steps}")  # the same on every rank: all go on or none
         if keep is not None and i + 1 < steps:
             keep(_state_of(i + 1, x, history, so_far_exact))
         on_step(i, denoised)
@@ -132,6 +133,7 @@ def denoise(
         if not flow.by_patches(_rows(x, sigmas[whole], prompts), calls, patches):
             raise Cancelled("The request was cancelled.")
         x = patchwise.share_latent(patches.latent if patchwise.samples else None, like=x)
+        check_numbers(x, f"in one of the steps {whole + 1} to {steps}")
     return x / (1 - sigmas[-1])
 
 

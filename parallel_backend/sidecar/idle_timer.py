@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import ParallelError
+from ..errors import Cancelled, ParallelError
 from .events import Ended, Event, Started
 from .lease import State
 from .sidecar import Sidecar
@@ -78,7 +78,7 @@ class IdleWatch:
                 self._timer.cancel()
                 self._timer = None
             return
-        timeouts, now = self._timeouts(), self._clock()
+        timeouts, now = self._wished(), self._clock()
         due = [
             at + seconds
             for at in self._used.values()
@@ -95,11 +95,22 @@ class IdleWatch:
         self._timer.daemon = True  # ComfyUI may end before that
         self._timer.start()
 
+    def _wished(self) -> Timeouts:
+        """The timeouts; never for now, where nobody can tell them: the next look may."""
+        try:
+            return self._timeouts()
+        except Exception:
+            log.exception("parallel sampling: how long idle ranks stay is not known")
+            return Timeouts(0.0, 0.0)
+
     def _look(self) -> None:
-        for sidecar in self._sidecars():
-            at, timeouts = self._used.get(sidecar.devices), self._timeouts()
-            if at is not None and sidecar.state in _IDLE:
-                _act(sidecar, self._clock() - at, timeouts)
+        try:
+            for sidecar in self._sidecars():
+                at, timeouts = self._used.get(sidecar.devices), self._wished()
+                if at is not None and sidecar.state in _IDLE:
+                    _act(sidecar, self._clock() - at, timeouts)
+        except Exception:  # the next look is not lost for it
+            log.exception("parallel sampling: looking after idle ranks met an error and goes on")
         living = {sidecar.devices for sidecar in self._sidecars() if sidecar.pids}
         with self._lock:
             self._used = {devices: at for devices, at in self._used.items() if devices in living}
@@ -116,5 +127,7 @@ def _act(sidecar: Sidecar, idle_s: float, timeouts: Timeouts) -> None:
         elif 0 < timeouts.sleep_s <= idle_s and sidecar.state is State.READY:
             sidecar.sleep(level=2, should_cancel=lambda: sidecar.state not in _IDLE)
             log.info("parallel sampling: put the ranks on %s to sleep, idle for %.0f s", names, idle_s)
+    except Cancelled:  # somebody asked for them meanwhile
+        log.info("parallel sampling: the ranks on %s are wanted and stay awake", names)
     except ParallelError:
         log.warning("parallel sampling: idle ranks on %s did not obey", names, exc_info=True)

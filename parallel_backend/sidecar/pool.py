@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 
-from ..errors import ParallelError
+from ..errors import Cancelled, ParallelError
 from ..requests import ModelSpec
 from .device_health import FAILING
 from .lease import State
@@ -55,6 +55,8 @@ def put_to_sleep(spec: ModelSpec) -> None:
         if sidecar.model == spec and sidecar.state is State.READY:
             try:
                 sidecar.sleep(level=2)
+            except Cancelled:  # the ranks were stopped, or asked for something else
+                log.info("parallel sampling: the ranks on %s keep their memory", ", ".join(sidecar.devices))
             except ParallelError:
                 log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
 

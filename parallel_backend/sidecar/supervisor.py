@@ -13,11 +13,9 @@ import itertools
 import logging
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
 from .environment import interpreter_flags, rank_environment
 from .exit_status import ExitStatus, count_oom_kills, describe_exit
+from .rendezvous import RendezvousFolder
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "parallel_backend.rank"
@@ -128,14 +127,18 @@ class RankGroup:
     def __init__(self, epoch: int, devices: tuple[str, ...]) -> None:
         self.epoch = epoch
         self.devices = devices
-        self.directory = _make_directory()
-        self.heartbeat = Page()
+        self.alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once `ended` is set
+        with contextlib.ExitStack() as half_made:
+            half_made.callback(os.close, self.alarm)
+            self.heartbeat = Page()
+            half_made.callback(self.heartbeat.close)
+            self.folder = RendezvousFolder()
+            half_made.pop_all()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
         self.death: Death | None = None
         self.ended = threading.Event()  # one rank died, or the group is being stopped
         self.gone = threading.Event()  # every rank is reaped
-        self.alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once `ended` is set
         self.kill_at: float | None = None
         self.abandoned = False  # the start failed half-way: nobody else will close it
 
@@ -145,7 +148,7 @@ class RankGroup:
 
     @property
     def rendezvous(self) -> str:
-        return str(Path(self.directory, "store"))
+        return self.folder.store
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -261,7 +264,12 @@ class Supervisor:
                     process = _popen(theirs, module, group)
                 finally:
                     theirs.close()
-                member = RankProcess(rank, process)
+                try:
+                    member = RankProcess(rank, process)
+                except BaseException:  # no descriptors left: nobody would watch it
+                    process.kill()
+                    process.communicate()
+                    raise
                 group.ranks.append(member)
                 self._watch(group, member)
         except BaseException:
@@ -308,7 +316,7 @@ class Supervisor:
 
     def _bury(self, group: RankGroup) -> None:
         self._groups.discard(group)
-        shutil.rmtree(group.directory, ignore_errors=True)
+        group.folder.remove()
         group.gone.set()
         if group.abandoned:
             group.close()
@@ -361,24 +369,6 @@ def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]
         pass_fds=(link.fileno(), page),
         start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
     )
-
-
-def _make_directory() -> str:
-    """A private folder in which files can be written. Raises PlatformError where there is none."""
-    directory = None
-    try:
-        directory = tempfile.mkdtemp(prefix=f"parallel-backend-{os.getpid()}-")  # mode 0700
-        probe = Path(directory, "probe")
-        probe.write_bytes(bytes(4096))
-        probe.unlink()
-    except OSError as error:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise PlatformError(
-            f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet over a "
-            f"small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be written."
-        ) from None
-    return directory
 
 
 def _signal_all(group: RankGroup, number: int) -> None:

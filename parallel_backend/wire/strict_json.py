@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,9 @@ from dataclasses import fields, is_dataclass
 from ..errors import ParallelError, TransportError
 
 T = typing.TypeVar("T")
+
+# A float can hold what lies between, an integer as well.
+_LEAST, _MOST = -sys.float_info.max, sys.float_info.max
 
 
 def parse(text: str) -> object:
@@ -57,6 +61,8 @@ def _read(value: object, kind: object, where: str) -> object:
         return _read_dataclass(value, kind, where)
     if type(value) is not kind:  # exact: True is no int, 1 no float
         raise TransportError(f"{where}: expected {kind.__name__}, found {shown(value)}")
+    if isinstance(value, (int, float)) and not _LEAST <= value <= _MOST:  # 1e999 reads as infinite
+        raise TransportError(f"{where}: {shown(value)} is no number that fits")
     return value
 
 

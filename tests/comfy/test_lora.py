@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 
 import pytest
@@ -161,6 +162,39 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
     stock, ours = (load_file(comfy.output(f"lora-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
     assert apart(ours, stock) <= TOLERANCE
     assert (apart(ours, plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
+
+
+def load_alone(comfy, unet, name: str) -> PromptFailed:
+    """The error of Parallel LoRA Loader with this file."""
+    graph = Graph()
+    model = [graph.parallel_loader(unet, "cpu:1"), 0]
+    loaded = graph.add("ParallelLoraLoader", parallel_model=model, lora_name=name, strength=1.0)
+    graph.add("PreviewAny", source=[loaded, 0])
+    with pytest.raises(PromptFailed) as failure:
+        comfy.run(graph.prompt)
+    assert failure.value.node_type == "ParallelLoraLoader"
+    return failure.value
+
+
+def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(comfy, unet, loras):
+    folder = comfy.server.base_directory / "models" / "loras"
+    (folder / "truncated.safetensors").write_bytes((folder / loras["kohya"]).read_bytes()[:1000])
+    for name in (loras["vector alpha"], "truncated.safetensors"):
+        failure = load_alone(comfy, unet, name)
+        assert failure.exception_type.endswith("RequestError")
+        assert failure.exception_message.startswith(f"{name} cannot be read as a LoRA (")
+
+
+def test_a_file_name_that_is_no_text_is_refused_in_words(comfy, unet, loras):
+    folder = comfy.server.base_directory / "models" / "loras"
+    name = os.fsdecode(b"odd\xff.safetensors")
+    (folder / name).write_bytes((folder / loras["kohya"]).read_bytes())
+    try:
+        failure = load_alone(comfy, unet, name)
+    finally:
+        (folder / name).unlink()  # other tests read the whole list
+    assert failure.exception_type.endswith("CheckpointError")
+    assert "not valid UTF-8. Rename it." in failure.exception_message
 
 
 @pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "ParallelLoraLoader"])

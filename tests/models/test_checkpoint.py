@@ -49,6 +49,17 @@ def test_the_header_says_what_was_saved(tmp_path):
     }
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names are bytes there alone")
+@pytest.mark.parametrize("path", [b"odd\xff.safetensors", b"odd\xff/model.safetensors"])
+def test_a_name_that_is_no_text_is_refused_in_words(tmp_path, path):
+    file = tmp_path / os.fsdecode(path)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(VALID)
+    with pytest.raises(CheckpointError, match=r"is not valid UTF-8\. Rename it") as refused:
+        read_header(file)
+    str(refused.value).encode()
+
+
 HOSTILE = {
     "an empty file": (b"", "truncated"),
     "seven bytes": (b"\x01" * 7, "truncated"),

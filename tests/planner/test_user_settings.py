@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_whatever_stands_there_each_setting_has_its_type_and_range(found):
     }
     assert all(0 <= values[name] <= 10080 for name in ("sleep_after_minutes", "stop_after_minutes"))
     assert all(len(problem) < 400 for problem in problems)
+
+
+@pytest.mark.parametrize("minutes", [10**400, -(10**400), math.inf, math.nan])
+def test_minutes_that_no_clock_has_leave_the_default(minutes):
+    values, problems = check_settings({f"{PREFIX}sleep_after_minutes": minutes})
+    assert values == DEFAULTS
+    assert len(problems) == 1 and "it must be a number of minutes from 0" in problems[0]
+
+
+@pytest.mark.parametrize("devices", ["1" * 5000, "cpu:" + "9" * 5000, "0," * 5000])
+def test_devices_of_thousands_of_letters_leave_the_default(devices):
+    values, problems = check_settings({f"{PREFIX}default_devices": devices})
+    assert values == DEFAULTS
+    assert len(problems) == 1 and len(problems[0]) < 300
 
 
 def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplog):

@@ -1,7 +1,10 @@
 """Idle ranks sleep and end when their time is up, by a clock that the test turns; never while a request runs."""
 
+import logging
+
 import pytest
 
+from parallel_backend.errors import Cancelled
 from parallel_backend.sidecar.events import listen
 from parallel_backend.sidecar.idle_timer import LOOK_AGAIN, IdleWatch, Timeouts
 from parallel_backend.sidecar.sidecar import State
@@ -97,6 +100,42 @@ def test_never_is_never_until_the_settings_change(watched):
     timeouts["stop_s"] = 1.0
     time.turn(LOOK_AGAIN)
     assert ranks.state is State.DOWN
+
+
+def test_an_error_ends_no_watch(watched, caplog):
+    ranks, time, timeouts = watched
+    wished = dict(timeouts)
+    timeouts["nonsense"] = 1.0  # Timeouts(**timeouts) raises TypeError
+    time.turn(LOOK_AGAIN)
+    time.turn(600)
+    assert ranks.state is State.READY and len(time.timers) == 1
+    timeouts.clear()
+    timeouts |= wished
+    time.turn(LOOK_AGAIN)
+    assert ranks.state is State.DOWN
+    assert "how long idle ranks stay is not known" in caplog.text
+
+
+def test_an_error_of_one_group_ends_no_watch(watched, monkeypatch):
+    ranks, time, _ = watched
+    with monkeypatch.context() as broken:
+        broken.setattr(ranks, "stop_if_idle", lambda: 1 / 0)
+        time.turn(600)
+    assert ranks.state is State.READY and len(time.timers) == 1
+    time.turn(LOOK_AGAIN)
+    assert ranks.state is State.DOWN
+
+
+def test_idle_ranks_that_somebody_wants_meanwhile_are_no_warning(watched, monkeypatch, caplog):
+    ranks, time, _ = watched
+
+    def wanted(**_):
+        raise Cancelled("The request was cancelled.")
+
+    monkeypatch.setattr(ranks, "sleep", wanted)
+    time.turn(101)
+    assert ranks.state is State.READY
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_ranks_that_serve_somebody_are_not_ended(watched, weights):

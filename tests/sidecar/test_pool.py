@@ -1,12 +1,13 @@
 """The registry of sidecars: one per device set, and none that overlap."""
 
+import logging
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from parallel_backend.errors import RankFailed
+from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.restart_policy import FAILURES_UNTIL_BROKEN
@@ -67,6 +68,19 @@ def test_a_reset_lets_broken_groups_start_again_and_leaves_the_others_alone():
     assert broken.state is State.DOWN
     assert broken.start() > 0
     assert fine.pids == pids and pool.reset() == ()
+
+
+def test_ranks_stopped_while_they_give_their_memory_back_are_no_warning(tmp_path, monkeypatch, caplog):
+    spec = ModelSpec(str(write_tiny_flux(tmp_path / "a.safetensors")))
+    sidecar = pool.get_sidecar(("cpu:0",))
+    sidecar.load(spec)
+
+    def stopped(**_):
+        raise Cancelled("The ranks were stopped while they worked on the request.")
+
+    monkeypatch.setattr(sidecar, "sleep", stopped)
+    pool.put_to_sleep(spec)
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_ranks_that_hold_a_model_give_it_back_and_others_keep_theirs(tmp_path):

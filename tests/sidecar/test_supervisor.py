@@ -40,7 +40,7 @@ def spawn():
 
 def test_the_rendezvous_folder_is_private_and_goes_with_the_group(spawn):
     group = spawn("tests.support.rank_programs.scripted_rank")
-    folder = Path(group.directory)
+    folder = Path(group.folder.path)
     assert folder.stat().st_mode & 0o777 == 0o700
     get_supervisor().stop(group)
     assert not folder.exists()

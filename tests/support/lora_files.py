@@ -145,6 +145,18 @@ def _halves(tensors: dict) -> dict:
     return {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
 
 
+def _integers(names: dict) -> dict:
+    """Factors of whole numbers, few of them not 0, as a quantized LoRA without its scale."""
+    generator = torch.Generator().manual_seed(9)
+    found = {}
+    for name, (out, inputs) in names.items():
+        for part, size in (("up", (out, 4)), ("down", (4, inputs))):
+            drawn = (torch.randn(size, generator=generator) / 3).round()
+            found[f"{name}.lora_{part}.weight"] = drawn.to(torch.int8 if part == "up" else torch.int16)
+        found[f"{name}.alpha"] = torch.tensor(1)
+    return found
+
+
 TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, "lora_up.weight", "lora_down.weight")
 LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
@@ -168,6 +180,7 @@ LAYOUTS = {
     "differences": _differences(),
     "oft": _oft(),
     "glora": _glora(),
+    "integers": _integers(_kohya(_ONE)),
 }
 # For LoraLoader, which also has a CLIP: a LoRA for both, and one for the text encoder alone.
 WITH_TEXT = {
@@ -184,6 +197,8 @@ BAD = {
         key: tensor * float("nan")
         for key, tensor in _pairs(_kohya(_ONE), "lora_up.weight", "lora_down.weight").items()
     },
+    "vector alpha": _pairs(_kohya(_ONE), "lora_up.weight", "lora_down.weight")
+    | {f"{name}.alpha": torch.tensor([1.0, 2.0]) for name in _kohya(_ONE)},
 }
 
 

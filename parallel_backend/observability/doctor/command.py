@@ -16,11 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="'0,1', 'all' or 'cpu:2'; all GPUs if not given, or two ranks on the CPU",
     )
+    # Of who starts it with itself: ComfyUI's button. The ranks end with the doctor in the same way.
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 where something is broken, else 0. Raises DeviceError for devices that do not exist."""
+    if args.parent:
+        from ...wire.parent_death import die_with_parent
+
+        die_with_parent(args.parent)
     from .examine import examine
 
     devices: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from .kernels import KERNELS
 from .system import VARIABLES, Leftovers, System
 from .versions import NEEDS, SHOWN
 
-_FOLDERS = "parallel-backend-*-*"  # supervisor.RankGroup.directory
+_FOLDERS = "parallel-backend-*-*"  # sidecar/rendezvous.py
 _RANK = b"parallel_backend.rank"
 
 

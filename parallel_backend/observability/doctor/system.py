@@ -82,7 +82,7 @@ def check_leftovers(seen: Leftovers) -> Verdict:
             "leftovers",
             "ok",
             f"no processes; {seen.folders} empty rendezvous folders of a ComfyUI that was killed, which do no harm",
-            "rm -r parallel-backend-* in the temp folder, while no ComfyUI runs",
+            "none: the next ranks that start remove them",
         )
     return Verdict(GROUP, "leftovers", "ok", "none")
 

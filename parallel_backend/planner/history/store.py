@@ -84,12 +84,14 @@ class MeasurementStore:
         return True
 
     def _encode(self, known: Measurements) -> bytes:
+        measured = to_json(known)
+        assert isinstance(measured, dict)
         frame = {
             "format": FORMAT,
             "written": int(time.time()),
             "hardware": list(self._fingerprint.hardware),
             "software": list(self._fingerprint.software),
-            **to_json(known),
+            **measured,
         }
         return json.dumps(frame, allow_nan=False, indent=1).encode()
 

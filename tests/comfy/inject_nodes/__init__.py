@@ -6,6 +6,7 @@ They replace text encoder and VAE, which cannot be made tiny, so that a test com
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -305,6 +306,23 @@ class TestUnload(io.ComfyNode):
         return io.NodeOutput(" ".join(states))
 
 
+class TestAnything(io.ComfyNode):
+    """A value of any type, from JSON, over a link that fits everywhere."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestAnything",
+            category=CATEGORY,
+            inputs=[io.String.Input("value")],
+            outputs=[io.AnyType.Output()],
+        )
+
+    @classmethod
+    def execute(cls, value) -> io.NodeOutput:
+        return io.NodeOutput(json.loads(value))
+
+
 class TestSaveImage(io.ComfyNode):
     """Write an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
 
@@ -367,6 +385,7 @@ def fork_ranks(prompt: dict) -> dict:
 class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
+            TestAnything,
             TestCircularVAE,
             TestClip,
             TestConditioning,

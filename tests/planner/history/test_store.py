@@ -3,6 +3,7 @@
 import getpass
 import json
 import multiprocessing
+import re
 import resource
 import socket
 import time
@@ -130,6 +131,19 @@ def test_an_entry_that_cannot_be_true_costs_only_itself(store, alter):
     left = store.read()
     assert [o.kind.model for o in left.observed] == ["other"]
     assert left.calibrated == full().calibrated
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
+@pytest.mark.parametrize("where", ['"seconds": [', '"at": [', '"width": '])
+def test_an_entry_with_a_number_that_nothing_holds_costs_only_itself(store, where, number):
+    """JSON has numbers of any size; once read such an entry would end every later update."""
+    store.update(lambda known: record(full(), kind("other"), 1.0, NOW))
+    before, found, after = store.path.read_text().partition(where)
+    after = re.sub(r"^(\s*)[0-9.]+", lambda start: start[1] + number, after, count=1)
+    store.path.write_text(before + found + after)
+    assert [o.kind.model for o in store.read().observed] == ["other"]
+    assert store.update(lambda known: record(known, kind("new"), 1.0, NOW))
+    assert [o.kind.model for o in store.read().observed] == ["other", "new"]
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):

@@ -1,0 +1,87 @@
+"""Checks what comes in where a link belongs: a literal, or another node's odd output, is refused by its input's name.
+
+A literal is refused by ComfyUI's validation, before anything runs; what came over a link of any type, by `check_links`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable
+
+import torch
+from comfy_api.latest import io
+
+from ..parallel_backend.errors import RequestError
+from ..parallel_backend.planner.rules import StrategySettings
+from .links import ParallelModel
+
+
+def _is_conditioning(value: object) -> bool:
+    """[[tensor or None, dict], …], as CLIPTextEncode gives it."""
+    return isinstance(value, list) and all(
+        isinstance(entry, (list, tuple))
+        and len(entry) == 2
+        and (entry[0] is None or isinstance(entry[0], torch.Tensor))
+        and isinstance(entry[1], dict)
+        for entry in value
+    )
+
+
+def _is_latent(value: object) -> bool:
+    """{"samples": tensor, …}; ComfyUI nests the tensors of models that have several latents."""
+    samples = value.get("samples") if isinstance(value, dict) else None
+    return isinstance(samples, torch.Tensor) or bool(getattr(samples, "is_nested", False))
+
+
+_MODEL = "Parallel Flux Loader, Parallel Demo Loader or Parallel LoRA Loader"
+_TEXT = "a CONDITIONING, such as CLIP Text Encode gives"
+_LATENT = "a LATENT, such as Empty Latent Image gives"
+# By the name of an input: what it takes, in a user's words, and what tells that.
+LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "parallel_model": (f"a PARALLEL_MODEL, from {_MODEL}", lambda value: isinstance(value, ParallelModel)),
+    "strategy": (
+        "a PARALLEL_STRATEGY, from Strategy Selector",
+        lambda value: value is None or isinstance(value, StrategySettings),
+    ),
+    "positive": (_TEXT, _is_conditioning),
+    "negative": (_TEXT, _is_conditioning),
+    "latent_image": (_LATENT, _is_latent),
+    "samples": (_LATENT, _is_latent),
+    "vae": ("a VAE, such as Load VAE gives", lambda value: callable(getattr(value, "decode", None))),
+}
+
+
+def refuse_literals(*inputs: str) -> classmethod:
+    """A V3 node's `validate_inputs` over its link inputs: True, or what is wrong in words.
+
+    ComfyUI reads from the signature which inputs to hand over. A link comes as None, for its value is not there yet.
+    """
+
+    def validate(cls: type[io.ComfyNode], **values: object) -> bool | str:
+        problems = [_problem(name, value) for name, value in values.items() if value is not None]
+        return " ".join(problems) or True
+
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("cls", *inputs)]
+    validate.__signature__ = inspect.Signature(named)
+    return classmethod(validate)
+
+
+def check_links(**values: object) -> None:
+    """At the start of `execute`: raises RequestError for values that the inputs of these names do not take."""
+    problems = [_problem(name, value) for name, value in values.items() if not LINKS[name][1](value)]
+    if problems:
+        raise RequestError(" ".join(problems))
+
+
+def _problem(name: str, value: object) -> str:
+    return f"The input {name} takes {LINKS[name][0]}; {_shown(value)} came instead. Connect it to such an output."
+
+
+def _shown(value: object) -> str:
+    """What came, in a word or two; a tensor's values would be no help."""
+    if value is None:
+        return "nothing"
+    kind = type(value).__name__
+    plain = isinstance(value, (bool, int, float, str, list, dict, tuple))
+    return f"{reprlib.repr(value)} ({kind})" if plain else f"an object of the type {kind}"

@@ -1,0 +1,49 @@
+"""The doctor behind the button, in the middle of its work, when ComfyUI is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from comfy_harness import start_comfyui
+from scripted import is_running
+
+PATIENCE = 2.0  # s
+
+
+@pytest.mark.timeout(300)
+def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
+    server = start_comfyui(tmp_path)
+
+    def press() -> None:
+        request = urllib.request.Request(f"{server.url}/parallel_sampling/doctor", method="POST", data=b"")
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(request, timeout=240).close()
+
+    def command_lines() -> list[str]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [" ".join(child.cmdline()) for child in server.children()]
+        return []
+
+    with server:
+        button = threading.Thread(target=press, daemon=True)
+        button.start()
+        deadline = time.monotonic() + 120
+        while not any("parallel_backend.rank" in line for line in command_lines()):
+            assert time.monotonic() < deadline, command_lines()
+            time.sleep(0.05)
+        children = server.children()
+        os.kill(server.pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while alive := [child.pid for child in children if is_running(child.pid)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.02)
+        button.join(10)

@@ -1,0 +1,124 @@
+"""Where a link belongs nothing else is taken: each of our nodes names the input, what came, and what is wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from comfyui_client import PromptFailed, PromptRejected
+from graphs import Graph
+
+WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+LITERALS = [3.5, 0, "cpu:2", "", {}, {"samples": 1}, True, {"__value__": [1, 2, 3]}, 1e300, "x" * 5000]
+# What a node may hand over a link of any type. A list of nothing is a conditioning, if an odd one.
+VALUES = [3.5, "cpu:2", {}, {"samples": 1}, [1, 2, 3], [[1, 2]]]
+
+
+class Wired(Graph):
+    """A graph with a source for each type of link that our nodes take."""
+
+    def source(self, kind: str, unet: str) -> list:
+        return {
+            "PARALLEL_MODEL": lambda: [
+                self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto"),
+                0,
+            ],
+            "PARALLEL_STRATEGY": lambda: self.strategy("cpu:1"),
+            "CONDITIONING": lambda: self.text(1),
+            "LATENT": self.latent,
+            "VAE": lambda: [self.add("TestTinyVAE"), 0],
+        }[kind]()
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="module")
+def lora(comfy):
+    """A name for the loader's list; what is refused is never read."""
+    folder = comfy.server.base_directory / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    (folder / "unread.safetensors").touch()
+    return "unread.safetensors"
+
+
+@pytest.fixture(scope="module")
+def ours(comfy, lora) -> dict[str, dict]:
+    registry = comfy.client.object_info()
+    return {name: info for name, info in registry.items() if info["category"] == "parallel"}
+
+
+def entries(info: dict) -> Iterator[tuple[str, str, dict]]:
+    """(name, type, options) of each input."""
+    for part in ("required", "optional"):
+        for name, entry in info["input"].get(part, {}).items():
+            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
+            yield name, kind, (entry[1] if len(entry) > 1 else {}) | {"choices": entry[0]}
+
+
+def links(info: dict) -> list[str]:
+    return [name for name, kind, _ in entries(info) if kind not in WIDGETS]
+
+
+def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: object) -> dict:
+    """A sound prompt around the node, but for its input `name`."""
+    graph, inputs = Wired(), {}
+    for field, kind, options in entries(info):
+        if field == name:
+            inputs[field] = value
+        elif kind not in WIDGETS:
+            inputs[field] = graph.source(kind, unet)
+        elif kind == "COMBO":
+            known = options.get("options", options["choices"])
+            inputs[field] = {"unet_name": unet, "lora_name": lora}.get(field) or options.get(
+                "default", known[0]
+            )
+        else:
+            inputs[field] = options.get("default", 0)
+    graph.add("PreviewAny", source=[graph.add(node, **inputs), 0])
+    return graph.prompt
+
+
+def test_every_link_input_of_every_node_refuses_literals_before_anything_runs(comfy, ours, unet, lora):
+    tried = 0
+    for node, info in ours.items():
+        for name in links(info):
+            for value in LITERALS:
+                with pytest.raises(PromptRejected) as rejected:
+                    comfy.client.queue(prompt_with(node, info, unet, lora, name, value))
+                (report,) = rejected.value.node_errors.values()
+                assert report["class_type"] == node
+                words = {error["details"] for error in report["errors"]}
+                assert any(f"The input {name} takes " in text for text in words), (node, name, value, words)
+                assert all(len(text) < 400 for text in words)
+                assert {error["type"] for error in report["errors"]} == {"custom_validation_failed"}
+                tried += 1
+    assert tried >= 11 * len(LITERALS)
+
+
+def test_every_link_input_of_every_node_refuses_odd_values_of_other_nodes_by_name(comfy, ours, unet, lora):
+    for node, info in ours.items():
+        for name in links(info):
+            for value in VALUES:
+                prompt = prompt_with(node, info, unet, lora, name, ["odd", 0])
+                prompt["odd"] = {"class_type": "TestAnything", "inputs": {"value": json.dumps(value)}}
+                with pytest.raises(PromptFailed) as failed:
+                    comfy.run(prompt)
+                assert failed.value.node_type == node
+                assert failed.value.exception_type.endswith("RequestError")
+                assert failed.value.exception_message.startswith(f"The input {name} takes ")
+
+
+def test_nothing_where_a_link_is_needed_is_refused_by_name_and_without_a_strategy_all_is_well(
+    comfy, ours, unet, lora
+):
+    info = ours["ParallelSampler"]
+    with pytest.raises(
+        PromptFailed, match=r"The input positive takes a CONDITIONING.*; nothing came instead"
+    ):
+        comfy.run(prompt_with("ParallelSampler", info, unet, lora, "positive", None))
+    comfy.run(prompt_with("ParallelFluxLoader", ours["ParallelFluxLoader"], unet, lora, "strategy", None))
