@@ -1,117 +1,19 @@
-"""Model families as data, and the arithmetic of one model call (FLOPs, weights, tokens) in closed form.
+"""Model families as data, for the arithmetic of their calls.
 
 Widths and depths are those of the published configurations (the `config.json` beside each model's weights, as read by
-diffusers); parameter counts and default settings are those of the model cards. A multiply-add counts as two FLOPs.
+diffusers); parameter counts and default settings are those of the model cards.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..errors import RequestError
+from .arithmetic import Family, cross_attention_blocks, joint_blocks, single_blocks
 
 # Bytes that one weight takes in storage, by the word a person or a file name uses; q4 is GGUF Q4_K_M (4.5 bits).
 WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8": 1.0625, "q4": 0.5625, "fp32": 4.0}
-# FLOPs of an image decoder (the SD/Flux autoencoder) per output pixel: about 2.5 TFLOP for 512 x 512.
-IMAGE_DECODER_FLOP = 9.5e6
-
-
-@dataclass(frozen=True)
-class BlockCounts:
-    """`count` equal transformer blocks.
-
-    `image_weights`, `text_weights`: multiply-adds per image / text token in the linear layers of one block.
-    `attends`: "joint" (image and text tokens together), "image" (image tokens only; text through cross-attention).
-    `reduces`: all-reduces that tensor parallelism needs in one block.
-    """
-
-    count: int
-    image_weights: float
-    text_weights: float
-    attends: str = "joint"
-    reduces: int = 2
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `parameters`: of the denoiser.
-
-    `text_encoder`: parameters of the text encoders that run once per request; `decoder_flop`: autoencoder FLOPs per
-    output pixel and frame; `true_cfg`: rows per image in its usual use (2: cond and uncond). `pair_flop`: for
-    families that are not transformers, FLOPs of one call at 1024 x 1024.
-    """
-
-    name: str
-    hidden: int
-    heads: int
-    blocks: tuple[BlockCounts, ...]
-    parameters: float
-    text_tokens: int
-    spatial: int = 16
-    temporal: int = 1
-    text_encoder: float = 4.9e9
-    decoder_flop: float = IMAGE_DECODER_FLOP
-    true_cfg: int = 1
-    default_size: tuple[int, int, int] = (1024, 1024, 1)
-    default_steps: int = 28
-    image_flop: float = 0.0
-    known: bool = True
-
-    @property
-    def is_transformer(self) -> bool:
-        return self.image_flop == 0.0
-
-    @property
-    def block_count(self) -> int:
-        return sum(b.count for b in self.blocks)
-
-    def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
-        """Image tokens of one row; sides that do not divide are padded up, frames go through a causal encoder."""
-        across, down = -(-width // self.spatial), -(-height // self.spatial)
-        return across * down * ((frames - 1) // self.temporal + 1)
-
-    def linear_flop(self, image: int, text: int) -> float:
-        """FLOPs of the linear layers in one call for one row of `image` + `text` tokens."""
-        return sum(2.0 * b.count * (b.image_weights * image + b.text_weights * text) for b in self.blocks)
-
-    def attention_flop(self, image: int, text: int) -> float:
-        """FLOPs of attention in one call for one row: queries x keys and weights x values, 4 * tokens² * hidden."""
-        total = 0.0
-        for b in self.blocks:
-            if b.attends == "joint":
-                total += 4.0 * b.count * self.hidden * (image + text) ** 2
-            else:
-                total += 4.0 * b.count * self.hidden * (image * image + image * text)
-        return total
-
-    def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
-        """Tokens whose queries, keys and values move when the sequence is split over the ranks."""
-        return image + text if blocks.attends == "joint" else image
-
-
-def _square(hidden: int, per_token: float) -> float:
-    return per_token * hidden * hidden
-
-
-def joint_blocks(
-    count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
-) -> BlockCounts:
-    """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
-    text = _square(text_hidden or hidden, text_weights or weights)
-    return BlockCounts(count, _square(hidden, weights), text)
-
-
-def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
-    """One stream of image and text tokens through the same layers."""
-    return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
-
-
-def _cross(count: int, hidden: int, feed_forward: float) -> BlockCounts:
-    """Self-attention on the image (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
-    own = 6.0 * hidden * hidden + 2.0 * hidden * feed_forward
-    return BlockCounts(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)
-
 
 # Causal 3-D autoencoders with 128 channels at full size: about 15 MFLOP per pixel and frame, decoded in tiles that
 # overlap by a quarter on each axis, so 2.4 times that. Wan's has 96 channels and is decoded whole.
@@ -159,12 +61,39 @@ _FAMILIES = (
         text_encoder=4e9,
         default_steps=9,
     ),
-    Family("pixart", 1152, 16, (_cross(28, 1152, 4608),), 0.61e9, 120, true_cfg=2, default_steps=20),
-    Family("hunyuandit", 1408, 16, (_cross(40, 1408, 6144),), 1.5e9, 333, true_cfg=2, default_steps=50),
+    Family(
+        "pixart",
+        1152,
+        16,
+        (cross_attention_blocks(28, 1152, 4608),),
+        0.61e9,
+        120,
+        true_cfg=2,
+        default_steps=20,
+    ),
+    Family(
+        "hunyuandit",
+        1408,
+        16,
+        (cross_attention_blocks(40, 1408, 6144),),
+        1.5e9,
+        333,
+        true_cfg=2,
+        default_steps=50,
+    ),
     Family(
         "lumina2", 2304, 24, (single_blocks(26, 2304, reduces=2),), 2.6e9, 256, text_encoder=2.6e9, true_cfg=2
     ),
-    Family("lumina-next", 2304, 32, (_cross(24, 2304, 9216),), 1.7e9, 256, text_encoder=2.5e9, true_cfg=2),
+    Family(
+        "lumina-next",
+        2304,
+        32,
+        (cross_attention_blocks(24, 2304, 9216),),
+        1.7e9,
+        256,
+        text_encoder=2.5e9,
+        true_cfg=2,
+    ),
     Family(
         "hunyuanvideo",
         3072,
@@ -196,7 +125,7 @@ _FAMILIES = (
         "wan1.3b",
         1536,
         12,
-        (_cross(30, 1536, 8960),),
+        (cross_attention_blocks(30, 1536, 8960),),
         1.4e9,
         512,
         temporal=4,
@@ -209,7 +138,7 @@ _FAMILIES = (
         "wan14b",
         5120,
         40,
-        (_cross(40, 5120, 13824),),
+        (cross_attention_blocks(40, 5120, 13824),),
         14.3e9,
         512,
         temporal=4,
@@ -222,7 +151,7 @@ _FAMILIES = (
         "wan2.2-5b",
         3072,
         24,
-        (_cross(30, 3072, 14336),),
+        (cross_attention_blocks(30, 3072, 14336),),
         5.0e9,
         512,
         spatial=32,
@@ -290,7 +219,7 @@ _FAMILIES = (
         "stepvideo",
         6144,
         48,
-        (_cross(48, 6144, 24576),),
+        (cross_attention_blocks(48, 6144, 24576),),
         30e9,
         320,
         temporal=6,
@@ -304,7 +233,7 @@ _FAMILIES = (
         "ltx-2b",
         2048,
         32,
-        (_cross(28, 2048, 8192),),
+        (cross_attention_blocks(28, 2048, 8192),),
         1.9e9,
         256,
         spatial=32,
@@ -318,7 +247,7 @@ _FAMILIES = (
         "ltx-13b",
         4096,
         32,
-        (_cross(48, 4096, 16384),),
+        (cross_attention_blocks(48, 4096, 16384),),
         13.0e9,
         256,
         spatial=32,

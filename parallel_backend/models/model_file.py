@@ -8,7 +8,7 @@ from typing import Protocol
 from ..layout import RankCoordinates
 from ..requests import InputShapes
 from ..strategy import ModelShape, ParallelStrategy
-from .catalog import Family
+from .arithmetic import Family
 from .dtypes import Dtypes
 from .footprint import HeldWeights, Moment, TokenLoad
 

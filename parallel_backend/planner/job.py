@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..models.catalog import Family
+from ..models.arithmetic import Family
 from ..options import ComputeOptions
 from ..strategy import ModelShape, ParallelStrategy
 from .memory.rank_memory import RankMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from ..models.catalog import Family
+from ..models.arithmetic import Family
 from ..models.dtypes import FP8, ITEMSIZE
 from ..models.model_file import ModelFile
 from ..options import DEFAULT_COMPUTE, ComputeOptions

@@ -13,7 +13,8 @@ from ...errors import CheckpointError
 from ...layout import RankCoordinates
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
-from ..catalog import FAMILIES, Family, joint_blocks, single_blocks
+from ..arithmetic import Family, joint_blocks, single_blocks
+from ..catalog import FAMILIES
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad

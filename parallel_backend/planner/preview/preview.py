@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import StrategyError
-from ...models.catalog import Family
+from ...models.arithmetic import Family
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...sidecar.device_health import left_out

@@ -1,0 +1,104 @@
+"""The arithmetic of one model call (FLOPs, weights, tokens) in closed form. A multiply-add counts as two FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# FLOPs of an image decoder (the SD/Flux autoencoder) per output pixel: about 2.5 TFLOP for 512 x 512.
+IMAGE_DECODER_FLOP = 9.5e6
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """`count` equal transformer blocks.
+
+    `image_weights`, `text_weights`: multiply-adds per image / text token in the linear layers of one block.
+    `attends`: "joint" (image and text tokens together), "image" (image tokens only; text through cross-attention).
+    `reduces`: all-reduces that tensor parallelism needs in one block.
+    """
+
+    count: int
+    image_weights: float
+    text_weights: float
+    attends: str = "joint"
+    reduces: int = 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `parameters`: of the denoiser.
+
+    `text_encoder`: parameters of the text encoders that run once per request; `decoder_flop`: autoencoder FLOPs per
+    output pixel and frame; `true_cfg`: rows per image in its usual use (2: cond and uncond). `pair_flop`: for
+    families that are not transformers, FLOPs of one call at 1024 x 1024.
+    """
+
+    name: str
+    hidden: int
+    heads: int
+    blocks: tuple[BlockCounts, ...]
+    parameters: float
+    text_tokens: int
+    spatial: int = 16
+    temporal: int = 1
+    text_encoder: float = 4.9e9
+    decoder_flop: float = IMAGE_DECODER_FLOP
+    true_cfg: int = 1
+    default_size: tuple[int, int, int] = (1024, 1024, 1)
+    default_steps: int = 28
+    image_flop: float = 0.0
+    known: bool = True
+
+    @property
+    def is_transformer(self) -> bool:
+        return self.image_flop == 0.0
+
+    @property
+    def block_count(self) -> int:
+        return sum(b.count for b in self.blocks)
+
+    def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
+        """Image tokens of one row; sides that do not divide are padded up, frames go through a causal encoder."""
+        across, down = -(-width // self.spatial), -(-height // self.spatial)
+        return across * down * ((frames - 1) // self.temporal + 1)
+
+    def linear_flop(self, image: int, text: int) -> float:
+        """FLOPs of the linear layers in one call for one row of `image` + `text` tokens."""
+        return sum(2.0 * b.count * (b.image_weights * image + b.text_weights * text) for b in self.blocks)
+
+    def attention_flop(self, image: int, text: int) -> float:
+        """FLOPs of attention in one call for one row: queries x keys and weights x values, 4 * tokens² * hidden."""
+        total = 0.0
+        for b in self.blocks:
+            if b.attends == "joint":
+                total += 4.0 * b.count * self.hidden * (image + text) ** 2
+            else:
+                total += 4.0 * b.count * self.hidden * (image * image + image * text)
+        return total
+
+    def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
+        """Tokens whose queries, keys and values move when the sequence is split over the ranks."""
+        return image + text if blocks.attends == "joint" else image
+
+
+def _square(hidden: int, per_token: float) -> float:
+    return per_token * hidden * hidden
+
+
+def joint_blocks(
+    count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
+) -> BlockCounts:
+    """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
+    text = _square(text_hidden or hidden, text_weights or weights)
+    return BlockCounts(count, _square(hidden, weights), text)
+
+
+def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
+    """One stream of image and text tokens through the same layers."""
+    return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
+
+
+def cross_attention_blocks(count: int, hidden: int, feed_forward: float) -> BlockCounts:
+    """Self-attention on the image (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
+    own = 6.0 * hidden * hidden + 2.0 * hidden * feed_forward
+    return BlockCounts(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)
