@@ -112,7 +112,7 @@ def test_the_end_of_the_interpreter_ends_the_ranks_but_that_of_a_forked_child_do
     script = textwrap.dedent(
         """
         import os, sys, time
-        from parallel_backend import pool
+        from parallel_backend.sidecar import pool
         sidecar = pool.get_sidecar(("cpu:0",))
         sidecar.start()
         child = os.fork()
