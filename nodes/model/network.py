@@ -131,13 +131,14 @@ class StepwiseNetwork(nn.Module):
         x: Tensor,
         timestep: Tensor,
         context: Tensor,
-        y: Tensor | None,
-        guidance: Tensor | None,
-        ref_latents: list[Tensor] | None,
-        control: dict | None,
-        options: dict,
+        y: Tensor | None = None,
+        guidance: Tensor | None = None,
+        ref_latents: list[Tensor] | None = None,
+        control: dict | None = None,
+        transformer_options: dict | None = None,
         **others: object,
     ) -> Tensor:
+        options = transformer_options or {}  # wrappers of other packs may leave out what has a default
         if y is None:
             y = x.new_zeros(len(x), self.file.pooled_dim)
         conditioning = Conditioning(

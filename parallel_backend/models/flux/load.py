@@ -24,9 +24,8 @@ from .module import ExactTimestep, FluxModel
 from .patch_diffusers import patch_diffusers
 from .tensor_parallel import slice_layers, take_slice
 from .tensors import diffusers_part
+from .weight_bytes import is_kept_in_compute_dtype
 from .weights import FluxWeights, HeldParameter
-
-_FP8 = torch.float8_e4m3fn
 
 
 class _Unchanged(nn.Module):
@@ -45,8 +44,9 @@ def load(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -
     part = part or ModelPart()
     patch_diffusers()
     file = inspect_flux(spec.path)
-    storage, compute = _dtypes(spec.weight_dtype, file.dtype, device)
-    parameters = _Parameters(file, _opened(file), storage, compute, part.slices)
+    dtypes, as_stored = _dtypes(spec.weight_dtype, file.dtype, device)
+    compute = getattr(torch, dtypes.compute)
+    parameters = _Parameters(file, _opened(file), dtypes, as_stored, part.slices)
     dims = file.dims
     stage = split_blocks(dims.double_blocks, dims.single_blocks, part.stage_shares)[part.stage]
     chunks: list[FluxTransformer2DModel] = []
@@ -85,14 +85,15 @@ class _Parameters:
         self,
         file: FluxFile,
         opened: safe_open,
-        storage: torch.dtype | None,
-        compute: torch.dtype,
+        dtypes: Dtypes,
+        as_stored: bool,
         slices: Slices | None,
     ) -> None:
         self.file = file
-        self.compute = compute
+        self.compute: torch.dtype = getattr(torch, dtypes.compute)
         self._opened = opened
-        self._storage = storage
+        self._dtypes = dtypes
+        self._as_stored = as_stored
         self._slices = slices
         self._sources = diffusers_sources(file.dims)
 
@@ -118,12 +119,10 @@ class _Parameters:
         return take_slice(tensor, spec, self._slices, rows)
 
     def dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype it is kept in: norms in the compute dtype, linear layers in the storage dtype."""
-        if ".norm_" in name:
+        """The dtype it is kept in. `stored`: its own in the file, where a few differ from most."""
+        if is_kept_in_compute_dtype(name, self._dtypes):
             return self.compute
-        if self._storage == _FP8 and ("transformer_blocks." not in name or name.endswith(".bias")):
-            return self.compute  # embedders and the last layer are small and sensitive
-        return self._storage or stored
+        return stored if self._as_stored else getattr(torch, self._dtypes.storage)
 
 
 def _build(
@@ -245,13 +244,11 @@ def _config(dims: FluxDims, blocks: range) -> dict[str, object]:
     }
 
 
-def _dtypes(wish: str, file_dtype: str, device: torch.device) -> tuple[torch.dtype | None, torch.dtype]:
-    """(storage dtype of the large weights, None to keep the file's; compute dtype)."""
+def _dtypes(wish: str, file_dtype: str, device: torch.device) -> tuple[Dtypes, bool]:
+    """(dtypes, whether layers stay as the file has them). Raises RequestError for a wish that is none."""
     if wish not in WEIGHT_DTYPES:
         raise RequestError(f"weight_dtype {wish!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}.")
     on_cpu = device.type == "cpu"
-    names = Dtypes.of(wish, file_dtype, on_cpu)
-    storage, compute = getattr(torch, names.storage), getattr(torch, names.compute)
+    dtypes = Dtypes.of(wish, file_dtype, on_cpu)
     # A dtype that was asked for is every layer's on an accelerator, also of those few that the file keeps otherwise.
-    as_stored = names.storage == file_dtype and (on_cpu or wish in ("auto", FP8))
-    return (None if as_stored else storage), compute
+    return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8))

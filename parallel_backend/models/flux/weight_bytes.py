@@ -14,13 +14,19 @@ from ..footprint import HeldWeights, WeightPart
 from .keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
 
 
+def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
+    """Whether the parameter `name` (diffusers' layout) is too small and sensitive for the storage dtype."""
+    if ".norm_" in name:
+        return True
+    # embedders, the last layer and biases
+    return dtypes.storage == FP8 != dtypes.file and (
+        "transformer_blocks." not in name or name.endswith(".bias")
+    )
+
+
 def kept_dtype(name: str, dtypes: Dtypes) -> str:
     """The dtype that the parameter `name` (diffusers' layout) is kept in."""
-    if ".norm_" in name:
-        return dtypes.compute
-    if dtypes.storage == FP8 != dtypes.file and ("transformer_blocks." not in name or name.endswith(".bias")):
-        return dtypes.compute  # embedders, the last layer and biases are small and sensitive
-    return dtypes.storage
+    return dtypes.compute if is_kept_in_compute_dtype(name, dtypes) else dtypes.storage
 
 
 def held_weights(

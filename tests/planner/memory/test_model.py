@@ -122,11 +122,13 @@ def test_slices_are_those_that_the_loader_takes(degree, dtype):
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("wish", WEIGHT_DTYPES)
 def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
-    storage, compute = flux._dtypes(wish, stored, torch.device("cpu" if on_cpu else "cuda"))
     dtypes = Dtypes.of(wish, stored, on_cpu)
-    assert getattr(torch, dtypes.compute) == compute
     parameters = object.__new__(flux._Parameters)
-    parameters.compute, parameters._storage = compute, storage
+    parameters._dtypes, parameters._as_stored = flux._dtypes(
+        wish, stored, torch.device("cpu" if on_cpu else "cuda")
+    )
+    parameters.compute = getattr(torch, dtypes.compute)
+    assert parameters._dtypes == dtypes
     for name in ("transformer_blocks.0.ff.net.2.weight", "transformer_blocks.0.ff.net.2.bias"):
         assert getattr(torch, kept_dtype(name, dtypes)) == parameters.dtype(name, getattr(torch, stored))
     for name in (
