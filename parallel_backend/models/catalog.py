@@ -94,7 +94,7 @@ def _square(hidden: int, per_token: float) -> float:
     return per_token * hidden * hidden
 
 
-def joint_blocks(
+def joint(
     count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
 ) -> BlockCounts:
     """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
@@ -102,7 +102,7 @@ def joint_blocks(
     return BlockCounts(count, _square(hidden, weights), text)
 
 
-def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
+def single(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
     """One stream of image and text tokens through the same layers."""
     return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
 
@@ -118,7 +118,7 @@ def _cross(count: int, hidden: int, feed_forward: float) -> BlockCounts:
 _VIDEO_DECODER = 36e6
 _WAN_DECODER = 8e6
 
-_FLUX = (joint_blocks(19, 3072), single_blocks(38, 3072))
+_FLUX = (joint(19, 3072), single(38, 3072))
 _FAMILIES = (
     Family("flux1-dev", 3072, 24, _FLUX, 11.9e9, 512),
     Family("flux1-schnell", 3072, 24, _FLUX, 11.9e9, 256, default_steps=4),
@@ -127,7 +127,7 @@ _FAMILIES = (
         "flux2-dev",
         6144,
         48,
-        (joint_blocks(8, 6144, weights=13.0), single_blocks(48, 6144, 13.0)),
+        (joint(8, 6144, weights=13.0), single(48, 6144, 13.0)),
         32e9,
         512,
         text_encoder=24e9,
@@ -145,31 +145,22 @@ _FAMILIES = (
         default_steps=26,
         decoder_flop=0.0,
     ),
-    Family("sd3-medium", 1536, 24, (joint_blocks(24, 1536),), 2.0e9, 333, true_cfg=2),
-    Family("sd3.5-medium", 1536, 24, (joint_blocks(24, 1536),), 2.5e9, 333, true_cfg=2),
-    Family("sd3.5-large", 2432, 38, (joint_blocks(38, 2432),), 8.1e9, 333, true_cfg=2),
-    Family("qwen-image", 3072, 24, (joint_blocks(60, 3072),), 20.4e9, 256, text_encoder=7e9, true_cfg=2),
+    Family("sd3-medium", 1536, 24, (joint(24, 1536),), 2.0e9, 333, true_cfg=2),
+    Family("sd3.5-medium", 1536, 24, (joint(24, 1536),), 2.5e9, 333, true_cfg=2),
+    Family("sd3.5-large", 2432, 38, (joint(38, 2432),), 8.1e9, 333, true_cfg=2),
+    Family("qwen-image", 3072, 24, (joint(60, 3072),), 20.4e9, 256, text_encoder=7e9, true_cfg=2),
     Family(
-        "z-image",
-        3840,
-        30,
-        (single_blocks(34, 3840, reduces=2),),
-        6.0e9,
-        256,
-        text_encoder=4e9,
-        default_steps=9,
+        "z-image", 3840, 30, (single(34, 3840, reduces=2),), 6.0e9, 256, text_encoder=4e9, default_steps=9
     ),
     Family("pixart", 1152, 16, (_cross(28, 1152, 4608),), 0.61e9, 120, true_cfg=2, default_steps=20),
     Family("hunyuandit", 1408, 16, (_cross(40, 1408, 6144),), 1.5e9, 333, true_cfg=2, default_steps=50),
-    Family(
-        "lumina2", 2304, 24, (single_blocks(26, 2304, reduces=2),), 2.6e9, 256, text_encoder=2.6e9, true_cfg=2
-    ),
+    Family("lumina2", 2304, 24, (single(26, 2304, reduces=2),), 2.6e9, 256, text_encoder=2.6e9, true_cfg=2),
     Family("lumina-next", 2304, 32, (_cross(24, 2304, 9216),), 1.7e9, 256, text_encoder=2.5e9, true_cfg=2),
     Family(
         "hunyuanvideo",
         3072,
         24,
-        (joint_blocks(20, 3072), single_blocks(40, 3072)),
+        (joint(20, 3072), single(40, 3072)),
         12.8e9,
         256,
         temporal=4,
@@ -182,7 +173,7 @@ _FAMILIES = (
         "skyreels-v1",
         3072,
         24,
-        (joint_blocks(20, 3072), single_blocks(40, 3072)),
+        (joint(20, 3072), single(40, 3072)),
         12.8e9,
         256,
         temporal=4,
@@ -236,7 +227,7 @@ _FAMILIES = (
         "cogvideox2b",
         1920,
         30,
-        (single_blocks(30, 1920, reduces=2),),
+        (single(30, 1920, reduces=2),),
         1.7e9,
         226,
         temporal=4,
@@ -249,7 +240,7 @@ _FAMILIES = (
         "cogvideox5b",
         3072,
         48,
-        (single_blocks(42, 3072, reduces=2),),
+        (single(42, 3072, reduces=2),),
         5.6e9,
         226,
         temporal=4,
@@ -263,7 +254,7 @@ _FAMILIES = (
         "cogvideox1.5-5b",
         3072,
         48,
-        (single_blocks(42, 3072, reduces=2),),
+        (single(42, 3072, reduces=2),),
         5.6e9,
         226,
         temporal=8,
@@ -277,7 +268,7 @@ _FAMILIES = (
         "mochi",
         3072,
         24,
-        (joint_blocks(48, 3072, text_hidden=1536, text_weights=16.0),),
+        (joint(48, 3072, text_hidden=1536, text_weights=16.0),),
         10.0e9,
         256,
         temporal=6,
@@ -378,7 +369,7 @@ _ALIASES = {
     "mochi1": "mochi",
 }
 # A middle-sized transformer, to reason about a published measurement of a model that is not in the table.
-GENERIC = Family("a transformer of unknown size", 3072, 24, (single_blocks(48, 3072),), 8e9, 256, known=False)
+GENERIC = Family("a transformer of unknown size", 3072, 24, (single(48, 3072),), 8e9, 256, known=False)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...layout import RankCoordinates
 from ...strategy import ModelShape, ParallelStrategy
-from ..catalog import FAMILIES, Family, joint_blocks, single_blocks
+from ..catalog import FAMILIES, Family, joint, single
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
@@ -90,7 +90,7 @@ class FluxFile:
             name="Flux.1",
             hidden=hidden,
             heads=self.dims.heads,
-            blocks=(joint_blocks(doubles, hidden), single_blocks(singles, hidden)),
+            blocks=(joint(doubles, hidden), single(singles, hidden)),
             parameters=(36.0 * doubles + 15.0 * singles) * hidden * hidden,
         )
 
