@@ -9,9 +9,9 @@ so that imports, threads and first uses of libraries are in the baseline:
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
 - prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory.
-  The ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is
-  what the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
-  and glibc keeps freed memory in its heap.
+  The ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use
+  is what the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in
+  ComfyUI, and glibc keeps freed memory in its heap.
 """
 
 from __future__ import annotations
