@@ -28,8 +28,8 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     FORKED.enabled = not {"real_start", "gpu"} & {marker.name for marker in item.iter_markers()}
-    if FORKED.enabled and "no_leaks" in item.fixturenames:
-        FORKED.prepare()
+    if FORKED.enabled and {"no_leaks", "two_real_ranks"} & set(item.fixturenames):
+        FORKED.prepare()  # before the deadline of a start runs
 
 
 def pytest_unconfigure() -> None:
