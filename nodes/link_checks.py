@@ -79,7 +79,7 @@ def _problem(name: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """What came, in a word or two; a tensor's values would be no help."""
+    """A value in a word or two; a tensor's values would be no help."""
     if value is None:
         return "nothing"
     kind = type(value).__name__

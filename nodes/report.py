@@ -82,7 +82,7 @@ def _result(record: RunRecord) -> str:
 
 
 def _step_cache(record: RunRecord) -> list[str]:
-    """How often the step cache answered, where one was wanted and could."""
+    """The share of calls that the step cache answered, where one was wanted and could."""
     if record.cache_threshold is None or record.stepwise_because is not None or not record.runs:
         return []
     if not record.cache_threshold:
@@ -102,7 +102,7 @@ def _step_cache(record: RunRecord) -> list[str]:
 
 
 def _computing(record: RunRecord) -> list[str]:
-    """How the blocks ran: the kernel of attention, and what compiling took."""
+    """The way the blocks ran: the kernel of attention, and what compiling took."""
     if not record.runs:
         return []
     lines = [f"attention: {', '.join(dict.fromkeys(run.kernel for run in record.runs))}"]

@@ -34,7 +34,7 @@ class RankCoordinates:
         return tuple(own for axis, own in zip(AXES, astuple(self), strict=True) if axis in axes)
 
     def row(self, strategy: ParallelStrategy) -> int:
-        """Which share of the rows it computes."""
+        """The number of the share of the rows that it computes."""
         return self.data * strategy.cfg_degree + self.cfg
 
     def pipeline_shares(self, strategy: ParallelStrategy) -> list[list[float]]:

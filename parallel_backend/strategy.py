@@ -30,7 +30,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the rules need to know of a model. `heads`: attention heads; `blocks`: all transformer blocks."""
+    """The facts of a model that rules need. `heads`: attention heads; `blocks`: all transformer blocks."""
 
     heads: int
     blocks: int
@@ -39,7 +39,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """How one sampling job is split. Every degree is >= 1; `world_size` is their product.
+    """The split of one sampling job. Every degree is >= 1; `world_size` is their product.
 
     Rank layout, slowest axis first: data, cfg, pipefusion, ring, ulysses, tensor; neighbours on the
     ulysses axis have adjacent ranks, because all-to-all wants the fastest links.
@@ -133,7 +133,7 @@ class ParallelStrategy:
 
     @property
     def weights(self) -> ParallelStrategy:
-        """What of it decides which weights a rank holds: strategies that agree in it share the loaded model."""
+        """The part of it that decides what weights a rank holds: strategies that agree in it share the loaded model."""
         if self.pipefusion_degree > 1:
             return self.replace(num_pipeline_patch=0, warmup_steps=1)
         alike = self.row_degree * self.sequence_degree  # ranks that hold the same, whatever each computes

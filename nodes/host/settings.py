@@ -22,7 +22,7 @@ def setting(name: str) -> str | bool | float:
 
 
 def settings_problems() -> tuple[str, ...]:
-    """What is wrong with what a person set, in words."""
+    """The faults of what a person set, in words."""
     _file.read(_path())
     return _file.problems
 

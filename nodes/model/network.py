@@ -207,6 +207,6 @@ class StepwiseNetwork(nn.Module):
             ]
             return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
 
-        plan = plan_job(settings, job, self.spec, try_out)
+        plan = plan_job(settings, job, try_out)
         self._planned = (key, sigmas, plan)
         return plan

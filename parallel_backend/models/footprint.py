@@ -1,4 +1,4 @@
-"""What a rank holds of a model: its weights part by part, and what is alive at the moments of a model call."""
+"""The memory of a model on a rank: its weights part by part, and what is alive at the moments of a model call."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TokenLoad:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
+    """The bytes alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
 
     where: str
     alive: int

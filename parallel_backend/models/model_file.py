@@ -48,7 +48,7 @@ class ModelFile(Protocol):
 
     @property
     def block_counts(self) -> tuple[int, ...]:
-        """How many blocks of each kind there are, in the order in which they are numbered."""
+        """The number of blocks of each kind, in the order in which they are numbered."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -80,7 +80,7 @@ class ModelFile(Protocol):
         """The weights that a rank holds."""
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
-        """What is alive while `block` computes. `cast`: bytes of its largest layer, where layers cast on use."""
+        """The memory alive while `block` computes. `cast`: bytes of its largest layer, where layers cast on use."""
 
     @property
     def inputs(self) -> InputShapes:

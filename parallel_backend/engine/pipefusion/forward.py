@@ -102,9 +102,9 @@ class PipelineForward:
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         return self.whole(rows, None)
 
-    def start_run(self) -> PatchFlow:
+    def start_run(self) -> PipeFusionRun:
         """A run of patches, which keeps what the whole images before them leave."""
-        return PatchFlow(self)
+        return PipeFusionRun(self)
 
     def whole(self, rows: list[Rows], cache: KVCache | None) -> list[Tensor]:
         """A model call of whole images, which leave their keys and values in `cache`."""
@@ -137,7 +137,7 @@ class PipelineForward:
     def by_patches(
         self, rows: list[Rows], sigmas: Sequence[Tensor], sampling: Sampling, cache: KVCache
     ) -> bool:
-        """See PatchFlow.by_patches. `cache`: what the whole images before it have left."""
+        """See PipeFusionRun.by_patches. `cache`: what the whole images before it have left."""
         batch = len(rows[0].x)
         shares = split_sizes(batch * len(rows), self._layout.row.size)
         mine = self._own(rows, shares)
@@ -196,7 +196,7 @@ class PipelineForward:
             yield whole
 
 
-class PatchFlow:
+class PipeFusionRun:
     """One flow of patches: keys and values that whole images leave and patches after them recall. Ends with the job."""
 
     def __init__(self, forward: PipelineForward) -> None:

@@ -116,7 +116,7 @@ def run_rounds(
 
 
 def _blocks(strategies: Sequence[ParallelStrategy], together: bool) -> Iterator[list[ParallelStrategy]]:
-    """What is measured in turns: everything, or what shares a group and a layout of the weights."""
+    """The rounds that are measured in turns: everything, or what shares a group and a layout of the weights."""
     if together:
         yield list(strategies)
         return

@@ -33,7 +33,7 @@ _Entry = TypeVar("_Entry", Observed, Calibrated)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where measurements are kept: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
+    """The folder of measurements: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
 
     Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
     """
