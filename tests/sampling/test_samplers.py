@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.requests import RESIDENT_SAMPLERS
-from parallel_backend.sampling.samplers import STEPS, run, start_history
+from parallel_backend.sampling.samplers import STEPS, model_calls, run, start_history
 
 
 def _run(name, model, x, sigmas, seed=0):
@@ -22,6 +22,12 @@ def _grid(steps, last=0.0):
 
 def test_the_list_offered_to_the_nodes_is_the_list_that_runs():
     assert set(RESIDENT_SAMPLERS) == set(STEPS)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_call_the_model_as_often_as_the_planner_counts(name):
+    counts = [len(model_calls(STEPS[name], _grid(5), i)) for i in range(5)]
+    assert counts[:-1] == [RESIDENT_SAMPLERS[name]] * 4 and counts[-1] == 1
 
 
 def test_the_largest_seed_of_the_nodes_is_a_seed():
