@@ -38,12 +38,8 @@ COMFYUI = {
 }
 ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
 XFUSER_OWNERS = {"parallel_backend.engine.attention.patch_xfuser", "parallel_backend.engine.attention.xfuser"}
-# Rooms in whose code no family of models has a name, and the files that are a family's own there.
-WITHOUT_FAMILIES = {
-    "wire": set(),
-    "planner": set(),
-    "nodes": {"nodes.flux_loader", "nodes.model.flux"},
-}
+# A family's own files outside of models/, in whose rooms' code no family has a name otherwise.
+FAMILYS_OWN = {"nodes.flux_loader", "nodes.model.flux"}
 # How others call the loader node of Flux.1.
 LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {
@@ -184,15 +180,12 @@ def test_nothing_unpickles_or_executes_text(module):
             assert not any(keyword.arg == "shell" for keyword in node.keywords)
 
 
-@pytest.mark.parametrize("room", WITHOUT_FAMILIES)
-def test_flux_is_named_in_its_own_home_only(room):
+@pytest.mark.parametrize("module", [m for m in MODULES if _room(m) != "models" and m not in FAMILYS_OWN])
+def test_flux_is_named_in_its_own_home_only(module):
     """In code: words for people, in strings and comments, may name what the pack runs."""
-    for module, path in MODULES.items():
-        if _room(module) != room or module in WITHOUT_FAMILIES[room]:
-            continue
-        with path.open("rb") as file:
-            names = {t.string for t in tokenize.tokenize(file.readline) if t.type == tokenize.NAME}
-        assert {name for name in names - LOADER_NODE if "flux" in name.lower()} == set(), module
+    with MODULES[module].open("rb") as file:
+        names = {t.string for t in tokenize.tokenize(file.readline) if t.type == tokenize.NAME}
+    assert {name for name in names - LOADER_NODE if "flux" in name.lower()} == set()
 
 
 def test_only_the_loader_node_knows_comfyuis_flux():
