@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from .errors import RequestError
 from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
+
+if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
+    import torch
 
 # Samplers that the resident loop implements, and how often a step of each calls the model (heun's last step once);
 # everything else runs stepwise.
@@ -228,7 +230,7 @@ class LoadInfo:
 
 def check_numbers(found: torch.Tensor, when: str) -> None:
     """Raises RequestError for what a model gave for finite inputs and is NaN or infinite: the image would be black."""
-    if not torch.isfinite(found).all():
+    if not found.isfinite().all():
         raise RequestError(
             f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be damaged "
             f"(download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 or float32)."

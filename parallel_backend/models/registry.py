@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from ..requests import ModelSpec
-from .base import ModelPart, TokenModel
 from .model_file import ModelFile
+
+if TYPE_CHECKING:  # predictions for machines that one does not own need no torch
+    import torch
+
+    from ..requests import ModelSpec
+    from .base import ModelPart, TokenModel
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_what_ran_out_of_memory_is_a_candidate_and_not_chosen(tmp_path):
     )
     (group,) = published.find_groups(published.read_rows(path)[0])
     outcome = benchmark.choose(group, DEFAULT)
-    assert outcome.chosen.strategy.strategy.tensor_degree == 2 and outcome.regret == 0
+    assert outcome.chosen.strategy.tensor_degree == 2 and outcome.regret == 0
     assert outcome.rule.failed and outcome.rule_regret == benchmark.FAILED
 
 

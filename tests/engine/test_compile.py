@@ -196,6 +196,7 @@ def notes_without_compiler(world, path):
     return [forward.notes, type(forward._blocks).__name__]
 
 
+@pytest.mark.real_start  # with its own number of compile workers, which torch reads as it loads
 def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
     weights, tmp_path, monkeypatch, no_leaks
 ):

@@ -107,6 +107,7 @@ def test_nothing_but_what_ranks_leave_is_removed(temp, dead):
     assert sorted(temp.rglob("*")) == before
 
 
+@pytest.mark.real_start
 def test_a_start_without_descriptors_leaves_nothing(temp, monkeypatch):
     def none_left(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

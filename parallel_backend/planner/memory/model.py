@@ -193,7 +193,5 @@ class _Rank:
 
 
 def _chunk(call: TokenLoad, blocks: range, messages: Messages, beside: int, name: str) -> Iterator[_Run]:
-    """A chunk's first block works on the message itself; the others beside it."""
-    beside += messages.held
-    yield _Run(call, blocks[:1], beside, name)
-    yield _Run(call, blocks[1:], beside + messages.received, name)
+    """A chunk's first block works on the message itself, which is gone when the others run."""
+    yield _Run(call, blocks, beside + messages.held, name)

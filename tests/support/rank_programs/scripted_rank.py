@@ -49,7 +49,7 @@ class ScriptedForward:
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
     calls: int = 0
-    warmup_steps: None = None
+    patchwise: None = None
     exact: bool = True
     kernel: str = "torch"
     compiles: bool = False
@@ -101,14 +101,15 @@ class ScriptedJobs(RankWorker):
             chunks=(),
             bytes=4,
             compute_dtype=torch.float32,
-            file=SimpleNamespace(dtype="float32"),
+            stored_dtype="float32",
+            sharding=None,
         )
 
     def _read_inputs(self, spec):
         return scripted_inputs(spec)
 
-    def _make_forward(self, placement):
-        return ScriptedForward(scale=self._model.scale, world=self.world)
+    def _make_forward(self, model, placement):
+        return ScriptedForward(scale=model.scale, world=self.world)
 
 
 if __name__ == "__main__":
