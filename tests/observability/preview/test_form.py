@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from parallel_backend.errors import CheckpointError, RequestError, StrategyError
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
-from parallel_backend.planner.preview import form as selector_inputs
-from parallel_backend.planner.preview.form import (
+from parallel_backend.observability.preview import form as selector_inputs
+from parallel_backend.observability.preview.form import (
     LIMITS,
     MOST_BYTES,
     Loader,
@@ -18,7 +18,7 @@ from parallel_backend.planner.preview.form import (
     check_inputs,
     read_inputs,
 )
-from parallel_backend.planner.preview.preview import preview
+from parallel_backend.observability.preview.preview import preview
 from parallel_backend.planner.rules import StrategySettings
 
 

@@ -42,7 +42,7 @@ def take_fingerprint(
 
     `cpu`: lines that stand for the processor, for tests; it counts only where ranks compute on it.
     """
-    from ...wire.protocol import VERSION  # with torch, which the doctor may find missing
+    from ..wire.protocol import VERSION  # with torch, which the doctor may find missing
 
     # A GPU's UUID is its serial number, so only its digest is kept.
     hardware = tuple(

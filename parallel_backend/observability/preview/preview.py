@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import StrategyError
+from ...machine.local import LocalMachine
 from ...models.arithmetic import Family
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
+from ...planner.decide import find_machine
+from ...planner.job import Job
+from ...planner.job_models import CatalogModel, CheckpointModel
+from ...planner.memory.fit import MemoryCheck, check_capacity, fits
+from ...planner.memory.rank_memory import fullest_rank
+from ...planner.rules import StrategySettings, resolve_strategy
 from ...sidecar.device_health import left_out
 from ...strategy import ParallelStrategy
-from ..decide import find_machine
-from ..job import Job
-from ..job_models import CatalogModel, CheckpointModel
-from ..machine.local import LocalMachine
-from ..memory.fit import MemoryCheck, check_capacity, fits
-from ..memory.rank_memory import fullest_rank
-from ..rules import StrategySettings, resolve_strategy
 from .rank_diagram import DeviceAssignment, assign_devices
 
 _SIZE = "1024x1024"

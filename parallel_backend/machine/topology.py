@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import DeviceError
+from ..errors import DeviceError
 
 # Paths as `nvidia-smi topo -m` writes them, best first.
 PATHS = ("NVSWITCH", "NVLINK", "same board", "PIX", "PXB", "PHB", "NODE", "SYS", "MIG", "unknown")

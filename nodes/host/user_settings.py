@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..devices import resolve_devices
-from ..errors import DeviceError, StrategyError
-from ..options import APPROXIMATE_KERNELS
-from .rules import StrategySettings
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.errors import DeviceError, StrategyError
+from ...parallel_backend.options import APPROXIMATE_KERNELS
+from ...parallel_backend.planner.rules import StrategySettings
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,14 @@ def _switch(value: object) -> str | None:
     return None if isinstance(value, bool) else "it must be true or false"
 
 
-# web/settings.js offers the same ones; tests/planner/test_user_settings.py holds them together.
+# web/settings.js offers the same ones; tests/nodes/test_user_settings.py holds them together.
 SETTINGS = {
     "default_devices": Setting("all", _devices),
     "sleep_after_minutes": Setting(0.0, _minutes),
     "stop_after_minutes": Setting(0.0, _minutes),
     "start_at_launch": Setting(False, _switch),
     "allow_approximate": Setting(True, _switch),
+    "try_strategies": Setting(True, _switch),
     "metrics": Setting(False, _switch),
 }
 

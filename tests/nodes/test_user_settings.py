@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pack_nodes import import_node_module
 from parallel_backend.errors import StrategyError
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.planner.user_settings import (
-    PREFIX,
-    SETTINGS,
-    SettingsFile,
-    check_settings,
-    without_approximation,
-)
 from parallel_backend.strategy import ParallelStrategy
 
+user_settings = import_node_module("nodes.host.user_settings")
+PREFIX = user_settings.PREFIX
+SETTINGS = user_settings.SETTINGS
+SettingsFile = user_settings.SettingsFile
+check_settings = user_settings.check_settings
+without_approximation = user_settings.without_approximation
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
@@ -37,6 +37,7 @@ def test_sound_values_count():
         "stop_after_minutes": 0.5,
         "start_at_launch": True,
         "allow_approximate": False,
+        "try_strategies": False,
         "metrics": True,
     }
     assert check_settings({PREFIX + name: value for name, value in wished.items()}) == (wished, [])

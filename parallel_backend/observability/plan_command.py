@@ -1,4 +1,4 @@
-"""`python -m parallel_backend plan`: predictions for hardware one does not own, labelled so, with error bands."""
+"""`python -m parallel_backend plan`: memory, FLOPs, bytes and a bound of each strategy on hardware one does not own."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import dataclass
 
 from ..errors import RequestError
+from ..machine.cards import CARDS, LINKS, Card, Interconnect, find_card, find_link
 from ..models.catalog import FAMILIES, WEIGHT_BYTES, find_family, split_name
 from ..models.registry import is_loadable
 from ..options import ComputeOptions
-from .cost.model import Machine
-from .job import Job
-from .job_models import CatalogModel
-from .machine.cards import CARDS, LINKS, find_card, find_link
-from .ranking import (
-    APPROXIMATION,
-    BAND_WITH_ONE_GPU,
-    Evidence,
-    RankedCandidate,
-    Ranking,
-    enumerate_candidates,
-    rank_candidates,
-)
+from ..planner.candidates import APPROXIMATION, Candidate, Ranking, enumerate_candidates, rank_candidates
+from ..planner.job import Job
+from ..planner.job_models import CatalogModel
+from ..planner.memory.rank_memory import fullest_rank
+from ..planner.sheet import bytes_sent, compute_share, lower_bound
+from ..strategy import ParallelStrategy
 
 MAX_GPUS = 64
 MODES = ("eager", "compiled")
-_SOURCES = "closed forms and data sheets; bands from published measurements, see docs/selector.md"
+USABLE_MEMORY = 0.94  # of a card; the rest is fragmentation and the desktop
+_BOUND = (
+    "A bound is no prediction: peak rates of the card and the link, everything at the same time. A real step takes "
+    "longer, by a factor that only measuring tells."
+)
+
+
+@dataclass(frozen=True)
+class Cards:
+    """`count` equal cards on one link. `usable`: bytes of each that may be used."""
+
+    card: Card
+    link: Interconnect
+    count: int
+    usable: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,30 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--approximation", choices=APPROXIMATION, default="if_needed", help="when PipeFusion may be used"
     )
-    parser.add_argument("--step-seconds", type=float, help="measured seconds of one step on one such card")
     parser.add_argument("--rows", type=int, default=8, help="candidates to show")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Raises RequestError for what the tables do not know, naming what they do."""
-    job, machine = _job(args), _machine(args)
+    """Prints the sheet of each candidate. Raises RequestError for what the tables do not know, naming what they do."""
+    job, cards = _job(args), _cards(args)
     ranking = rank_candidates(
-        enumerate_candidates(job, machine.count),
-        job,
-        machine,
-        Evidence(one_gpu_s=args.step_seconds),
+        (_candidate(strategy, job, cards) for strategy in enumerate_candidates(job, cards.count)),
         approximation=args.approximation,
     )
     shown = ranking.ranked[: max(1, args.rows)]
     one = next(e for e in ranking.ranked if e.strategy.world_size == 1)
     if one not in shown:
         shown = (*shown, one)
-    if args.json:
-        sys.stdout.write(json.dumps(_as_json(ranking, shown, one, job, machine)) + "\n")
-    else:
-        sys.stdout.write(_as_table(ranking, shown, one, job, machine, args.mode) + "\n")
+    write = _as_json if args.json else _as_table
+    sys.stdout.write(write(ranking, shown, job, cards, args.mode) + "\n")
     return 0
+
+
+def _candidate(strategy: ParallelStrategy, job: Job, cards: Cards) -> Candidate:
+    memory = fullest_rank(job.model.memory(job, strategy)).private_bytes
+    return Candidate(strategy, memory, memory <= cards.usable)
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -110,78 +118,63 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _machine(args: argparse.Namespace) -> Machine:
+def _cards(args: argparse.Namespace) -> Cards:
     if not 1 <= args.gpus <= MAX_GPUS:
         raise RequestError(f"gpus {args.gpus}: plan for 1 to {MAX_GPUS} cards.")
     if args.memory is not None and args.memory <= 0:
         raise RequestError(f"memory {args.memory:g}: it must be a number of GB above 0.")
-    if args.step_seconds is not None and args.step_seconds <= 0:
-        raise RequestError(f"step-seconds {args.step_seconds:g}: it must be above 0.")
     card = find_card(args.card)
-    return Machine(card, find_link(args.link, card), args.gpus, (args.memory or 0) * 1e9)
+    usable = (args.memory or card.memory * USABLE_MEMORY) * 1e9
+    return Cards(card, find_link(args.link, card), args.gpus, usable)
 
 
-def _available(entry: RankedCandidate, job: Job) -> bool:
+def _available(strategy: ParallelStrategy, job: Job) -> bool:
     """True if this version of the pack can run it, beside what other engines can."""
-    world = entry.strategy.world_size
-    return is_loadable(job.model.family.name) and not entry.strategy.violations(job.model.shape, world)
+    return is_loadable(job.model.family.name) and not strategy.violations(
+        job.model.shape, strategy.world_size
+    )
 
 
-def _as_table(
-    ranking: Ranking,
-    shown: tuple[RankedCandidate, ...],
-    one: RankedCandidate,
-    job: Job,
-    machine: Machine,
-    mode: str,
-) -> str:
+def _as_table(ranking: Ranking, shown: tuple[Candidate, ...], job: Job, cards: Cards, mode: str) -> str:
     f = job.model.family
     size = f"{job.width}x{job.height}" + (f"x{job.frames} frames" if job.frames > 1 else "")
     linear, attention = (part / 1e12 for part in job.flop_parts)
     lines = [
-        f"PREDICTED, not measured: {f.name}, {size}, {job.steps} steps, {job.rows} rows, {mode}, on "
-        f"{machine.count} × {machine.card.name} ({machine.link.name})",
+        f"COMPUTED from sizes and data sheets, not measured: {f.name}, {size}, {job.steps} steps, {job.rows} rows, "
+        f"{mode}, on {cards.count} × {cards.card.name} ({cards.link.name})",
         f"{job.flop / 1e12:.1f} TFLOP a step ({linear:.1f} in linear layers, {attention:.1f} in attention); "
         f"weights {job.model.weight_bytes / 1e9:.1f} GB",
         "",
-        f"  {'strategy':34s} {'step s':>8s} {'band':>15s} {'total s':>8s} {'speed-up':>8s} {'GB/GPU':>7s}  remark",
+        f"  {'strategy':34s} {'GB/GPU':>7s} {'TFLOP/GPU':>9s} {'GB sent':>8s} {'bound s':>8s}  remark",
     ]
     for entry in shown:
-        p = entry.prediction
-        low, high = _band(p.step_s, ranking.band)
+        strategy = entry.strategy
         mark = "→" if entry is ranking.best else " "
-        remark = entry.reason.split("; ")[0] if entry.fits else entry.reason
+        remark = "exact" if strategy.exact else "approximate"
+        remark = remark if entry.fits else f"does not fit: {cards.usable / 1e9:.1f} GB a GPU can be used"
         remark += "" if entry.permitted or not entry.fits else ", not asked for"
-        remark += "" if _available(entry, job) else "; not in this version of the pack"
+        remark += "" if _available(strategy, job) else "; not in this version of the pack"
         lines.append(
-            f"{mark} {entry.strategy.describe():34s} {p.step_s:8.3g} {low:7.3g}–{high:<7.3g} {p.total_s:8.3g} "
-            f"{one.prediction.total_s / p.total_s:7.2f}x {entry.memory_bytes / 1e9:7.1f}  {remark}"
+            f"{mark} {strategy.describe():34s} {entry.memory_bytes / 1e9:7.1f} "
+            f"{job.flop * compute_share(job, strategy) / 1e12:9.2f} {bytes_sent(job, strategy) / 1e9:8.3f} "
+            f"{lower_bound(job, strategy, cards.card, cards.link):8.3g}  {remark}"
         )
-    lines += ["", ranking.reason, f"Band: ± {ranking.band:.0%}, 9 of 10 errors are smaller. From {_SOURCES}."]
-    if ranking.band > BAND_WITH_ONE_GPU:
-        lines.append(
-            f"Speed-ups are surer than times (± {BAND_WITH_ONE_GPU:.0%}); measure a step on one such card and pass it "
-            "as --step-seconds."
-        )
-    return "\n".join(lines)
+    why = ranking.reason or "the rule: all devices, CFG, then Ulysses, then Ring; the first that fits"
+    return "\n".join(
+        [*lines, "", f"→ {why}. A first job tries others on its way and keeps the fastest.", _BOUND]
+    )
 
 
-def _band(seconds: float, band: float) -> tuple[float, float]:
-    return seconds * (1 - band), seconds * (1 + band)
-
-
-def _as_json(
-    ranking: Ranking, shown: tuple[RankedCandidate, ...], one: RankedCandidate, job: Job, machine: Machine
-) -> dict[str, object]:
-    return {
-        "label": "predicted",
-        "source": _SOURCES,
+def _as_json(ranking: Ranking, shown: tuple[Candidate, ...], job: Job, cards: Cards, mode: str) -> str:
+    found = {
+        "label": "computed",
+        "bound": _BOUND,
         "model": job.model.family.name,
-        "card": machine.card.name,
-        "link": machine.link.name,
-        "gpus": machine.count,
+        "card": cards.card.name,
+        "link": cards.link.name,
+        "gpus": cards.count,
+        "mode": mode,
         "tflop_per_step": round(job.flop / 1e12, 2),
-        "band": ranking.band,
         "chosen": ranking.best.strategy.describe(),
         "reason": ranking.reason,
         "candidates": [
@@ -189,17 +182,16 @@ def _as_json(
                 "strategy": e.strategy.as_dict(),
                 "shard_weights": e.strategy.shard_weights,
                 "name": e.strategy.describe(),
-                "predicted_step_s": round(e.prediction.step_s, 5),
-                "predicted_step_s_band": [round(x, 5) for x in _band(e.prediction.step_s, ranking.band)],
-                "predicted_total_s": round(e.prediction.total_s, 3),
-                "predicted_speedup": round(one.prediction.total_s / e.prediction.total_s, 3),
                 "memory_gb_per_gpu": round(e.memory_bytes / 1e9, 2),
+                "tflop_per_gpu": round(job.flop * compute_share(job, e.strategy) / 1e12, 3),
+                "gb_sent_per_gpu": round(bytes_sent(job, e.strategy) / 1e9, 4),
+                "step_s_at_least": round(lower_bound(job, e.strategy, cards.card, cards.link), 5),
                 "exact": e.strategy.exact,
                 "fits": e.fits,
                 "permitted": e.permitted,
-                "available": _available(e, job),
-                "limits": e.prediction.limits,
+                "available": _available(e.strategy, job),
             }
             for e in shown
         ],
     }
+    return json.dumps(found)

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from parallel_backend.engine.groups import ROW_AXES, rank_groups
+from parallel_backend.engine.groups import rank_groups
 from parallel_backend.engine.rows import take
-from parallel_backend.layout import slice_of, split_sizes
+from parallel_backend.layout import ROW_AXES, slice_of, split_sizes
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
-from parallel_backend.planner.preview.rank_diagram import PROMPTS, assign_devices
+from parallel_backend.observability.preview.rank_diagram import PROMPTS, assign_devices
 from parallel_backend.requests import Conditioning, Rows
 from parallel_backend.strategy import ParallelStrategy
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from ...errors import CheckpointError, ParallelError, RequestError, SettingsError
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
+from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
-from ..rules import StrategySettings
 from .preview import Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ...devices import is_cpu
-from ...errors import StrategyError
+from ..devices import is_cpu
+from ..errors import StrategyError
 from .probe import visible_topology
 from .topology import Topology
 

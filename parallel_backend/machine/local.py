@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...devices import is_cpu
+from ..devices import is_cpu
 from .fingerprint import device_ids
 from .probe import visible_topology
 from .topology import PATHS, Topology
@@ -65,3 +65,13 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
                 left.remove(u)
         order += block
     return tuple(order)
+
+
+def joinable(topology: Topology, count: int) -> int:
+    """How many of the first `count` devices NCCL can join: at most one MIG slice of each GPU. `topology`: of these."""
+    parents: set[str] = set()
+    for number, device in enumerate(topology.devices[:count]):
+        if device.is_mig and device.parent in parents:
+            return number
+        parents.add(device.parent)
+    return count

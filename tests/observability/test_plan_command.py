@@ -1,4 +1,4 @@
-"""`python -m parallel_backend plan`: labelled predictions with bands, as a table and as JSON, and clear refusals."""
+"""`python -m parallel_backend plan`: sheets and bounds, labelled so, as a table and as JSON, and clear refusals."""
 
 import json
 import re
@@ -29,9 +29,12 @@ def test_it_runs_as_a_module_without_torch_or_a_gpu():
         [sys.executable, "-c", code, *ASKED], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("PREDICTED, not measured: flux1-dev, 1024x1024, 28 steps")
+    assert done.stdout.startswith(
+        "COMPUTED from sizes and data sheets, not measured: flux1-dev, 1024x1024, 28 steps"
+    )
     assert "74.4 TFLOP a step (59.5 in linear layers, 14.9 in attention)" in done.stdout
-    assert "±" in done.stdout and "does not fit" in done.stdout
+    assert "A bound is no prediction" in done.stdout and "does not fit" in done.stdout
+    assert "±" not in done.stdout and "predicted" not in done.stdout.lower()
 
 
 def test_the_module_is_the_command():
@@ -42,20 +45,21 @@ def test_the_module_is_the_command():
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0 and done.stdout.startswith("PREDICTED")
+    assert done.returncode == 0 and done.stdout.startswith("COMPUTED")
 
 
-def test_json_labels_every_number_as_predicted_and_gives_a_band(capsys):
+def test_json_has_the_sheet_of_each_candidate_and_calls_the_bound_one(capsys):
     plan = _json(capsys, "--weights", "fp8")
-    assert plan["label"] == "predicted" and 0 < plan["band"] < 1
+    assert plan["label"] == "computed" and "no prediction" in plan["bound"]
     assert plan["tflop_per_step"] == pytest.approx(74.36, abs=0.01)
     first = plan["candidates"][0]
-    assert first["name"] == plan["chosen"] and first["fits"]
-    for row in plan["candidates"]:
-        low, high = row["predicted_step_s_band"]
-        assert low < row["predicted_step_s"] < high
-    assert any(row["strategy"]["ulysses_degree"] == 4 for row in plan["candidates"])
-    assert plan["candidates"][-1]["predicted_speedup"] == 1.0
+    assert first["name"] == plan["chosen"] == "Ulysses 4" and first["fits"]
+    assert first["tflop_per_gpu"] == pytest.approx(74.36 / 4, abs=0.01)
+    assert first["gb_sent_per_gpu"] == pytest.approx(57 * 3 * 4608 / 4 * 3072 * 2 / 1e9, rel=1e-3)
+    one = plan["candidates"][-1]
+    assert one["name"] == "one device" and one["gb_sent_per_gpu"] == 0
+    assert one["step_s_at_least"] == pytest.approx(74.36e12 / (2 * 165.2e12), rel=1e-3)
+    assert not any("predicted" in key for row in plan["candidates"] for key in row)
 
 
 def test_what_this_version_cannot_run_is_marked(capsys):
@@ -68,13 +72,6 @@ def test_what_this_version_cannot_run_is_marked(capsys):
     assert not any(row["available"] for row in others)
     main(["plan", "--model", "wan14b", "--gpus", "2", "--link", "nvlink", "--card", "h100"])
     assert "not in this version of the pack" in capsys.readouterr().out
-
-
-def test_a_measured_step_replaces_the_guess_and_narrows_the_band(capsys):
-    guessed = _json(capsys, "--weights", "fp8")
-    known = _json(capsys, "--weights", "fp8", "--step-seconds", "1.5")
-    assert known["band"] < guessed["band"]
-    assert known["candidates"][-1]["predicted_step_s"] == 1.5
 
 
 def test_approximation_and_memory_are_asked_for(capsys):
@@ -105,7 +102,6 @@ def test_videos_and_cfg_change_the_work(capsys):
         (("--steps", "0"), "at least 1"),
         (("--frames", "9"), "makes images"),
         (("--memory", "-1"), "above 0"),
-        (("--step-seconds", "0"), "above 0"),
     ],
 )
 def test_what_it_does_not_know_is_refused_with_what_it_knows(capsys, change, said):

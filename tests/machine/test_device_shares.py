@@ -3,8 +3,8 @@
 import pytest
 
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.machine.device_shares import read_shares, unequal_remark
-from parallel_backend.planner.machine.topology import Device, Topology
+from parallel_backend.machine.device_shares import read_shares, unequal_remark
+from parallel_backend.machine.topology import Device, Topology
 
 TWO = ("cuda:0", "cuda:1")
 CARDS = Topology(
