@@ -5,32 +5,37 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ..models.base import TokenModel
-from ..options import ComputeOptions
+from ..options import ComputeOptions, overlaps
 from ..requests import Placement
-from .attention.kernels import kernel_for
+from .attention.kernel_choice import kernel_for
 from .attention.native import NativeAttention
 from .compile import Blocks, CompiledBlocks, PlainBlocks, compiler
 from .compile import why_not as why_not_compile
 from .forward import ParallelForward
 from .groups import Layout, Layouts
+from .lead import LeadForward
 from .load import notes_on_weights
 from .pipefusion.forward import PipelineForward
 from .traffic_counter import Traffic
 
+AnyForward = ParallelForward | PipelineForward | LeadForward
 
-def make_forward(
-    model: TokenModel, layouts: Layouts, placement: Placement
-) -> ParallelForward | PipelineForward:
+
+def make_forward(model: TokenModel, layouts: Layouts, placement: Placement) -> AnyForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together.
 
     `auto` is native: it is exact for every request and needs no import. Where xfuser is asked for, native stands behind
     it for what xfuser cannot compute exactly, and the notes say so.
     """
-    kernel = kernel_for(model.device, model.compute_dtype, placement.compute_options.attention)
-    blocks, notes = _blocks(model, placement.compute_options)
     layout = layouts.get(placement.strategy)
-    forward = _make_forward(model, layout, placement.engine, kernel, blocks, layouts.traffic)
-    forward.notes += notes_on_weights(layout) + notes
+    wish = placement.compute_options.attention
+    kernel = kernel_for(model.device, model.compute_dtype, wish, ring=layout.ring.size > 1)
+    blocks, notes = _blocks(model, placement.compute_options)
+    forward = _make_forward(model, layout, placement.engine, kernel.name, blocks, layouts.traffic)
+    forward.notes += notes_on_weights(layout) + kernel.notes + notes
+    if placement.strategy.world_size < layouts.world.world_size:
+        assert isinstance(forward, ParallelForward), "one device has no stages"
+        return LeadForward(forward, layouts.everyone)
     return forward
 
 
@@ -53,7 +58,7 @@ def _blocks(model: TokenModel, compute_options: ComputeOptions) -> tuple[Blocks,
 def _make_forward(
     model: TokenModel, layout: Layout, engine: str, kernel: str, blocks: Blocks, traffic: Traffic
 ) -> ParallelForward | PipelineForward:
-    native = NativeAttention(layout, kernel, traffic)
+    native = NativeAttention(layout, kernel, traffic, overlaps=overlaps(model.device.type))
     if layout.pipe.size > 1:
         pipeline = PipelineForward(model, layout, native, traffic, blocks)
         if engine == "xfuser":

@@ -17,7 +17,6 @@ from ..models.base import FirstBlockOutput
 from ..requests import Rows, SamplerState
 from .collectives import all_gather
 from .forward import ParallelForward, RowShare
-from .groups import Axis
 
 MakeState = Callable[[], SamplerState]
 
@@ -42,8 +41,7 @@ class CachedForward:
         """`state`: of a job that is resumed; its counts go on, what was cached is gone."""
         self._forward = forward
         self._threshold = threshold
-        world = forward.layout.world
-        self._world = Axis(tuple(range(world.world_size)), world.rank, world.group)
+        self._world = forward.layout.everyone
         # Of each part what the first block changed and what the others did, in the last call that was computed.
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self.calls = 0 if state is None else state.calls
@@ -56,6 +54,9 @@ class CachedForward:
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         self.calls += 1
         return self._forward.shared_out(rows, self._velocities)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        return self._forward.from_first(tensor)
 
     def kept_by(self, keep: Callable[[MakeState], None]) -> Callable[[MakeState], None]:
         """`keep` (sampling.denoise.Keep) of states that also say what was reused until then."""

@@ -14,9 +14,9 @@ from ..layout import slice_of, split_sizes
 from ..models.base import Attention, TokenModel, TokenShare
 from ..options import APPROXIMATE_KERNELS
 from ..requests import Rows
-from .collectives import all_gather
+from .collectives import all_gather, broadcast
 from .compile import Blocks
-from .extras import ResidualShares, mask_in_order
+from .extras import OrderedMasks, ResidualShares
 from .groups import Layout
 from .rows import batched, take
 from .token_split import TokenPlan
@@ -103,6 +103,7 @@ class ParallelForward:
         self.traffic = traffic
         self._engines = engines
         self._blocks = blocks
+        self._masks = OrderedMasks()
         # What ran last, and what there is to say about it.
         self.engine = engines[0].name
         self.kernel = engines[0].of_call(TokenPlan.split(0, 0, layout.sequence.size)).kernel
@@ -127,6 +128,9 @@ class ParallelForward:
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         return self.shared_out(rows, self._velocities)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        return broadcast(tensor, 0, self.layout.everyone, self.traffic)
 
     def shared_out(self, rows: list[Rows], compute: Callable[[RowShare], list[Tensor]]) -> list[Tensor]:
         """The model call, of which `compute` does this rank's share: the velocities of its parts."""
@@ -205,7 +209,7 @@ class ParallelForward:
                 self.notes.append(note)
         added = None
         if mask is not None:
-            added = mask_in_order(mask, plan.order, self.model.compute_dtype, self.device)
+            added = self._masks.get(mask, plan.order, self.model.compute_dtype, self.device)
         attention = engine.of_call(plan, added)
         self.engine, self.kernel = engine.name, attention.kernel
         return attention

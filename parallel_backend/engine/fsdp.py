@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
-from .groups import Axis
+from .groups import Axis, is_gloo
 from .traffic_counter import Traffic
 
 # Its name before torch 2.13 warns in that version.
@@ -43,7 +43,7 @@ class Sharding:
             )
         self._axis = axis
         self._device = device
-        self._gather = _CountedGather(axis, traffic)
+        self._gather = _CountedGather(axis, device, traffic)
         self._offload = offload and device.type != "cpu"
         self._sharded: list[tuple[FSDPModule, list[FSDPModule]]] = []  # each module with its blocks
 
@@ -129,20 +129,21 @@ def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
 class _CountedGather:
     """FSDP's all-gather (torch.distributed.fsdp's AllGather), counted.
 
-    On the CPU every gather arrives in the same memory: FSDP copies one out before it starts the next, since it looks
+    Over gloo every gather arrives in the same memory: FSDP copies one out before it starts the next, since it looks
     only one block ahead. Shares go straight there: gloo's own all-gather fills a buffer of its thread first, and that
     thread's heap keeps it.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic) -> None:
         self._axis = axis
         self._traffic = traffic
+        self._gloo = is_gloo(axis, device)
         self._arrivals = torch.empty(0, dtype=_WORDS)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        if device.type != "cpu":
+        if not self._gloo:
             return torch.empty(*size, dtype=dtype, device=device)
         numel = math.prod(map(int, size))
         needed, storage = numel * dtype.itemsize, self._arrivals.untyped_storage()
@@ -177,7 +178,7 @@ class _CountedGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         self._traffic.add(input_tensor.numel() * (self._axis.size - 1), input_tensor)
-        if output_tensor.device.type == "cpu":
+        if self._gloo:
             self._exchange(output_tensor.view(_WORDS), input_tensor.view(_WORDS), group)
             return None
         return _all_gather(

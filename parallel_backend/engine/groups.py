@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PlatformError, RequestError
-from ..layout import AXES, RankCoordinates
+from ..layout import ALIKE_AXES, AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
 from ..strategy import ParallelStrategy
+from ..wire.heartbeat import heartbeat
+from .numa import stay_near
 from .operators import SliceMeeting
 from .traffic_counter import Traffic
 
-ROW_AXES = ("data", "cfg")
-SEQUENCE_AXES = ("ring", "ulysses")
-ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
+SAMPLING_AXES = tuple(axis for axis in AXES if axis != "pipefusion")
 _NO_INTERFACE = "Unable to find address for"  # gloo's words
 # Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
 _WEIGHTS, _RETURN = "weights", "return"
@@ -25,19 +25,29 @@ class World:
     """This rank's place in its sidecar and the process groups that span it.
 
     `group` carries tensors (NCCL on GPUs, gloo on the CPU); `control` is always gloo, for flags that the host reads.
-    Both are None for a single rank. Rendezvous is a FileStore on a fresh path: no port.
+    Both are None for a single rank. Rendezvous is a FileStore on a fresh path: no port. `devices`: of all ranks.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, device: torch.device, backend: str, store_path: str
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        backend: str,
+        store_path: str,
+        devices: tuple[torch.device, ...] = (),
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.devices = devices or (device,)
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            stay_near(device)
+            heartbeat.follow(torch.cuda.Event)
         if world_size > 1:
             # torch exports it, but not to type checkers
             store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
@@ -75,6 +85,7 @@ class Layout:
     (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: what the
     last stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
     ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
+    `everyone` has all ranks; `stage` those of one stage of all pipelines, the first of which sample while patches flow.
     """
 
     strategy: ParallelStrategy
@@ -87,6 +98,8 @@ class Layout:
     ulysses: Axis
     tensor: Axis
     shard: Axis
+    everyone: Axis
+    stage: Axis
 
     @property
     def sequence_shares(self) -> tuple[float, ...]:
@@ -116,8 +129,15 @@ class Layouts:
         self._layouts: dict[ParallelStrategy, Layout] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
+    @property
+    def everyone(self) -> Axis:
+        """All ranks."""
+        world = self.world
+        return Axis(tuple(range(world.world_size)), world.rank, world.group)
+
     def get(self, strategy: ParallelStrategy) -> Layout:
-        if strategy.world_size != self.world.world_size:
+        """Of one device among several ranks: each is alone in it, and the first one computes (lead.py)."""
+        if strategy.world_size not in (1, self.world.world_size):
             raise RequestError(
                 f"{strategy.describe()} needs {strategy.world_size} ranks and this group has {self.world.world_size}."
             )
@@ -133,11 +153,16 @@ class Layouts:
                 ulysses=self._axis(strategy, ("ulysses",)),
                 tensor=self._axis(strategy, ("tensor",)),
                 shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
+                everyone=self._axis(strategy, AXES),
+                stage=self._axis(strategy, SAMPLING_AXES),
             )
+            _connect_stages(self._layouts[strategy])
         return self._layouts[strategy]
 
     def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
         mine = None
+        if strategy.world_size < self.world.world_size:
+            return Axis((self.world.rank,), 0, None)
         for ranks in rank_groups(strategy, axes):
             group = self._group(ranks, purpose)
             if self.world.rank in ranks:
@@ -154,6 +179,33 @@ class Layouts:
         if (ranks, purpose) not in self._groups:
             self._groups[ranks, purpose] = dist.new_group(list(ranks))
         return self._groups[ranks, purpose]
+
+
+def _connect_stages(layout: Layout) -> None:
+    """Has each two stages that will send to each other meet once, all in the same order.
+
+    NCCL makes a communicator for two ranks at their first send, and holds both hosts up until the other one comes. In
+    the middle of a run a stage may be waiting for something else, and the pipeline would hang. A `device_id` would have
+    all pairs share one communicator, whose messages wait for each other: process groups are made without.
+    """
+    last = layout.pipe.size - 1
+    meetings = [(layout.pipe, stage, stage + 1) for stage in range(last)]
+    if last > 0:
+        meetings.append((layout.return_group, last, 0))
+    token = torch.zeros(1, device=layout.world.device)
+    for axis, sender, receiver in meetings:
+        with heartbeat.inside("a PipeFusion hop", (axis.ranks[sender], axis.ranks[receiver])):
+            if axis.index == sender:
+                dist.send(token, axis.ranks[receiver], axis.group)
+            elif axis.index == receiver:
+                dist.recv(token, axis.ranks[sender], axis.group)
+
+
+def is_gloo(axis: Axis, device: torch.device) -> bool:
+    """Whether gloo carries, or would carry, what the ranks of an axis send of their `device`."""
+    if axis.group is None:
+        return device.type == "cpu"
+    return dist.get_backend(axis.group) == dist.Backend.GLOO
 
 
 def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:

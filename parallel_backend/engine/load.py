@@ -6,6 +6,7 @@ from ..models.base import ModelPart, TokenModel
 from ..models.registry import inspect_model, load_model
 from ..requests import ModelSpec
 from ..strategy import ParallelStrategy
+from .byte_sharding import ByteSharding
 from .fsdp import Sharding
 from .groups import Layout, Layouts
 from .tensor_parallel import slices_of
@@ -17,16 +18,22 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     Collective where ranks hold different parts: all ranks call it together. Only laying out the groups is, and that
     comes first, so a rank that fails on the file or for lack of memory leaves none waiting.
     """
-    device, strategy = layouts.world.device, strategy.weights
+    device, peers, strategy = layouts.world.device, layouts.world.devices, strategy.weights
     if strategy == ParallelStrategy():
-        return load_model(spec, device)
+        return load_model(spec, device, peers=peers)
     layout = layouts.get(strategy)
     strategy.check(inspect_model(spec.path, spec.family).shape, layouts.world.world_size)
     slices = slices_of(layout.tensor, layouts)
     if not _is_worth_sharding(layout):
-        return load_model(spec, device, ModelPart(layout.pipe.index, layout.stage_shares, slices))
-    sharding = Sharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
-    return load_model(spec, device, ModelPart(slices=slices, sharding=sharding))
+        part = ModelPart(layout.pipe.index, layout.stage_shares, slices)
+        return load_model(spec, device, part, peers)
+    offload = strategy.offload_weights
+    if spec.comfyui is not None:
+        shared = ByteSharding(layout.shard, device, layouts.traffic, offload=offload)
+        part = ModelPart(layout.pipe.index, layout.stage_shares, slices, byte_sharding=shared)
+        return load_model(spec, device, part, peers)
+    sharding = Sharding(layout.shard, device, layouts.traffic, offload=offload)
+    return load_model(spec, device, ModelPart(slices=slices, sharding=sharding), peers)
 
 
 def notes_on_weights(layout: Layout) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from ..layout import slice_of, split_sizes
 from .token_split import TokenPlan
@@ -92,3 +96,10 @@ class PatchPlan:
 
     def _group(self, member: int) -> range:
         return range(member * self.ulysses, (member + 1) * self.ulysses)
+
+
+@functools.lru_cache(maxsize=64)
+def index_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers of tokens as an index. Kept, since to copy it there the host waits for the device."""
+    with torch.inference_mode(False):  # sharded weights are computed with outside of it
+        return torch.tensor(numbers, dtype=torch.long, device=device)

@@ -26,7 +26,8 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `parameters`: of the denoiser.
+    """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `latent_pixels`: pixels of a cell of
+    its latent, along a side; `parameters`: of the denoiser.
 
     `text_encoder`: parameters of the text encoders that run once per request; `decoder_flop`: autoencoder FLOPs per
     output pixel and frame; `true_cfg`: rows per image in its usual use (2: cond and uncond). `pair_flop`: for
@@ -41,6 +42,7 @@ class Family:
     text_tokens: int
     spatial: int = 16
     temporal: int = 1
+    latent_pixels: int = 8
     text_encoder: float = 4.9e9
     decoder_flop: float = IMAGE_DECODER_FLOP
     true_cfg: int = 1

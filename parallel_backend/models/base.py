@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,25 @@ from torch import Tensor, nn
 from ..requests import Conditioning, Rows
 from ..wire.weight_patches import WeightPatch
 
-# What a ControlNet adds to the image tokens after a block, numbered through all blocks: [r, n, width], or None.
-Residuals = Callable[[int], Tensor | None]
+if TYPE_CHECKING:
+    from .comfyui.regions import Region
+
+
+class Residuals(Protocol):
+    """What a ControlNet adds to the image tokens after blocks, numbered through all blocks: [r, n, width]."""
+
+    def __contains__(self, block: object) -> bool:
+        """Whether anything is added after a block."""
+
+    def begin(self, block: int) -> None:
+        """Begins to move what is added after a block to the device, beside what that computes."""
+
+    def __call__(self, block: int) -> Tensor:
+        """What is added after a block that is in it."""
+
+
+# Attention as ComfyUI's models call it, after ComfyUI's own function: (original, q, k, v, heads, mask=None, …).
+AttentionCall = Callable[..., Tensor]
 
 
 class Attention(Protocol):
@@ -28,6 +45,23 @@ class Attention(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, s, H, D] of this rank's tokens in and out."""
+
+
+class OnTheWay(Protocol):
+    """Tensors that ranks send each other while something else is computed."""
+
+
+class EarlyAttention(Attention, Protocol):
+    """An attention whose parts can be sent before the others are made. `sends_early`: whether that is wanted."""
+
+    @property
+    def sends_early(self) -> bool: ...
+
+    def send(self, *tensors: Tensor) -> OnTheWay:
+        """Begins to send tensors [B, s, H, D] of this rank's tokens; they may be changed or freed afterwards."""
+
+    def attend_sent(self, values: OnTheWay, queries_and_keys: OnTheWay) -> Tensor:
+        """[B, s, H, D] of this rank's tokens, from one `send(value)` and one `send(query, key)`."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +91,43 @@ class WeightSharding(Protocol):
         """Inside, calls go through `blocks` alone, so no other block's weights travel ahead."""
 
 
+class ByteSharding(Protocol):
+    """Shares out weights over ranks as bytes, in any format; ranks that share them make the same calls together."""
+
+    @property
+    def shares(self) -> nn.Module:
+        """The memory of what this rank keeps."""
+
+    def shard(
+        self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Leaves each rank its share of the parameters of a module in host memory, which the file is mapped into.
+
+        Those of `blocks` are gathered for the turn of each, all others for a whole call. `dtypes`: which parameters are
+        to have, by name, where not the file's.
+        """
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Keeps this rank's share of a parameter's new value, which is made up as the one before."""
+
+    def call(self) -> AbstractContextManager[None]:
+        """Around every call of the module, of whichever method."""
+
+
 @dataclass(frozen=True)
 class ModelPart:
     """The part of a model that a rank loads.
 
     `stage`: number of its pipeline stage; `stage_shares`: how much of the blocks each stage takes;
-    `slices`: its slice of each layer, None for whole layers; `sharding`: leaves it some rows of each parameter.
+    `slices`: its slice of each layer, None for whole layers; `sharding`: leaves it some rows of each parameter;
+    `byte_sharding`: some bytes of each block.
     """
 
     stage: int = 0
     stage_shares: tuple[float, ...] = (1.0,)
     slices: Slices | None = None
     sharding: WeightSharding | None = None
+    byte_sharding: ByteSharding | None = None
 
 
 class Weights(Protocol):
@@ -111,6 +170,36 @@ class LoadedModel(Protocol):
     @property
     def sharding(self) -> WeightSharding | None:
         """The way to gather weights where each rank has a share of them; None where it has all it needs."""
+
+
+class ModuleModel(LoadedModel, Protocol):
+    """A module of ComfyUI's own, called with the arguments that ComfyUI would have handed it (models/comfyui/).
+
+    `module`: its diffusion model; `regions`: which arguments of its blocks are tokens (models/comfyui/regions.py),
+    empty where nobody knows: then it can only be given fewer rows.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+
+    @property
+    def scales_by_largest(self) -> bool:
+        """Whether quantised layers scale what they compute on by its largest value, which is another one for fewer rows
+        or tokens."""
+
+    @property
+    def byte_sharding(self) -> ByteSharding | None:
+        """The way to gather weights where each rank has a share of them; None where it has them all."""
+
+    @property
+    def attention(self) -> str:
+        """What its blocks call as ComfyUI's optimized attention, by ComfyUI's name for it."""
+
+    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
+        """Inside, what its blocks call as ComfyUI's optimized attention is `attend(original, q, k, v, heads, …)`."""
 
 
 @dataclass(frozen=True)

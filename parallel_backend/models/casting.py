@@ -1,4 +1,5 @@
-"""Linear layers that keep their weights as stored (mapped file pages, fp8) and compute in the dtype of their input.
+"""Linear layers that keep their weights as stored (mapped file pages, fp8) and compute in the dtype of their input,
+or in fp8 where a person asked for it.
 
 diffusers' own layerwise casting writes the cast weights back into the module, which would give every rank a private
 copy of the mapped file; these cast into a temporary that is gone after the layer.
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_FP8_SIDE = 16  # torch._scaled_mm: both sides of the weight are multiples of it
+
 
 class CastingLinear(nn.Linear):
     """nn.Linear whose weight and bias are cast to the input's dtype on use."""
@@ -17,6 +20,21 @@ class CastingLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class Fp8Linear(CastingLinear):
+    """The same with weights in float8_e4m3fn that are multiplied as they are: one byte of each is read, where casting
+    reads and writes five. The input is rounded to fp8 too, with the scale 1, as ComfyUI's fp8_e4m3fn_fast does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.numel():  # a rank may have no tokens
+            return super().forward(input)
+        limit = torch.finfo(torch.float8_e4m3fn).max  # beyond it there is only NaN
+        rows = input.reshape(-1, self.in_features).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=input.device)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        out = torch._scaled_mm(rows, self.weight.t(), scale, scale, bias=bias, out_dtype=input.dtype)
+        return out.view(*input.shape[:-1], self.out_features)
 
 
 class HalvesSwapped(nn.Module):
@@ -31,8 +49,11 @@ class HalvesSwapped(nn.Module):
         return torch.cat([second, first], dim=-1)
 
 
-def cast_on_use(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Turns every linear layer below `module` whose storage differs from `compute_dtype` into a casting one."""
+def cast_on_use(module: nn.Module, compute_dtype: torch.dtype, *, in_fp8: bool = False) -> None:
+    """Turns every linear layer below `module` whose storage differs from `compute_dtype` into a casting one. `in_fp8`:
+    those in fp8 whose sides the product takes multiply in it."""
     for layer in module.modules():
         if type(layer) is nn.Linear and any(p.dtype != compute_dtype for p in layer.parameters()):
-            layer.__class__ = CastingLinear
+            fits = layer.in_features % _FP8_SIDE == layer.out_features % _FP8_SIDE == 0
+            fp8 = in_fp8 and fits and layer.weight.dtype == torch.float8_e4m3fn
+            layer.__class__ = Fp8Linear if fp8 else CastingLinear

@@ -322,7 +322,7 @@ def find_family(name: str) -> Family:
     if family := FAMILIES.get(_ALIASES.get(base, base)):
         return family
     raise RequestError(
-        f"model {name!r} is unknown to the cost model; known are {', '.join(sorted(FAMILIES))}, each also with "
+        f"model {name!r} is unknown; known are {', '.join(sorted(FAMILIES))}, each also with "
         f"a suffix such as -fp8 or -q4."
     )
 

@@ -40,7 +40,7 @@ class ModelFile(Protocol):
 
     @property
     def family(self) -> Family:
-        """Its arithmetic for the cost model."""
+        """Its arithmetic."""
 
     @property
     def fingerprint(self) -> tuple[str, ...]:

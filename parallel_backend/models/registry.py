@@ -10,6 +10,8 @@ from ..errors import RequestError
 from .model_file import ModelFile
 
 if TYPE_CHECKING:  # predictions for machines that one does not own need no torch
+    from collections.abc import Sequence
+
     import torch
 
     from ..requests import ModelSpec
@@ -19,9 +21,9 @@ if TYPE_CHECKING:  # predictions for machines that one does not own need no torc
 @dataclass(frozen=True)
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
-    and without the library that computes; `load`: in a rank, from a ModelSpec, a device and a ModelPart to a model;
-    `typical`: a ModelFile that stands for the model where nobody knows it; `catalog`: what catalog.py calls the models
-    that it loads."""
+    and without the library that computes; `load`: in a rank, from a ModelSpec, a device, a ModelPart and the devices of
+    all ranks to a model; `typical`: a ModelFile that stands for the model where nobody knows it; `catalog`: what
+    catalog.py calls the models that it loads."""
 
     name: str
     inspect: str
@@ -37,6 +39,13 @@ PROVIDERS = (
         load="flux.load:load",
         typical="flux.checkpoint:PUBLISHED_DEV",
         catalog=("flux1-dev", "flux1-schnell"),
+    ),
+    Provider(
+        "comfyui",
+        inspect="comfyui.model_file:inspect",
+        load="comfyui.load:load",
+        typical="comfyui.model_file:TYPICAL",
+        catalog=(),
     ),
 )
 
@@ -65,9 +74,17 @@ def is_loadable(name: str) -> bool:
     return any(name in provider.catalog for provider in PROVIDERS)
 
 
-def load_model(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> TokenModel:
-    """The model, or a rank's part of it, on a device. Raises CheckpointError for a file that is refused."""
-    return imported(provider_of(spec.family).load)(spec, device, part)
+def load_model(
+    spec: ModelSpec,
+    device: torch.device,
+    part: ModelPart | None = None,
+    peers: Sequence[torch.device] = (),
+) -> TokenModel:
+    """The model, or a rank's part of it, on a device. `peers`: the devices of all ranks, which compute in one dtype.
+
+    Raises CheckpointError for a file that is refused.
+    """
+    return imported(provider_of(spec.family).load)(spec, device, part, peers)
 
 
 def imported(reference: str) -> Any:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..errors import Cancelled, RequestError
-from ..requests import Conditioning, Rows, SampleRequest, SamplerState, check_numbers
+from ..requests import Conditioning, Rows, SampleRequest, SamplerState
 from .guidance import Guidance, noised
+from .host_copy import NumbersCheck, most_lag
 from .patchwise import OnPatchStep, Packing, PatchSampling
-from .samplers import STEPS, History, Model, model_calls, run, start_history
+from .samplers import STEPS, History, Model, Sigmas, model_calls, run, start_history
 
 
 class Forward(Protocol):
@@ -27,6 +28,9 @@ class Forward(Protocol):
 
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         """Velocities [r, C, h, w] float32 of each entry."""
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The first rank's, on every rank."""
 
 
 class PatchwiseForward(Packing, Protocol):
@@ -45,6 +49,9 @@ class PatchwiseForward(Packing, Protocol):
     def samples(self) -> bool: ...
 
     def start_run(self) -> PatchRun: ...
+
+    def from_first_sampler(self, tensor: Tensor) -> Tensor:
+        """That of the first rank that samples while patches flow, on all that do."""
 
     def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
         """The latent of ranks that sample, on every rank. `like`: any tensor of its shape."""
@@ -92,9 +99,8 @@ def denoise(
             f"sampler {request.sampler!r} does not run on the ranks; use {', '.join(STEPS)}, or the stepwise way."
         )
     device = forward.device
-    noise, latent, sigmas = (
-        t.to(device, torch.float32) for t in (request.noise, request.latent, request.sigmas)
-    )
+    noise, latent = (t.to(device, torch.float32) for t in (request.noise, request.latent))
+    sigmas = Sigmas(request.sigmas.to(torch.float32), device)
     mask = None if request.denoise_mask is None else request.denoise_mask.to(device, torch.float32)
     guidance = Guidance(noise, latent, mask, request.cfg)
     prompts = [_on_device(prompt, device) for prompt in request.prompts]
@@ -107,6 +113,7 @@ def denoise(
         return model
 
     step, history = STEPS[request.sampler], start_history(request.seed, device)
+    history.share = lambda noise: forward.from_first(noise)
     steps = len(sigmas) - 1
     x, first, so_far_exact = noised(sigmas[0], noise, latent), 0, True
     if state is not None:
@@ -116,6 +123,7 @@ def denoise(
     patchwise, whole = forward.patchwise, steps
     if patchwise is not None:  # patches want keys and values, which a new group does not have
         whole = min(first + max(patchwise.warmup_steps, min(first, 1)), steps)
+    check_numbers = NumbersCheck(most_lag(device))
     flow = None if patchwise is None or whole == steps else patchwise.start_run()
     for i in range(first, whole):
         call = forward if flow is None or i < whole - 1 else flow.whole  # whose keys and values patches need
@@ -127,6 +135,7 @@ def denoise(
     if patchwise is not None and flow is not None:
         calls = [sigma for i in range(whole, steps) for sigma in model_calls(step, sigmas, i)]
         assert isinstance(on_step, OnPatchStep), "a plain function cannot follow patches"
+        history.share = patchwise.from_first_sampler
         patches = PatchSampling(
             step, x, sigmas, whole, history, guidance, on_step, patchwise, lag=patchwise.stages, keep=keep
         )
@@ -134,6 +143,7 @@ def denoise(
             raise Cancelled("The request was cancelled.")
         x = patchwise.share_latent(patches.latent if patchwise.samples else None, like=x)
         check_numbers(x, f"in one of the steps {whole + 1} to {steps}")
+    check_numbers.finish()
     return x / (1 - sigmas[-1])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..requests import SamplerState
 from .guidance import Guidance
-from .samplers import History, Step
+from .samplers import History, Sigmas, Step
 
 
 class Packing(Protocol):
@@ -70,7 +70,7 @@ class _Patch:
     """One patch between two model calls: `wish` is what its sampler wants denoised next, None when it has ended."""
 
     def __init__(
-        self, step: Callable[..., Step], x: Tensor, sigmas: Tensor, first: int, history: PatchHistory
+        self, step: Callable[..., Step], x: Tensor, sigmas: Sigmas, first: int, history: PatchHistory
     ) -> None:
         self._step = step
         self._sigmas = sigmas
@@ -131,7 +131,7 @@ class PatchSampling:
         self,
         step: Callable[..., Step],
         x: Tensor,
-        sigmas: Tensor,
+        sigmas: Sigmas,
         first: int,
         history: History,
         guidance: Guidance,

@@ -2,14 +2,14 @@
 
 A step yields (x, sigma) where it wants the model's denoised latent and is sent it, so that who calls the model decides
 when: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any part of its elements, since every
-sampler here works element by element; sigmas: [S + 1], descending. The state that outlives a step is `History`, so a
-run can be resumed between any two steps. Noise comes from a seeded generator, so that every rank draws the same.
+sampler here works element by element. The state that outlives a step is `History`, so a run can be resumed between any
+two steps. Noise comes from a seeded generator, and is the first rank's on all: cards of two kinds draw differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,15 +18,44 @@ Model = Callable[[Tensor, Tensor], Tensor]
 Step = Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]
 
 
+class Sigmas:
+    """The noise levels of a run, [S + 1] descending: on its device to compute with, on the host to decide by.
+
+    To look at a number of a device would hold the host up until the device has done all that it was given.
+    """
+
+    def __init__(self, sigmas: Tensor, device: torch.device) -> None:
+        self._on_host: list[float] = sigmas.tolist()
+        self._on_device = sigmas.to(device)
+
+    def __len__(self) -> int:
+        return len(self._on_host)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self._on_device[i]
+
+    def is_zero(self, i: int) -> bool:
+        return self._on_host[i] == 0
+
+
+def _own(noise: Tensor) -> Tensor:
+    return noise
+
+
 @dataclass
 class History:
-    """A sampler's memory from step to step: the previous denoised latent, and its source of noise."""
+    """A sampler's memory from step to step: the previous denoised latent, and its source of noise.
+
+    `share`: gives all ranks that sample the noise of the first of them. CUDA's generator deals numbers out by the
+    number of a card's multiprocessors, so that ranks on different cards draw different noise from one seed.
+    """
 
     generator: torch.Generator
     denoised: Tensor | None = None
+    share: Callable[[Tensor], Tensor] = field(default=_own)
 
     def noise_like(self, x: Tensor) -> Tensor:
-        return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=self.generator)
+        return self.share(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=self.generator))
 
 
 def start_history(seed: int, device: torch.device) -> History:
@@ -47,7 +76,7 @@ def run(step: Step, model: Model) -> tuple[Tensor, Tensor]:
         return end.value
 
 
-def model_calls(step: Callable[..., Step], sigmas: Tensor, i: int) -> list[Tensor]:
+def model_calls(step: Callable[..., Step], sigmas: Sigmas, i: int) -> list[Tensor]:
     """The sigmas at which step i calls the model; they depend on `sigmas` alone."""
     calls = []
 
@@ -55,22 +84,23 @@ def model_calls(step: Callable[..., Step], sigmas: Tensor, i: int) -> list[Tenso
         calls.append(sigma)
         return x
 
-    run(step(sigmas.new_zeros(1), sigmas, i, start_history(0, sigmas.device)), model)
+    nothing = sigmas[i].new_zeros(1)
+    run(step(nothing, sigmas, i, start_history(0, nothing.device)), model)
     return calls
 
 
-def euler(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
+def euler(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
     """Algorithm 2 (Euler steps) of Karras et al. (2022), without churn."""
     denoised = yield x, sigmas[i]
     d = (x - denoised) / sigmas[i]
     return x + d * (sigmas[i + 1] - sigmas[i]), denoised
 
 
-def euler_ancestral(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
+def euler_ancestral(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
     """Euler steps with noise added back (eta = 1), in the rectified-flow form that keeps alpha = 1 - sigma."""
     denoised = yield x, sigmas[i]
     sigma, sigma_next = sigmas[i], sigmas[i + 1]
-    if sigma_next == 0:
+    if sigmas.is_zero(i + 1):
         return denoised, denoised
     sigma_down = sigma_next * (1 + (sigma_next / sigma - 1))
     alpha_next, alpha_down = 1 - sigma_next, 1 - sigma_down
@@ -80,12 +110,12 @@ def euler_ancestral(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step
     return (alpha_next / alpha_down) * x + history.noise_like(x) * renoise, denoised
 
 
-def heun(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
+def heun(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
     """Algorithm 2 (Heun steps) of Karras et al. (2022), without churn; two model calls except in the last step."""
     denoised = yield x, sigmas[i]
     d = (x - denoised) / sigmas[i]
     dt = sigmas[i + 1] - sigmas[i]
-    if sigmas[i + 1] == 0:
+    if sigmas.is_zero(i + 1):
         return x + d * dt, denoised
     x_next = x + d * dt
     denoised_next = yield x_next, sigmas[i + 1]
@@ -93,13 +123,13 @@ def heun(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     return x + (d + d_next) / 2 * dt, denoised
 
 
-def dpmpp_2m(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
+def dpmpp_2m(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
     """DPM-Solver++(2M), Lu et al. (2022), in k-diffusion's form: t = -log(sigma)."""
     denoised = yield x, sigmas[i]
     t, t_next = -sigmas[i].log(), -sigmas[i + 1].log()
     h = t_next - t
     target = denoised
-    if history.denoised is not None and sigmas[i + 1] > 0:
+    if history.denoised is not None and not sigmas.is_zero(i + 1):
         r = (t + sigmas[i - 1].log()) / h
         target = (1 + 1 / (2 * r)) * denoised - (1 / (2 * r)) * history.denoised
     x = (torch.exp(-t_next) / torch.exp(-t)) * x - torch.expm1(-h) * target
@@ -107,7 +137,7 @@ def dpmpp_2m(x: Tensor, sigmas: Tensor, i: int, history: History) -> Step:
     return x, denoised
 
 
-STEPS: dict[str, Callable[[Tensor, Tensor, int, History], Step]] = {
+STEPS: dict[str, Callable[[Tensor, Sigmas, int, History], Step]] = {
     "euler": euler,
     "euler_ancestral": euler_ancestral,
     "heun": heun,

@@ -1,31 +1,31 @@
-"""Attention on one rank: which kernel computes it, with or without the log-sum-exp that a ring needs.
+"""Attention on one rank: the kernels that compute it, with or without the log-sum-exp that a ring needs.
 
 All tensors are [B, H, S, D]; a mask is additive or boolean and broadcasts to [B, H, S_q, S_k].
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
-from ...errors import RequestError
-
 TORCH = "torch"  # its own scaled_dot_product_attention
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)
+WithLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A kernel beside torch's own. `diffusers`: its name there; `package`: to import, None for torch's own;
     `install`: the package to install; `least`, `most`: compute capabilities; `auto`: from which one on it is the
-    fastest exact one where it is installed, None for never."""
+    fastest exact one where it is installed, None for never; `with_lse`: it and the log-sum-exp, None where it gives
+    none; `nvidia`: it has no build for ROCm."""
 
     name: str
     diffusers: str
@@ -33,87 +33,52 @@ class Kernel:
     install: str
     least: tuple[int, int]
     auto: tuple[int, int] | None
+    with_lse: WithLse | None
     most: tuple[int, int] = (99, 0)
+    nvidia: bool = False
+
+
+def _flash_3_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _dispatch(query, key, value, "_flash_3", return_lse=True)
+    return out.transpose(1, 2), lse.transpose(1, 2)  # diffusers has it as [B, S, H]
+
+
+def _cudnn_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    # From its aten operator cuDNN gives wrong numbers for other strides (diffusers' attention_dispatch).
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
+    return out, lse
+
+
+def _flash_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _dispatch(query, key, value, "flash", return_lse=True)
+    return out.transpose(1, 2), lse
 
 
 # Best first. FlashAttention 3 is for Hopper; cuDNN's fused attention comes with torch and is ahead of torch's
 # FlashAttention 2 from Hopper on. SageAttention quantises, so it is never chosen unasked.
 KERNELS = (
-    Kernel("flash_3", "_flash_3", "flash_attn_interface", "flash_attn_3", (9, 0), (9, 0), most=(9, 9)),
-    Kernel("cudnn", "_native_cudnn", None, "", (8, 0), (9, 0)),
-    Kernel("flash", "flash", "flash_attn", "flash-attn", (8, 0), (8, 0)),
-    Kernel("sage", "sage", "sageattention", "sageattention", (8, 0), None),
+    Kernel(
+        "flash_3",
+        "_flash_3",
+        "flash_attn_interface",
+        "flash_attn_3",
+        least=(9, 0),
+        auto=(9, 0),
+        with_lse=_flash_3_with_lse,
+        most=(9, 9),
+        nvidia=True,
+    ),
+    Kernel("cudnn", "_native_cudnn", None, "", _AMPERE, (9, 0), _cudnn_with_lse, nvidia=True),
+    Kernel("flash", "flash", "flash_attn", "flash-attn", _AMPERE, _AMPERE, _flash_with_lse),
+    Kernel("sage", "sage", "sageattention", "sageattention", _AMPERE, None, None),
 )
-_BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
-def choose_kernel(
-    device_type: str, dtype: torch.dtype, capability: tuple[int, int], installed: set[str]
-) -> str:
-    """The name of the fastest exact kernel."""
-    for kernel in KERNELS:
-        if kernel.auto is None or capability < kernel.auto:
-            continue
-        if why_not(kernel, device_type, dtype, capability, installed) is None:
-            return kernel.name
-    return TORCH
-
-
-def why_not(
-    kernel: Kernel, device_type: str, dtype: torch.dtype, capability: tuple[int, int], installed: set[str]
-) -> str | None:
-    """Why a kernel cannot compute in `dtype` on a device, in a user's words; None when it should."""
-    if device_type != "cuda":
-        return f"it needs a GPU, and this rank computes on the {device_type.upper()}"
-    if dtype not in _HALVES:
-        return (
-            f"it computes in bfloat16 or float16, and this model in {str(dtype).removeprefix('torch.')}; "
-            "weight_dtype bfloat16 would change that"
-        )
-    if not kernel.least <= capability <= kernel.most:
-        wanted = "9.x (Hopper)" if kernel.most[0] == 9 else f"{kernel.least[0]}.{kernel.least[1]} or more"
-        return f"it needs compute capability {wanted}, and this GPU has {capability[0]}.{capability[1]}"
-    if kernel.package is not None and kernel.package not in installed:
-        return f"its package is not installed (pip install {kernel.install})"
-    return None
-
-
-def installed_packages() -> set[str]:
-    return {kernel.package for kernel in KERNELS if kernel.package and find_spec(kernel.package)}
-
-
-def kernel_for(device: torch.device, dtype: torch.dtype, wish: str = "auto") -> str:
-    """The kernel `wish` (options.ATTENTION_KERNELS), with auto the fastest exact one that is installed.
-
-    Raises RequestError for one that cannot run here.
-    """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if wish == "auto":
-        return choose_kernel(device.type, dtype, capability, installed_packages())
-    if wish == TORCH:
-        return TORCH
-    reason = why_not(_BY_NAME[wish], device.type, dtype, capability, installed_packages())
-    reason = reason or _fault_of(wish, device, dtype)
-    if reason is not None:
-        raise RequestError(
-            f"attention {wish} cannot run on {device}: {reason}. Choose attention auto or torch."
-        )
-    return wish
-
-
-@functools.cache
-def _fault_of(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The error of a kernel that runs once, or None. A build for another torch fails in its own way."""
-    one = torch.zeros(1, 1, 64, 128, device=device, dtype=dtype)
-    try:
-        with torch.inference_mode():
-            attend(one, one, one, None, name)
-            torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"it does not work here ({type(error).__name__}: {error})"[:400]
-    return None
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """CUDA's compute capability; (0, 0) for no GPU. On ROCm another count: gfx942 is (9, 4)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
@@ -122,35 +87,53 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kerne
         return torch.empty_like(query)
     if kernel == TORCH or mask is not None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return dispatched(query, key, value, _BY_NAME[kernel].diffusers)
+    return dispatched(query, key, value, BY_NAME[kernel].diffusers)
 
 
 def dispatched(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
     """The same by a kernel that diffusers calls `backend`."""
-    swapped = (t.transpose(1, 2) for t in (query, key, value))  # diffusers keeps [B, S, H, D]
-    return dispatch_attention_fn(*swapped, backend=backend).transpose(1, 2)
+    return _dispatch(query, key, value, backend).transpose(1, 2)
+
+
+def _dispatch(query: Tensor, key: Tensor, value: Tensor, backend: str, **options: Any) -> Any:
+    """diffusers' answer, whose tensors are [B, S, H, D]."""
+    swapped = (t.transpose(1, 2) for t in (query, key, value))
+    return dispatch_attention_fn(*swapped, backend=backend, attention_kwargs=options)
 
 
 def attend_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, kernel: str = TORCH
 ) -> tuple[Tensor, Tensor]:
     """The same with the natural log-sum-exp of the scores, [B, H, S_q] float32, for merging partial results.
 
-    `mask`: additive, in the queries' dtype.
+    `mask`: additive, in the queries' dtype; torch's own operators take one. `kernel`: one that has it (`with_lse`).
     """
     if not query.numel():
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    if query.device.type == "cpu":
+    if kernel != TORCH and mask is None:
+        with_lse = BY_NAME[kernel].with_lse
+        assert with_lse is not None, "kernel_for was told of the ring"
+        out, lse = with_lse(query, key, value)
+        if lse.ndim == 4:  # cuDNN's is [B, H, S, 1] since torch 2.9
+            lse = lse.squeeze(-1)
+    elif query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask
         )
-    elif mask is None and query.dtype in (torch.float16, torch.bfloat16):
+    elif mask is None and _takes_flash_operator(query):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)
     else:
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)
-        lse = lse[..., : query.shape[2]]  # the kernel pads its rows to a multiple of 32
-    return out, lse.float()
+    return out, lse[..., : query.shape[2]].float()  # some kernels pad their rows
+
+
+def _takes_flash_operator(query: Tensor) -> bool:
+    """Whether torch's FlashAttention 2 computes it: halves on Ampere or newer. Older cards, and ROCm, whose support
+    differs by card, take the memory-efficient one."""
+    if query.dtype not in HALVES or torch.version.hip is not None:
+        return False
+    return capability_of(query.device) >= _AMPERE
 
 
 def _aligned(mask: Tensor) -> Tensor:

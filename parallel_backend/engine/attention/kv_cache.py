@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..patches import PatchPlan
+from ..patches import PatchPlan, index_of
 
 
 class KVCache:
@@ -30,7 +30,7 @@ class KVCache:
     def whole(self, row: int, chunk: int, plan: PatchPlan, device: torch.device) -> KVRecorder:
         """For a whole image: its keys and values are kept, and nothing is recalled."""
         self._complete = True
-        order = torch.tensor(plan.order(self._ring_index), dtype=torch.long, device=device)
+        order = index_of(tuple(plan.order(self._ring_index)), device)
         return KVRecorder(self._layers(row, chunk), sum(plan.held(self._ring_index)), order=order)
 
     def patch(self, row: int, chunk: int, plan: PatchPlan, patch: int, *, first: bool) -> KVRecorder:

@@ -1,6 +1,7 @@
 """The native engine's attention: Ulysses inside, Ring outside, exact for any token counts.
 
-Ulysses: DeepSpeed-Ulysses (Jacobs et al. 2023), §3: one all-to-all trades tokens for heads, one trades them back.
+Ulysses: DeepSpeed-Ulysses (Jacobs et al. 2023), §3: one all-to-all trades tokens for heads, one trades them back. Where
+exchanges run beside what is computed meanwhile, values go first and queries and keys together (docs/decisions/035).
 Ring: Ring Attention (Liu et al. 2023): keys and values travel, partial results merge by log-sum-exp.
 USP (Fang and Zhao 2024) is the product of the two.
 """
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...layout import slice_of
-from ..collectives import all_to_all, ring_shares
+from ..collectives import PendingExchange, all_to_all, begin_all_to_all, ring_shares
 from ..groups import Axis, Layout
 from ..token_split import TokenPlan
 from ..traffic_counter import Traffic
@@ -24,11 +25,13 @@ from .kv_cache import KVRecorder
 
 @dataclass(frozen=True)
 class NativeAttention:
-    """The engine: attention over the tokens of all ranks of the sequence axis of `layout`."""
+    """The engine: attention over the tokens of all ranks of the sequence axis of `layout`. `wanted_kernel`: one that
+    returns the log-sum-exp where `layout` has a ring."""
 
     layout: Layout
     wanted_kernel: str
     traffic: Traffic
+    overlaps: bool = False  # whether exchanges run beside what is computed meanwhile
 
     name = "native"
     takes_masks = True
@@ -44,9 +47,12 @@ class NativeAttention:
         self, plan: TokenPlan, mask: Tensor | None = None, recorder: KVRecorder | None = None
     ) -> NativeCall:
         """The attention of one model call. `recorder`: of PipeFusion, for one chunk of it."""
-        # A ring merges by log-sum-exp, which torch's own kernels return, and only those take masks.
-        kernel = TORCH if self.layout.ring.size > 1 or mask is not None else self.wanted_kernel
-        return NativeCall(self.layout.ulysses, self.layout.ring, kernel, self.traffic, plan, mask, recorder)
+        kernel = TORCH if mask is not None else self.wanted_kernel  # the others take no masks
+        sends_early = self.overlaps and self.layout.ulysses.size > 1
+        layout = self.layout
+        return NativeCall(
+            layout.ulysses, layout.ring, kernel, self.traffic, plan, mask, recorder, sends_early=sends_early
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +69,28 @@ class NativeCall:
     plan: TokenPlan
     mask: Tensor | None
     recorder: KVRecorder | None
+    sends_early: bool = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
         if self._ulysses.size == 1:
             query, key, value = (t.transpose(1, 2) for t in (query, key, value))
             return self._over_ring(query, key, value).transpose(1, 2)
-        exchanged = self._tokens_to_heads(query, key, value)
-        query, key, value = (exchanged[:, n].permute(1, 2, 0, 3) for n in range(3))
+        return self._of_heads(self._tokens_to_heads(query, key, value, runs_beside=False))
+
+    def send(self, *tensors: Tensor) -> PendingExchange:
+        """Begins to send tokens to the ranks that attend to them, or with them."""
+        return self._tokens_to_heads(*tensors, runs_beside=True)
+
+    def attend_sent(self, values: PendingExchange, queries_and_keys: PendingExchange) -> Tensor:
+        """`attend` of what was sent: the values, then queries and keys."""
+        return self._of_heads(queries_and_keys, values)
+
+    def _of_heads(self, *exchanges: PendingExchange) -> Tensor:
+        """Attention of this rank's heads; queries, keys and values come one after the other."""
+        query, key, value = (
+            tensor.permute(1, 2, 0, 3) for exchange in exchanges for tensor in exchange.taken().unbind(1)
+        )
         return self._heads_to_tokens(self._over_ring(query, key, value))
 
     def _group_lengths(self) -> tuple[int, ...]:
@@ -78,8 +98,8 @@ class NativeCall:
         first = self._ring.index * self._ulysses.size
         return self.plan.lengths[first : first + self._ulysses.size]
 
-    def _tokens_to_heads(self, *tensors: Tensor) -> Tensor:
-        """3 x [B, s, H, D] -> [S, 3, B, H/P, D]: all tokens of the group, this rank's heads, in one exchange.
+    def _tokens_to_heads(self, *tensors: Tensor, runs_beside: bool) -> PendingExchange:
+        """n x [B, s, H, D] -> [S, n, B, H/P, D]: all tokens of the group, this rank's heads, in one exchange.
 
         Tokens come first on the wire, so what arrives is one contiguous tensor and needs no copy.
         """
@@ -88,8 +108,14 @@ class NativeCall:
         send = tensors[0].new_empty(ranks, tokens, len(tensors), batch, heads // ranks, channels)
         for n, tensor in enumerate(tensors):
             send[:, :, n] = tensor.unflatten(2, (ranks, heads // ranks)).permute(2, 1, 0, 3, 4)
-        lengths = self._group_lengths()
-        return all_to_all(send.flatten(0, 1), (tokens,) * ranks, lengths, self._ulysses, self._traffic)
+        return begin_all_to_all(
+            send.flatten(0, 1),
+            (tokens,) * ranks,
+            self._group_lengths(),
+            self._ulysses,
+            self._traffic,
+            runs_beside=runs_beside,
+        )
 
     def _heads_to_tokens(self, out: Tensor) -> Tensor:
         """[B, H/P, S, D] -> [B, s, H, D]: this rank's tokens, all heads."""
@@ -124,7 +150,7 @@ class NativeCall:
             mask = self.mask
             if mask is not None:
                 mask = mask[:, :, slice_of(sizes, index), slice_of(sizes, (index - hop) % len(sizes))]
-            yield attend_with_lse(query, key, value, mask)
+            yield attend_with_lse(query, key, value, mask, self.kernel)
 
 
 def _pair(key: Tensor, value: Tensor) -> Tensor:

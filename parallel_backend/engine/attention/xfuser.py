@@ -22,7 +22,7 @@ from ..traffic_counter import Traffic
 from .kernels import TORCH
 from .patch_xfuser import Xfuser, load_xfuser
 
-# xfuser's names for the kernels that kernels.choose_kernel picks.
+# xfuser's names for the kernels that kernel_choice.kernel_for picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
 
 _current: Layout | None = None  # xfuser keeps its groups in module globals: one layout at a time per process

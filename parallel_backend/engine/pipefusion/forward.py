@@ -19,7 +19,7 @@ from ..attention.native import NativeAttention
 from ..collectives import all_gather, broadcast
 from ..compile import Blocks
 from ..groups import Layout
-from ..patches import PatchPlan
+from ..patches import PatchPlan, index_of
 from ..rows import take
 from ..traffic_counter import Traffic
 from .schedule import PipeFusionSchedule, Sampling
@@ -93,6 +93,12 @@ class PipelineForward:
 
     def unpack(self, tokens: Tensor, height: int, width: int) -> Tensor:
         return self._model.unpack(tokens, height, width)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        return broadcast(tensor, 0, self._layout.everyone, self._traffic)
+
+    def from_first_sampler(self, tensor: Tensor) -> Tensor:
+        return broadcast(tensor, 0, self._layout.stage, self._traffic)
 
     def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
         """The first stage's latent on every stage. `like`: any tensor of its shape."""
@@ -172,7 +178,7 @@ class PipelineForward:
                 ulysses=self._layout.ulysses.size,
                 weights=self._layout.sequence_shares,
             )
-            tokens = torch.tensor(plan.image_tokens(sequence.index), dtype=torch.long, device=self.device)
+            tokens = index_of(tuple(plan.image_tokens(sequence.index)), self.device)
             ids = side.ids[tokens]
             row_shards.append(RowShard(first + i, entry.conditioning, sigma, plan, tokens, ids, entry.extras))
         return row_shards
@@ -191,9 +197,7 @@ class PipelineForward:
             if sequence.size > 1:
                 image = all_gather(image.transpose(0, 1), sizes, sequence, self._traffic).transpose(0, 1)
             order = [token for rank in range(sequence.size) for token in row.plan.image_tokens(rank)]
-            whole = torch.empty_like(image)
-            whole[:, order] = image
-            yield whole
+            yield torch.empty_like(image).index_copy_(1, index_of(tuple(order), self.device), image)
 
 
 class PipeFusionRun:

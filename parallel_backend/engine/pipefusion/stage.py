@@ -19,9 +19,9 @@ from ...requests import Conditioning, Extras
 from ..attention.kv_cache import KVCache, KVRecorder
 from ..attention.native import NativeAttention
 from ..compile import Blocks
-from ..extras import ResidualShares, mask_in_order
+from ..extras import OrderedMasks, ResidualShares
 from ..groups import Layout
-from ..patches import PatchPlan
+from ..patches import PatchPlan, index_of
 from ..token_split import TokenPlan
 from ..traffic_counter import Traffic
 from .p2p import P2PChannel, PendingRecv
@@ -80,6 +80,7 @@ class Stage:
         self._model = model
         self._attention = attention
         self._blocks = blocks
+        self._masks = OrderedMasks()
         self._sequence = layout.sequence
         self._pipe = layout.pipe
         self.onward = P2PChannel(layout.pipe, traffic)
@@ -201,14 +202,16 @@ class Stage:
     def _mask(self, row: RowShard) -> Tensor | None:
         if row.extras.mask is None:
             return None
-        return mask_in_order(
+        return self._masks.get(
             row.extras.mask, row.plan.whole_order, self._model.compute_dtype, self._model.device
         )
 
     def _residuals(self, row: RowShard) -> Residuals | None:
         if not row.extras.residuals:
             return None
-        own, count = row.tokens.cpu(), sum(row.plan.whole.image)
+        # On the host, where the whole residuals are: the device's own tokens would be waited for.
+        own = index_of(tuple(row.plan.image_tokens(self._sequence.index)), torch.device("cpu"))
+        count = sum(row.plan.whole.image)
         return ResidualShares(row.extras.residuals, own, count, self._model.device, self._model.compute_dtype)
 
     def _own(self, patch: int, row: RowShard) -> slice:

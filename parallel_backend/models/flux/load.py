@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import methodcaller
 
 import torch
 from diffusers.hooks.tensor_parallel import TPShardSpec
+from diffusers.models.modeling_utils import no_init_weights
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
 from ...layout import split_blocks
-from ...requests import WEIGHT_DTYPES, ModelSpec
+from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
 from ..base import ModelPart, Slices, TokenModel, WeightSharding
 from ..block_list import BlockList
+from ..cards import halves_of, multiply_fp8
 from ..casting import HalvesSwapped, cast_on_use
-from ..dtypes import FP8, Dtypes
+from ..dtypes import FP8, HALVES, Dtypes
+from ..staging import staged_reader
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .keys import FluxDims, diffusers_sources
 from .module import ExactTimestep, FluxModel
 from .patch_diffusers import patch_diffusers
+from .sending import send_early
 from .tensor_parallel import slice_layers, take_slice
 from .tensors import diffusers_part
 from .weight_bytes import is_kept_in_compute_dtype
@@ -35,18 +41,26 @@ class _Unchanged(nn.Module):
         return hidden_states
 
 
-def load(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -> TokenModel:
-    """Loads `spec` for one rank: the whole model, or this rank's part of it.
+def load(
+    spec: ModelSpec,
+    device: torch.device,
+    part: ModelPart | None = None,
+    peers: Sequence[torch.device] = (),
+) -> TokenModel:
+    """Loads `spec` for one rank: the whole model, or this rank's part of it, in a dtype that all `peers` compute in.
 
     On the CPU the parameters are views of the mapped file: no copy, but for shares that `part.sharding` has made. On an
-    accelerator each tensor goes there straight from the mapping. Raises CheckpointError for a file that is refused.
+    accelerator each tensor goes there by large reads of the file (models/staging.py). Raises CheckpointError for a file
+    that is refused.
     """
     part = part or ModelPart()
     patch_diffusers()
     file = inspect_flux(spec.path)
-    dtypes, as_stored = _dtypes(spec.weight_dtype, file.dtype, device)
+    dtypes, as_stored = _dtypes(spec.weight_dtype, file.dtype, device, halves_of(peers or (device,)))
     compute = getattr(torch, dtypes.compute)
-    parameters = _Parameters(file, _opened(file), dtypes, as_stored, part.slices)
+    opened = _opened(file)
+    in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
+    parameters = _Parameters(file, opened, dtypes, as_stored, part.slices, in_fp8)
     dims = file.dims
     stage = split_blocks(dims.double_blocks, dims.single_blocks, part.stage_shares)[part.stage]
     chunks: list[FluxTransformer2DModel] = []
@@ -55,13 +69,15 @@ def load(spec: ModelSpec, device: torch.device, part: ModelPart | None = None) -
     def progress(done: float) -> None:
         heartbeat.loading((len(chunks) + done) / len(stage))
 
-    for blocks in stage:
-        chunk, own = _build(parameters, blocks, device, part.sharding, progress)
-        if chunks:  # the embedding of time and text is every chunk's: one copy will do
-            chunk.time_text_embed = chunks[0].time_text_embed
-            own = [parameter for parameter in own if not parameter.name.startswith("time_text_embed.")]
-        chunks.append(chunk)
-        held += own
+    with staged_reader(file.path, opened, device) or nullcontext() as staged:
+        to_device = staged.to_device if staged is not None else methodcaller("to", device)
+        for blocks in stage:
+            chunk, own = _build(parameters, blocks, device, part.sharding, to_device, progress)
+            if chunks:  # the embedding of time and text is every chunk's: one copy will do
+                chunk.time_text_embed = chunks[0].time_text_embed
+                own = [parameter for parameter in own if not parameter.name.startswith("time_text_embed.")]
+            chunks.append(chunk)
+            held += own
     weights = FluxWeights(
         file, held, device, read=parameters.read, mapped=parameters.mapped, cut=parameters.cut
     )
@@ -88,8 +104,10 @@ class _Parameters:
         dtypes: Dtypes,
         as_stored: bool,
         slices: Slices | None,
+        multiplied_in_fp8: bool,
     ) -> None:
         self.file = file
+        self.multiplied_in_fp8 = multiplied_in_fp8
         self.compute: torch.dtype = getattr(torch, dtypes.compute)
         self._opened = opened
         self._dtypes = dtypes
@@ -130,12 +148,13 @@ def _build(
     blocks: range,
     device: torch.device,
     sharding: WeightSharding | None,
+    to_device: Callable[[Tensor], Tensor],
     progress: Callable[[float], None],
 ) -> tuple[FluxTransformer2DModel, list[HeldParameter]]:
     """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong, and what
     its parameters are in the whole model."""
     file = parameters.file
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         transformer = FluxTransformer2DModel(**_config(file.dims, blocks))
     if blocks.start > 0:
         transformer.x_embedder = transformer.context_embedder = _Unchanged()
@@ -144,10 +163,10 @@ def _build(
     specs = parameters.slice_layers(transformer)
     names = _stored_names(file, transformer, blocks)
     if sharding is None:
-        origins = _fill(transformer, parameters, names, specs, device, progress)
+        origins = _fill(transformer, parameters, names, specs, to_device, progress)
     else:
         origins = _outline(transformer, parameters, names)
-    transformer = _finished(transformer, file, parameters.compute)
+    transformer = _finished(transformer, parameters)
     origin_of = {path: origins[parameter] for path, parameter in transformer.named_parameters()}
     blocks_of = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
     shares = {} if sharding is None else sharding.shard(transformer, blocks_of)
@@ -157,7 +176,7 @@ def _build(
         original, rows = None, None
         if path in shares:
             share, rows = shares[path]
-            share.copy_(parameters.mapped(name, spec, rows))
+            share.copy_(to_device(parameters.mapped(name, spec, rows)))
             progress(len(held) / len(origin_of))
         elif device.type == "cpu":
             original = transformer.get_parameter(path).data
@@ -170,7 +189,7 @@ def _fill(
     parameters: _Parameters,
     names: dict[str, str],
     specs: dict[str, TPShardSpec],
-    device: torch.device,
+    to_device: Callable[[Tensor], Tensor],
     progress: Callable[[float], None],
 ) -> dict[nn.Parameter, str]:
     """Gives every parameter its value, on the CPU a view of the mapping wherever the dtype allows, and returns their
@@ -178,7 +197,7 @@ def _fill(
     values = {}
     for own, name in names.items():
         mapped = parameters.mapped(name, specs.get(own))
-        values[own] = mapped.to(device).to(parameters.dtype(own, mapped.dtype))
+        values[own] = to_device(mapped).to(parameters.dtype(own, mapped.dtype))
         progress(len(values) / len(names))
     transformer.load_state_dict(values, strict=True, assign=True)
     return {parameter: own for own, parameter in transformer.named_parameters()}
@@ -196,13 +215,12 @@ def _outline(
     return {parameter: own for own, parameter in transformer.named_parameters()}
 
 
-def _finished(
-    transformer: FluxTransformer2DModel, file: FluxFile, compute: torch.dtype
-) -> FluxTransformer2DModel:
+def _finished(transformer: FluxTransformer2DModel, parameters: _Parameters) -> FluxTransformer2DModel:
     """Replaces the layers that compute otherwise than diffusers' own."""
-    if file.layout == "original" and not isinstance(transformer.norm_out, _Unchanged):
+    if parameters.file.layout == "original" and not isinstance(transformer.norm_out, _Unchanged):
         transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
-    cast_on_use(transformer, compute)
+    cast_on_use(transformer, parameters.compute, in_fp8=parameters.multiplied_in_fp8)
+    send_early(transformer)
     transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
     transformer.transformer_blocks = BlockList(transformer.transformer_blocks)
     transformer.single_transformer_blocks = BlockList(transformer.single_transformer_blocks)
@@ -244,11 +262,13 @@ def _config(dims: FluxDims, blocks: range) -> dict[str, object]:
     }
 
 
-def _dtypes(wish: str, file_dtype: str, device: torch.device) -> tuple[Dtypes, bool]:
+def _dtypes(
+    wish: str, file_dtype: str, device: torch.device, halves: Sequence[str] = HALVES
+) -> tuple[Dtypes, bool]:
     """(dtypes, whether layers stay as the file has them). Raises RequestError for a wish that is none."""
     if wish not in WEIGHT_DTYPES:
         raise RequestError(f"weight_dtype {wish!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}.")
     on_cpu = device.type == "cpu"
-    dtypes = Dtypes.of(wish, file_dtype, on_cpu)
+    dtypes = Dtypes.of(wish, file_dtype, on_cpu, halves)
     # A dtype that was asked for is every layer's on an accelerator, also of those few that the file keeps otherwise.
-    return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8))
+    return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8, FP8_FAST))

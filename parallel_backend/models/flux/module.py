@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_flux import (
@@ -182,7 +182,7 @@ class FluxModel:
             )
         return image
 
-    def _added(self, chunk: int, residuals: Residuals | None) -> dict[str, list[Tensor]]:
+    def _added(self, chunk: int, residuals: Residuals | None) -> dict[str, Sequence[Tensor]]:
         """`residuals` as diffusers takes them: one for each block of a kind, or none for that kind."""
         if residuals is None:
             return {}
@@ -192,12 +192,11 @@ class FluxModel:
             "controlnet_single_block_samples": range(max(own.start, doubles), own.stop),
         }
         nothing = torch.zeros(1, 1, 1, dtype=self.compute_dtype, device=self.device)
-        added = {}
-        for name, blocks in kinds.items():
-            found = [residuals(block) for block in blocks]
-            if any(residual is not None for residual in found):
-                added[name] = [nothing if r is None else r.to(self.compute_dtype) for r in found]
-        return added
+        return {
+            name: _Arriving(residuals, blocks, nothing)
+            for name, blocks in kinds.items()
+            if any(block in residuals for block in blocks)
+        }
 
     @contextmanager
     def _gathering(self, blocks: range) -> Iterator[None]:
@@ -213,6 +212,27 @@ class FluxModel:
             torch.no_grad(),
         ):
             yield
+
+
+class _Arriving(Sequence[Tensor]):
+    """What is added after the blocks of a kind, in order; each moves to the device while the block before it computes,
+    the first at once."""
+
+    def __init__(self, residuals: Residuals, blocks: range, nothing: Tensor) -> None:
+        self._residuals = residuals
+        self._blocks = blocks
+        self._nothing = nothing
+        residuals.begin(blocks[0])
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        block = self._blocks[index]
+        added = self._residuals(block) if block in self._residuals else self._nothing
+        if index + 1 < len(self):
+            self._residuals.begin(self._blocks[index + 1])
+        return added
 
 
 class _KeptOutput:

@@ -37,6 +37,18 @@ def held_weights(
     alike = strategy.row_degree * strategy.sequence_degree
     sharded = strategy.shards and (alike > 1 or not on_cpu)
     blocks = _blocks_of(dims, strategy, place)
+    return HeldWeights(
+        parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
+        sharded=sharded,
+        offloaded=strategy.offload_weights and sharded and not on_cpu,
+    )
+
+
+@lru_cache(maxsize=256)  # `auto` asks for every rank of every strategy, and most hold alike
+def _parts(
+    dims: FluxDims, dtypes: Dtypes, blocks: frozenset[int], tensor_degree: int, shares: int, on_cpu: bool
+) -> tuple[WeightPart, ...]:
+    """`shares`: among how many ranks each parameter is shared out, 0 where none is."""
     last = dims.double_blocks + dims.single_blocks - 1
     parts: dict[int | None, list[int]] = {None: [0, 0, 0, 0]} | {block: [0, 0, 0, 0] for block in blocks}
     for name, block, shape in _parameters(dims):
@@ -47,23 +59,19 @@ def held_weights(
         if block not in parts:
             continue
         kept = kept_dtype(name, dtypes)
-        first, rest = _sliced(name, shape, strategy.tensor_degree)
+        first, rest = _sliced(name, shape, tensor_degree)
         size = first * rest * ITEMSIZE[kept]
         totals = parts[block]
-        if sharded:
-            totals[0] += -(-first // alike) * rest * ITEMSIZE[kept]
-            totals[2] += -(-first // alike) * alike * rest * ITEMSIZE[kept]
-        elif on_cpu and kept == dtypes.file and not _lies_apart(name, strategy.tensor_degree):
+        if shares:
+            totals[0] += -(-first // shares) * rest * ITEMSIZE[kept]
+            totals[2] += -(-first // shares) * shares * rest * ITEMSIZE[kept]
+        elif on_cpu and kept == dtypes.file and not _lies_apart(name, tensor_degree):
             totals[1] += size
         else:
             totals[0] += size
         if kept != dtypes.compute and name.endswith(".weight"):
             totals[3] = max(totals[3], first * rest * ITEMSIZE[dtypes.compute])
-    return HeldWeights(
-        parts=tuple(WeightPart(block, *totals) for block, totals in parts.items()),
-        sharded=sharded,
-        offloaded=strategy.offload_weights and sharded and not on_cpu,
-    )
+    return tuple(WeightPart(block, *totals) for block, totals in parts.items())
 
 
 def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import RequestError
 from ...wire.weight_patches import WeightPatch, by_key
+from ..applied_patches import AppliedPatches, Changes
 from ..lora_math import apply_patches, check_shapes, cut_rows
 from .checkpoint import FluxFile
 from .keys import diffusers_sources
@@ -74,9 +75,9 @@ class FluxWeights:
         self._held: dict[str, list[HeldParameter]] = {}
         for parameter in held:
             self._held.setdefault(self._sources[parameter.name].key, []).append(parameter)
-        # By original tensor, also of those that only other ranks hold; None while nobody knows.
-        self._applied: dict[str, tuple[WeightPatch, ...] | None] = {}
-        self._factors: Mapping[str, Tensor] = {}
+        self._applied = AppliedPatches(
+            self._set
+        )  # by original tensor, also of those that only other ranks hold
         self._kept: dict[str, Tensor] = {}  # the file's values beside changed ones, by parameter
 
     def check(self, patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> None:
@@ -98,47 +99,24 @@ class FluxWeights:
         Only tensors whose changes differ from those in place are computed anew. When it raises (RequestError for a
         result that is not finite, or memory that ran out), the weights are those of before.
         """
-        before, factors = dict(self._applied), self._factors
-        try:
-            return self._change_to(by_key(patches), tensors)
-        except BaseException:
-            self._change_to(before, factors)
-            raise
+        return self._applied.apply(by_key(patches), tensors)
 
     def release_originals(self) -> None:
         """Gives back the device memory of the file's values beside changed ones; they come from the file again."""
         self._kept.clear()
 
-    def _change_to(
-        self, wanted: Mapping[str, tuple[WeightPatch, ...] | None], tensors: Mapping[str, Tensor]
-    ) -> int:
-        touched = 0
-        for key in [*(key for key in self._applied if key not in wanted), *wanted]:
-            before, changes = self._applied.get(key, ()), wanted.get(key, ())
-            if before == changes:
-                continue
-            self._applied[key] = None
-            if key in self._held:
-                if changes:
-                    self._change(key, changes, tensors, pristine=before == ())
-                else:
-                    self._restore(key)
-            if changes:
-                self._applied[key] = changes
-            else:
-                del self._applied[key]
-            touched += 1
-        self._factors = {
-            f.digest: tensors[f.digest]
-            for changes in wanted.values()
-            for p in changes or ()
-            for f in p.factors
-        }
-        return touched
-
-    def _change(
-        self, key: str, changes: tuple[WeightPatch, ...], tensors: Mapping[str, Tensor], *, pristine: bool
+    def _set(
+        self, key: str, changes: Changes | None, tensors: Mapping[str, Tensor], *, pristine: bool
     ) -> None:
+        """As applied_patches.Change."""
+        if key not in self._held:
+            return
+        if changes:
+            self._change(key, changes, tensors, pristine=pristine)
+        else:
+            self._restore(key)
+
+    def _change(self, key: str, changes: Changes, tensors: Mapping[str, Tensor], *, pristine: bool) -> None:
         """`pristine`: the parameters still have the file's values."""
         held = self._held[key]
         dtype = held[0].tensor.dtype
@@ -150,7 +128,7 @@ class FluxWeights:
             value = self._cut(part, parameter.spec, parameter.rows or slice(None)).to(dtype)
             self._put(parameter, value, pristine)
 
-    def _change_rows(self, key: str, changes: tuple[WeightPatch, ...], tensors: Mapping[str, Tensor]) -> bool:
+    def _change_rows(self, key: str, changes: Changes, tensors: Mapping[str, Tensor]) -> bool:
         """Computes only this rank's rows of weights that are shared out by rows; False where they need the others'."""
         todo, whole = [], self._file.original_shapes[key][0]
         for parameter in self._held[key]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from diffusers.models.autoencoders.vae import Decoder
+from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
 from .keys import GROUPS, VaeDims, diffusers_names, read_dims
@@ -51,7 +52,7 @@ def load_vae(tensors: dict[str, Tensor], device: torch.device) -> VaeModel:
     It computes in the tensors' own dtype, on the CPU in float32.
     """
     dims = read_dims({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         decoder = VaeDecoder(dims)
     parameters = dict(decoder.named_parameters())
     names = diffusers_names(dims)

@@ -1,0 +1,169 @@
+"""Which kernel of attention a rank uses: the fastest that is there, fits the device and was seen to work on it.
+
+That a package can be imported says little: builds for another torch, cards that a kernel lacks and drivers that are too
+old fail in the first step or give wrong numbers. So each kernel is tried once per process before it is chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ...errors import RequestError
+from ...options import APPROXIMATE_KERNELS
+from .kernels import BY_NAME, HALVES, KERNELS, TORCH, Kernel, attend, attend_with_lse, capability_of
+
+# Largest errors against attention in float32 over values of order 1: bf16 rounds by some thousandths, SageAttention by
+# some hundredths, and what is broken is off by much more.
+_EXACT, _APPROXIMATE = 0.05, 0.2
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """`name`: one of options.ATTENTION_KERNELS; `passed_over`: faster ones that do not work here, with the fault of
+    each, in a user's words."""
+
+    name: str
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"attention passed over {fault}" for fault in self.passed_over]
+
+
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, wish: str = "auto", *, ring: bool = False, head_dim: int = 128
+) -> KernelChoice:
+    """The kernel `wish` (options.ATTENTION_KERNELS), with auto the fastest exact one that works.
+
+    `ring`: it must return the log-sum-exp, and where `wish` does not, auto takes its place. `head_dim`: 128 in
+    most models. Raises RequestError for a wish that cannot run here.
+    """
+    if wish == TORCH:
+        return KernelChoice(TORCH)
+    if wish == "auto":
+        return _fastest(device, dtype, ring, head_dim)
+    without_lse = ring and BY_NAME[wish].with_lse is None
+    reason = why_not_on(BY_NAME[wish], device, dtype) or fault_of(
+        wish, device, dtype, ring and not without_lse, head_dim
+    )
+    if reason is not None:
+        raise RequestError(
+            f"attention {wish} cannot run on {device}: {reason}. Choose attention auto or torch."
+        )
+    return _fastest(device, dtype, ring, head_dim) if without_lse else KernelChoice(wish)
+
+
+@functools.cache
+def _fastest(device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int) -> KernelChoice:
+    passed_over: list[str] = []
+    for kernel in candidates(device.type, dtype, capability_of(device), installed_packages(), _on_rocm()):
+        if ring and kernel.with_lse is None:
+            continue
+        fault = fault_of(kernel.name, device, dtype, ring, head_dim)
+        if fault is None:
+            return KernelChoice(kernel.name, tuple(passed_over))
+        passed_over.append(f"{kernel.name}: {fault}")
+    return KernelChoice(TORCH, tuple(passed_over))
+
+
+def candidates(
+    device_type: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    installed: set[str],
+    rocm: bool = False,
+) -> list[Kernel]:
+    """The exact kernels that should run, and faster than torch's own, the fastest first."""
+    return [
+        kernel
+        for kernel in KERNELS
+        if kernel.auto is not None
+        and capability >= kernel.auto
+        and why_not(kernel, device_type, dtype, capability, installed, rocm) is None
+    ]
+
+
+def why_not(
+    kernel: Kernel,
+    device_type: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    installed: set[str],
+    rocm: bool = False,
+) -> str | None:
+    """Why a kernel cannot compute in `dtype` on a device, in a user's words; None when it should."""
+    if device_type != "cuda":
+        return f"it needs a GPU, and this rank computes on the {device_type.upper()}"
+    if rocm and kernel.nvidia:
+        return "it is for NVIDIA's GPUs, and this is ROCm"
+    if dtype not in HALVES:
+        return (
+            f"it computes in bfloat16 or float16, and this model in {str(dtype).removeprefix('torch.')}; "
+            "weight_dtype bfloat16 would change that"
+        )
+    if not rocm and not kernel.least <= capability <= kernel.most:
+        wanted = "9.x (Hopper)" if kernel.most[0] == 9 else f"{kernel.least[0]}.{kernel.least[1]} or more"
+        return f"it needs compute capability {wanted}, and this GPU has {capability[0]}.{capability[1]}"
+    if kernel.package is not None and kernel.package not in installed:
+        return f"its package is not installed (pip install {kernel.install})"
+    return None
+
+
+def why_not_on(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """`why_not` of a device of this process."""
+    return why_not(kernel, device.type, dtype, capability_of(device), installed_packages(), _on_rocm())
+
+
+def _on_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+def installed_packages() -> set[str]:
+    return {kernel.package for kernel in KERNELS if kernel.package and find_spec(kernel.package)}
+
+
+@functools.cache
+def fault_of(name: str, device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int) -> str | None:
+    """What a kernel did wrong when it was tried, in a user's words, or None."""
+    limit = _APPROXIMATE if name in APPROXIMATE_KERNELS else _EXACT
+    try:
+        with torch.inference_mode():
+            for query, key, value in _as_delivered(device, dtype, head_dim):
+                error = _error(name, query, key, value, ring)
+                if not error < limit:
+                    return f"it is off by {error:.2g} from exact attention"
+    except Exception as error:
+        return f"it does not work here ({type(error).__name__}: {error})"[:400]
+    return None
+
+
+def _as_delivered(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values [1, 2, S, D] with the strides that they come with: off an exchange between ranks (tokens
+    before heads, what travelled together side by side), and off a projection."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(*shape, head_dim, generator=generator).to(device, dtype)
+
+    queries = values(72, 3, 1, 2)[:, 0].permute(1, 2, 0, 3)
+    keys, others = (values(40, 2, 1, 2)[:, n].permute(1, 2, 0, 3) for n in range(2))
+    query, key, value = (values(1, 72, 2).transpose(1, 2) for _ in range(3))
+    return [(queries, keys, others), (query, key, value)]
+
+
+def _error(name: str, query: Tensor, key: Tensor, value: Tensor, ring: bool) -> float:
+    """The largest deviation from attention in float32, and of its log-sum-exp where it must give that."""
+    scores = query.float() @ key.float().mT / query.shape[-1] ** 0.5
+    exact = scores.softmax(dim=-1) @ value.float()
+    if not ring:
+        return (attend(query, key, value, None, name).float() - exact).abs().max().item()
+    out, lse = attend_with_lse(query, key, value, kernel=name)
+    errors = torch.stack([(out.float() - exact).abs().max(), (lse - scores.logsumexp(dim=-1)).abs().max()])
+    return errors.max().item()

@@ -1,0 +1,67 @@
+"""The rows of a module call, cut to a few of them. Pure functions.
+
+A tensor whose first dimension is the number of rows has one line for each row: that holds for every argument that
+ComfyUI hands a module, but for what stands in `transformer_options`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import split_sizes
+from ..requests import ModuleCall
+
+_OPTIONS = "transformer_options"
+# Rows that are the frames of one video belong together; so many does a call have of each.
+_FRAMES = "num_video_frames"
+
+
+def split_rows(call: ModuleCall, rows: int, ranks: int) -> tuple[int, ...]:
+    """The number of rows, of `rows` in a row, that each rank takes."""
+    together = call.kwargs.get(_FRAMES)
+    unit = together if isinstance(together, int) and together > 0 and rows % together == 0 else 1
+    return tuple(share * unit for share in split_sizes(rows // unit, ranks))
+
+
+def take_rows(call: ModuleCall, wanted: slice) -> ModuleCall:
+    """The call with the rows numbered `wanted` alone."""
+    if wanted == slice(0, call.rows):
+        return call
+    kwargs = {
+        name: _taken(value, wanted, call.rows) for name, value in call.kwargs.items() if name != _OPTIONS
+    }
+    if isinstance(options := call.kwargs.get(_OPTIONS), dict):
+        kwargs[_OPTIONS] = _options(options, wanted, call.rows)
+    return ModuleCall(
+        args=_taken(call.args, wanted, call.rows),
+        kwargs=kwargs,
+        rows=wanted.stop - wanted.start,
+        tokens=call.tokens,
+        method=call.method,
+    )
+
+
+def _taken(value: Any, wanted: slice, rows: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[wanted] if value.ndim and value.shape[0] == rows else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_taken(item, wanted, rows) for item in value)
+    if isinstance(value, dict):
+        return {name: _taken(item, wanted, rows) for name, item in value.items()}
+    return value
+
+
+def _options(options: dict[str, Any], wanted: slice, rows: int) -> dict[str, Any]:
+    """Two of them go by rows: the sigma of each, and of each run of rows whether it is the negative prompt's."""
+    options = dict(options)
+    if "sigmas" in options:
+        options["sigmas"] = _taken(options["sigmas"], wanted, rows)
+    runs = options.get("cond_or_uncond")
+    if isinstance(runs, list) and runs and rows % len(runs) == 0:
+        size = rows // len(runs)
+        if wanted.start % size or wanted.stop % size:  # runs are of equal length
+            runs, size = [run for run in runs for _ in range(size)], 1
+        options["cond_or_uncond"] = runs[wanted.start // size : wanted.stop // size]
+    return options

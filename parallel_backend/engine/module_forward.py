@@ -1,0 +1,168 @@
+"""One call of a ComfyUI module by all ranks: rows and tokens go out to them, the whole answer comes back to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import RequestError
+from ..layout import slice_of
+from ..models.base import ModuleModel
+from ..requests import ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from .attention.kernel_choice import kernel_for
+from .block_calls import BlockCalls
+from .call_rows import split_rows, take_rows
+from .collectives import all_gather
+from .groups import Axis, Layout, Layouts
+from .load import notes_on_weights
+from .traffic_counter import Traffic
+
+_SCALES = (
+    "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
+    "so the result is close to one device's, not equal"
+)
+# Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
+_FASTER_ATTENTION = ("sage", "flash", "xformers")
+# What a module answers: a tensor, or some of them with other plain values in lists and tuples.
+Answer = Any
+
+
+def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
+    """The forward of `model` under `placement`. Collective: all ranks call it together."""
+    strategy, options = placement.strategy, placement.compute_options
+    for name in ("pipefusion_degree", "tensor_degree"):
+        if getattr(strategy, name) > 1:
+            raise RequestError(
+                f"{name} {getattr(strategy, name)} cannot split ComfyUI's own modules; set it to 1. data_degree, "
+                f"cfg_degree, ulysses_degree and ring_degree can."
+            )
+    layout = layouts.get(strategy)
+    forward = ModuleForward(model, layout, layouts.traffic)
+    forward.notes += notes_on_weights(layout)
+    if layout.ring.size > 1:
+        kernel = kernel_for(model.device, model.compute_dtype, ring=True)
+        forward.kernel = kernel.name
+        forward.notes += kernel.notes
+        if model.attention in _FASTER_ATTENTION and kernel.name not in model.attention:
+            forward.notes.append(
+                f"the ring attends by {kernel.name} and not by {model.attention}, which ComfyUI chose: partial results "
+                f"merge by log-sum-exp, which that gives. Ulysses attends by {model.attention}."
+            )
+    if placement.engine == "xfuser":
+        forward.notes.append("engine xfuser fell back to native: it does not know ComfyUI's modules")
+    if options.compiles:
+        forward.notes.append("blocks ran uncompiled: blocks of ComfyUI's own modules are not compiled")
+    return forward
+
+
+class ModuleForward:
+    """`forward(call) -> answer`, complete on every rank.
+
+    Rows are shared out over the row axis (data x cfg), and tokens over the sequence axis (ring x ulysses); where tokens
+    cannot be, rows are over both.
+    """
+
+    engine = "native"
+    kernel = "torch"  # over a ring; otherwise ComfyUI's own, whichever its command line chose
+    compiles = False
+
+    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+        self.model = model
+        self.layout = layout
+        self.traffic = traffic
+        # Whether its answers are those of one device computing exactly.
+        self.exact = not model.scales_by_largest or layout.row.size * layout.sequence.size == 1
+        self.notes: list[str] = [] if self.exact else [_SCALES]
+        self._blocks: BlockCalls | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.traffic.bytes_sent
+
+    def __call__(self, call: ModuleCall) -> Answer:
+        sharding = self.model.byte_sharding
+        with nullcontext() if sharding is None else sharding.call():
+            return self._answer(call)
+
+    def _answer(self, call: ModuleCall) -> Answer:
+        function = self._function(call.method)
+        if call.method != "forward":
+            return function(*call.args, **call.kwargs)
+        if call.tokens not in TOKEN_MODES:
+            raise RequestError(f"tokens {call.tokens!r} is unknown; choose one of {', '.join(TOKEN_MODES)}.")
+        if call.rows < 1:
+            raise RequestError(f"a model call needs at least one row, and has {call.rows}.")
+        if call.tokens == ROWS or self.layout.sequence.size == 1:
+            return self._by_rows(call, (self.layout.row, self.layout.sequence), self._compute)
+        self._blocks = self._blocks or self._block_calls()
+        return self._by_rows(call, (self.layout.row,), self._compute_shared_out)
+
+    def _function(self, method: str) -> Callable[..., Answer]:
+        module = self.model.module
+        if method == "forward":
+            return module
+        function = getattr(module, method, None)
+        if method.startswith("_") or hasattr(nn.Module, method) or not callable(function):
+            raise RequestError(
+                f"{type(module).__name__} has no {method!r} that a model call could ask for; load the model again."
+            )
+        return function
+
+    def _block_calls(self) -> BlockCalls:
+        if not self.model.regions:
+            raise RequestError(
+                f"The tokens of {type(self.model.module).__name__} cannot be shared out: which arguments of its blocks "
+                f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
+            )
+        return BlockCalls(self.model, self.layout, self.traffic)
+
+    def _by_rows(
+        self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
+    ) -> Answer:
+        """The answer to all rows of `call`, shared out over the first axis and each share over the others.
+
+        A rank without rows computes the first one for nothing: so it knows the form of the answer that it gathers, and
+        joins the gathers of weights that are shared out.
+        """
+        if not axes:
+            return compute(call)
+        axis, *others = axes
+        if axis.size == 1:
+            return self._by_rows(call, others, compute)
+        shares = split_rows(call, call.rows, axis.size)
+        mine = slice_of(shares, axis.index)
+        if mine.start == mine.stop:
+            mine = slice(0, max(shares))
+        part = take_rows(call, mine)
+        answer = self._by_rows(part, others, compute)
+        return _gathered(answer, part.rows, shares, axis, self.traffic)
+
+    def _compute(self, call: ModuleCall) -> Answer:
+        return self.model.module(*call.args, **call.kwargs)
+
+    def _compute_shared_out(self, call: ModuleCall) -> Answer:
+        assert self._blocks is not None, "they were made before the first collective"
+        control = call.kwargs.get("control")
+        if isinstance(control, dict):
+            control = {name: list(residuals) for name, residuals in control.items()}
+            call = replace(call, kwargs=call.kwargs | {"control": control})
+        with self._blocks.shared_out(stay=call.tokens == STAY, control=control):
+            return self._compute(call)
+
+
+def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:
+    """The answers of all ranks to their rows, one after the other."""
+    if isinstance(answer, (list, tuple)):
+        return type(answer)(_gathered(item, rows, shares, axis, traffic) for item in answer)
+    if not isinstance(answer, Tensor):
+        return answer
+    if not answer.ndim or len(answer) != rows:
+        raise RequestError(
+            f"The model answered {rows} rows with a tensor of {tuple(answer.shape)}, which cannot be put together. Set "
+            f"cfg_degree and data_degree to 1."
+        )
+    return all_gather(answer[: shares[axis.index]], shares, axis, traffic)

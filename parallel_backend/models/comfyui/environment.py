@@ -1,0 +1,95 @@
+"""The user's own ComfyUI in a rank: its folder on the path, its command line's flags, its attention routed.
+
+No server, no custom nodes, and ComfyUI's memory management has nothing to manage: a rank keeps its model where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+
+import torch
+
+from ...errors import RequestError
+from ...requests import ComfyUISource
+from .attention_router import install_router
+
+# Of ComfyUI's command line: models are built in host memory, whatever the device has free.
+_ALWAYS = ("--disable-smart-memory",)
+
+
+@dataclass(frozen=True)
+class _Imported:
+    root: str
+    flags: tuple[str, ...]
+
+
+_imported: _Imported | None = None
+
+
+def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
+    """Makes `comfy` importable as the user's ComfyUI would have it on `device`. A process can do that for one only.
+
+    Raises RequestError for a folder without ComfyUI, flags that it does not know, and for a second ComfyUI.
+    """
+    global _imported
+    flags = tuple(dict.fromkeys((*source.flags, *_ALWAYS, *(("--cpu",) if device.type == "cpu" else ()))))
+    wanted = _Imported(os.path.realpath(source.root), flags)
+    if _imported is None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # ComfyUI takes the current one
+        _import(wanted)
+        _imported = wanted
+    elif wanted != _imported:
+        raise RequestError(
+            f"The ranks have imported ComfyUI from {_imported.root} with the flags {' '.join(_imported.flags)}, and "
+            f"this model asks for {wanted.root} with {' '.join(wanted.flags)}; Python cannot take an import back. "
+            f"Restart ComfyUI, so that the ranks start anew."
+        )
+
+
+def _import(wanted: _Imported) -> None:
+    root = Path(wanted.root)
+    if not (root / "comfy" / "cli_args.py").is_file():
+        raise RequestError(
+            f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The ranks run the modules of the ComfyUI "
+            f"that they are told of; start them from there."
+        )
+    # Last: ComfyUI's folder has modules such as `nodes`, `utils` and `server`, whose names others have too.
+    sys.path.append(wanted.root)
+    # `comfy` has no __init__.py, and a package of that name elsewhere on the path would win or mix with it.
+    spec = ModuleSpec("comfy", None, is_package=True)
+    spec.submodule_search_locations = [str(root / "comfy")]
+    sys.modules["comfy"] = module_from_spec(spec)
+    try:
+        _read_command_line(wanted.flags)
+    except BaseException:
+        sys.path.remove(wanted.root)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "comfy"]:
+            del sys.modules[name]
+        raise
+    install_router()
+    import comfy.sd  # noqa: F401  all that loading needs, before the first load is timed
+
+
+def _read_command_line(flags: tuple[str, ...]) -> None:
+    """`comfy.cli_args` parses the process's command line when it is imported, and this process has another one."""
+    import comfy.options
+
+    own = sys.argv
+    sys.argv = ["main.py", *flags]
+    comfy.options.enable_args_parsing(True)
+    try:
+        import comfy.cli_args
+    except SystemExit:
+        raise RequestError(
+            f"This ComfyUI does not know one of the flags {' '.join(flags)}; the ranks' output says which. Start "
+            f"ComfyUI without it."
+        ) from None
+    finally:
+        comfy.options.enable_args_parsing(False)
+        sys.argv = own

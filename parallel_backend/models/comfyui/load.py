@@ -1,0 +1,190 @@
+"""A rank's model by ComfyUI's own loaders over a mapped file: its detection, its conversions, its dtypes.
+
+On the CPU the weights stay views of the mapping, so that all ranks of a machine share one copy of the file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, RequestError
+from ...requests import ComfyUISource, ModelSpec
+from ..base import ModelPart
+from .common_dtypes import asked_of_all
+from .environment import import_comfyui
+from .model import ComfyUIModel
+from .placing import place
+from .weights import ComfyUIWeights
+
+StateDict = dict[str, Tensor]
+
+# In names and metadata of a file: it says itself how its weights were quantised.
+_QUANTISED = (".comfy_quant", "scaled_fp8", ".weight_scale")
+_QUANTISED_METADATA = "_quantization_metadata"
+
+
+def load(
+    spec: ModelSpec,
+    device: torch.device,
+    part: ModelPart | None = None,
+    peers: Sequence[torch.device] = (),
+) -> ComfyUIModel:
+    """The whole model on `device`, as ComfyUI would load it there if all cards were as the least of `peers`. Raises
+    CheckpointError for a file that it does not know, RequestError for what its modules cannot be split by."""
+    source = spec.comfyui
+    if source is None:
+        raise RequestError("a model of ComfyUI's own needs to know where ComfyUI is (ModelSpec.comfyui).")
+    _check_whole(part)
+    import_comfyui(source, device)
+    tensors, metadata = _mapped(spec.path)
+    own = _own_tensors(tensors)
+    size = sum(tensor.nbytes for tensor in own)
+    stored = _most_common_dtype(own)
+    options: dict[str, Any] = {"load_device": device, "offload_device": torch.device("cpu")}
+    options |= _options(spec, source)
+    left_to_comfyui = "dtype" not in options and not _flag_sets_dtype()
+    keeps_file_dtype = left_to_comfyui and device.type == "cpu" and _is_plain(tensors, metadata)
+    if keeps_file_dtype and stored.itemsize < 4:
+        # There ComfyUI computes in float32 and would copy the weights to it; the values are the same either way.
+        options["dtype"] = stored
+    import comfy.model_management
+
+    with asked_of_all(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
+        patcher, built = _load(spec.path, source.part, tensors, metadata, options)
+    dtypes = {} if keeps_file_dtype else built
+    sharding = None if part is None else part.byte_sharding
+    weights = ComfyUIWeights(patcher, dtypes, sharding)  # before they leave the mapping
+    place(patcher.model, device, dtypes, sharding)
+    patcher.model.device = device
+    return ComfyUIModel(patcher, device, size, str(stored).removeprefix("torch."), weights, sharding)
+
+
+def _check_whole(part: ModelPart | None) -> None:
+    """Raises RequestError for a part that no module of ComfyUI's can be cut into."""
+    if part is None:
+        return
+    for what, remedy, asked in (
+        ("PipeFusion", "pipefusion_degree to 1", len(part.stage_shares) > 1),
+        ("tensor parallelism", "tensor_degree to 1", part.slices is not None),
+    ):
+        if asked:
+            raise RequestError(f"{what} cannot split ComfyUI's own modules; set {remedy}.")
+
+
+def _mapped(path: str) -> tuple[StateDict, dict[str, str]]:
+    """(tensors, metadata) of a file. A tensor is read from disk when something touches it."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a .safetensors file: {error}. Check that it is there and whole."
+        ) from error
+
+
+def _own_tensors(tensors: StateDict) -> list[Tensor]:
+    """Those of the diffusion model; in a checkpoint, others lie beside them."""
+    from comfy.model_detection import unet_prefix_from_state_dict
+
+    prefix = unet_prefix_from_state_dict(tensors)
+    own = [tensor for name, tensor in tensors.items() if name.startswith(prefix)]
+    return own or list(tensors.values())
+
+
+def _most_common_dtype(tensors: list[Tensor]) -> torch.dtype:
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+
+def _is_plain(tensors: StateDict, metadata: dict[str, str]) -> bool:
+    return _QUANTISED_METADATA not in metadata and not any(name.endswith(_QUANTISED) for name in tensors)
+
+
+def _flag_sets_dtype() -> bool:
+    """Whether ComfyUI's command line says in which dtype it holds weights (--bf16-unet and others)."""
+    from comfy.cli_args import args
+
+    return any(value is True for name, value in vars(args).items() if name.endswith("_unet"))
+
+
+def _options(spec: ModelSpec, source: ComfyUISource) -> dict[str, Any]:
+    """As ComfyUI's own loader nodes pass what a person chose."""
+    options: dict[str, Any] = {}
+    if spec.weight_dtype != "auto":
+        dtype = getattr(torch, spec.weight_dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise RequestError(
+                f"weight_dtype {spec.weight_dtype!r} is none that weights can have; choose auto."
+            )
+        options["dtype"] = dtype
+    if source.fp8_matmul:
+        options["fp8_optimizations"] = True
+    return options
+
+
+def _load(
+    path: str, part: str, tensors: StateDict, metadata: dict[str, str], options: dict[str, Any]
+) -> tuple[Any, dict[str, torch.dtype]]:
+    """(ModelPatcher, dtype of each parameter as ComfyUI built it), with the file's tensors as parameters."""
+    import comfy.model_patcher
+    import comfy.sd
+
+    with _parameters_assigned() as built:
+        if part == "checkpoint":
+            found = comfy.sd.load_state_dict_guess_config(
+                tensors, False, False, False, output_model=True, model_options=options, metadata=metadata
+            )
+            patcher = None if found is None else found[0]
+        else:
+            patcher = comfy.sd.load_diffusion_model_state_dict(
+                tensors, model_options=options, metadata=metadata
+            )
+    if patcher is None:
+        raise CheckpointError(
+            f"ComfyUI does not know what model {path} holds. Check that it is a diffusion model and not a LoRA, VAE or "
+            f"text encoder; for a new family of models, update ComfyUI."
+        )
+    patcher = comfy.model_patcher.ModelPatcher(patcher.model, patcher.load_device, patcher.offload_device)
+    return patcher, built
+
+
+@contextmanager
+def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
+    """Inside, ComfyUI's loaders take tensors as parameters instead of copying them, as they do for models whose weights
+    it loads when they are needed. Gives the dtypes that the last model was built with."""
+    import comfy.model_patcher
+
+    built: dict[str, torch.dtype] = {}
+    if not hasattr(comfy.model_patcher, "CoreModelPatcher"):
+        yield built  # an older ComfyUI, which copies them into the dtypes it built, for each rank
+        return
+
+    class AssigningPatcher(comfy.model_patcher.ModelPatcher):
+        def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(model, *args, **kwargs)
+            built.clear()
+            built.update({name: tensor.dtype for name, tensor in _tensors_of(model.diffusion_model)})
+
+        def is_dynamic(self) -> bool:
+            return True
+
+    stock = comfy.model_patcher.CoreModelPatcher
+    comfy.model_patcher.CoreModelPatcher = AssigningPatcher
+    try:
+        yield built
+    finally:
+        comfy.model_patcher.CoreModelPatcher = stock
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,77 @@
+"""A model of ComfyUI's own in a rank: its module, and the patcher by which ComfyUI changes its weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
+from .attention_router import attention_by
+from .regions import Region
+from .table import TABLE
+
+
+class ComfyUIModel:
+    """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file."""
+
+    sharding: WeightSharding | None = None
+
+    def __init__(
+        self,
+        patcher: Any,
+        device: torch.device,
+        bytes: int,
+        stored_dtype: str,
+        weights: Weights,
+        byte_sharding: ByteSharding | None,
+    ) -> None:
+        self.patcher = patcher
+        self.device = device
+        self.bytes = bytes
+        self.stored_dtype = stored_dtype
+        self.weights = weights
+        self.byte_sharding = byte_sharding
+
+    @property
+    def module(self) -> nn.Module:
+        return self.patcher.model.diffusion_model
+
+    @property
+    def chunks(self) -> tuple[nn.Module, ...]:
+        """With shares, what is left of the module (its buffers), and the shares."""
+        return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        model = self.patcher.model
+        return model.get_dtype() if model.manual_cast_dtype is None else model.manual_cast_dtype
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        entry = TABLE.get(type(self.module).__name__)
+        return () if entry is None else entry.regions
+
+    @cached_property
+    def scales_by_largest(self) -> bool:
+        return any(map(_scales_by_largest, self.module.modules()))
+
+    @property
+    def attention(self) -> str:
+        """The function that ComfyUI's command line and packages made its optimized attention: sage, pytorch, …"""
+        from comfy.ldm.modules import attention
+
+        return str(attention.optimized_attention.__name__).removeprefix("attention_")
+
+    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
+        return attention_by(attend)
+
+
+def _scales_by_largest(layer: nn.Module) -> bool:
+    """A layer of ComfyUI's that quantises its input, and whose file gives no scale for that."""
+    quantised = getattr(layer, "layout_type", None) is not None
+    multiplies = quantised and not getattr(layer, "_full_precision_mm", True)
+    return multiplies and getattr(layer, "input_scale", None) is None

@@ -1,0 +1,302 @@
+"""A file for ComfyUI's own modules, by counting: what the planner asks of any model. Imports neither torch nor comfy.
+
+The header tells bytes and lists of blocks (`inspect`); what ComfyUI's detection makes of the file, its heads, width and
+patches, the loader's side adds (nodes/model/facts.py). Where nobody knows a number it is 0, and rules let it pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...layout import RankCoordinates
+from ...requests import InputShapes
+from ...strategy import ModelShape, ParallelStrategy
+from ..arithmetic import BlockCounts, Family
+from ..checkpoint import Header, TensorEntry, read_header
+from ..dtypes import ITEMSIZE, Dtypes
+from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
+
+# Where the diffusion model lies in a file that has other things beside it, the longest first.
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "transformer.")
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+}
+_BLOCK = re.compile(
+    r"((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)\."
+)  # the outermost list that a key goes through
+_UNET_LIST = "input_blocks"
+# Entries, and tensors of each, that make a list of modules a list of blocks: an embedder's two layers are none.
+_FEWEST, _TENSORS = 2, 4
+# Live activations of a block per token, in widths. Attention: what comes in, the normed, queries, keys, values, their
+# rotated copies, what comes out. Feed-forward of the usual ratio 4: what comes in, the normed, twice the wide, the
+# output.
+_ATTENTION, _FEED_FORWARD = 8, 11
+_CONVOLUTION = 12  # a UNet's: what comes in, norms, two convolutions, the skip connections of its half
+_UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average, for 1024 x 1024 pixels
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """`count` blocks of one kind, of `bytes` each on average; `largest`: bytes of its largest layer."""
+
+    name: str
+    count: int
+    bytes: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class ComfyUIModelFile:
+    """The counted facts of a file (models/model_file.ModelFile).
+
+    `model`: for people, what ComfyUI calls it; `module`: class of its diffusion model; `dtype`: torch's name of that of
+    most of its bytes; `around_bytes`: of what lies in no block; `width`: of a token between blocks; `context_width`,
+    `pooled_width`: of a prompt; `channels`: of the latent; `patch`: (frames, rows, columns) of the latent in a token;
+    `pixels`: of the image in a cell of the latent, along a side;
+    `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py).
+    """
+
+    path: str
+    model: str
+    module: str
+    dtype: str
+    blocks: tuple[BlockList, ...]
+    around_bytes: int
+    heads: int = 0
+    width: int = 0
+    context_width: int = 0
+    pooled_width: int = 0
+    channels: int = 0
+    patch: tuple[int, int, int] = (1, 2, 2)
+    pixels: int = 8
+    splits_tokens: bool = True
+    is_transformer: bool = True
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    @property
+    def tensor_bytes(self) -> int:
+        return self.around_bytes + sum(kind.count * kind.bytes for kind in self.blocks)
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            self.heads,
+            sum(self.block_counts),
+            self.name,
+            splits_tokens=self.splits_tokens,
+            splits_layers=False,
+            pipelines=False,
+            uneven_heads=True,
+        )
+
+    @property
+    def family(self) -> Family:
+        """A multiply-add for each weight and token; attention over text and image together, its upper bound."""
+        size = ITEMSIZE[self.dtype]
+        parameters = self.tensor_bytes / size
+        frames, rows, _ = self.patch
+        return Family(
+            name=self.model,
+            hidden=self.width,
+            heads=self.heads,
+            blocks=tuple(
+                BlockCounts(kind.count, kind.bytes / size, kind.bytes / size) for kind in self.blocks
+            ),
+            parameters=parameters,
+            text_tokens=512,
+            spatial=self.pixels * rows,
+            temporal=frames,
+            latent_pixels=self.pixels,
+            image_flop=0.0 if self.is_transformer else 2.0 * parameters * _UNET_TOKENS,
+        )
+
+    @property
+    def fingerprint(self) -> tuple[str, ...]:
+        sizes = (f"{kind.name}={kind.count}x{kind.bytes}" for kind in self.blocks)
+        return "comfyui", self.module, self.dtype, str(self.heads), str(self.width), str(self.patch), *sizes
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        return tuple(kind.count for kind in self.blocks)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.width
+
+    @property
+    def context_dim(self) -> int:
+        return self.context_width
+
+    @property
+    def pooled_dim(self) -> int:
+        return self.pooled_width
+
+    @property
+    def latent_channels(self) -> int:
+        return self.channels
+
+    @property
+    def token_channels(self) -> int:
+        frames, rows, columns = self.patch
+        return self.channels * frames * rows * columns
+
+    @property
+    def has_guidance(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        counts = "+".join(map(str, self.block_counts))
+        return f"{self.model}, {counts} blocks of width {self.width}"
+
+    def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
+        return (range(sum(self.block_counts)),)
+
+    def held_weights(
+        self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
+    ) -> HeldWeights:
+        """Whole, or each rank's share of each block; what lies around the blocks is shared out with them."""
+        alike = strategy.row_degree * strategy.sequence_degree
+        sharded = strategy.shards and (alike > 1 or not on_cpu)
+        scale = ITEMSIZE[dtypes.storage] / ITEMSIZE[dtypes.file]
+        cast = ITEMSIZE[dtypes.compute] / ITEMSIZE[dtypes.file] if dtypes.storage != dtypes.compute else 0.0
+        in_place = on_cpu and dtypes.storage == dtypes.file
+
+        def part(block: int | None, size: int, largest: int) -> WeightPart:
+            kept = int(size * scale)
+            layer = int(largest * cast)
+            if sharded:
+                return WeightPart(block, -(-kept // alike), 0, kept, layer)
+            own, mapped = (0, kept) if in_place else (kept, 0)
+            return WeightPart(block, own, mapped, 0, layer)
+
+        kinds = [kind for kind in self.blocks for _ in range(kind.count)]
+        parts = [part(block, kind.bytes, kind.largest) for block, kind in enumerate(kinds)]
+        return HeldWeights(
+            parts=(part(None, self.around_bytes, 0), *parts),
+            sharded=sharded,
+            offloaded=strategy.offload_weights and sharded and not on_cpu,
+        )
+
+    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
+        """By widths (above), not variable by variable as for a family that the pack computes itself."""
+        width = call.width(call.tokens)
+        whole = call.width(sum(call.keys))
+        # Each block may gather what it gives (engine/module_forward.py), so all tokens lie here once more.
+        gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
+        if not self.is_transformer:
+            yield Moment("convolution", _CONVOLUTION * width + cast)
+            return
+        exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // call.ulysses
+        yield Moment("attention", _ATTENTION * width + gathered, exchanged)
+        yield Moment("feed-forward", _FEED_FORWARD * width + gathered + cast)
+
+    @property
+    def inputs(self) -> InputShapes:
+        return InputShapes(
+            model=self.name,
+            context=self.context_width,
+            pooled=self.pooled_width,
+            channels_in=self.channels,
+            channels_out=self.channels,
+            text_encoders="the text encoders that ComfyUI's own loader of this model goes with",
+            latents="the empty latent that ComfyUI has for this model",
+        )
+
+
+def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
+    """What the header of `path` tells. Raises CheckpointError with the file's name, the reason and the remedy.
+
+    Heads and patches are not in a header, and whether a transformer's tokens can be shared out is known by its class.
+    """
+    header = read_header(path)
+    prefix = _prefix(header)
+    own = {k.removeprefix(prefix): e for k, e in header.tensors.items() if k.startswith(prefix)}
+    weights = {key: entry for key, entry in own.items() if entry.dtype in _DTYPES}
+    if not weights:
+        raise CheckpointError(
+            f"{header.name} is refused: it holds no weights of a dtype that is known. Choose another file."
+        )
+    dtypes: Counter[str] = Counter()
+    for entry in weights.values():
+        dtypes[_DTYPES[entry.dtype]] += entry.end - entry.begin
+    blocks = _block_lists(weights)
+    is_unet = any(kind.name == _UNET_LIST for kind in blocks)
+    total = sum(entry.end - entry.begin for entry in weights.values())
+    return ComfyUIModelFile(
+        path=header.path,
+        model="the model",
+        module="",
+        dtype=max(dtypes, key=dtypes.__getitem__),
+        blocks=blocks,
+        around_bytes=total - sum(kind.count * kind.bytes for kind in blocks),
+        width=_width(weights.values()),
+        patch=(1, 1, 1) if is_unet else (1, 2, 2),
+        splits_tokens=not is_unet,
+        is_transformer=not is_unet,
+    )
+
+
+def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[BlockList, ...]:
+    """The lists of blocks in the order of the file; a model without one is a single block."""
+    sizes: dict[str, Counter[int]] = {}
+    tensors: Counter[str] = Counter()
+    largest: Counter[str] = Counter()
+    for key, entry in weights.items():
+        found = _BLOCK.match(key)
+        name, number = (found[1], int(found[2])) if found else ("", 0)
+        size = entry.end - entry.begin
+        sizes.setdefault(name, Counter())[number] += size
+        tensors[name] += 1
+        largest[name] = max(largest[name], size)
+    lists = tuple(
+        BlockList(name, len(numbers), sum(numbers.values()) // len(numbers), largest[name])
+        for name, numbers in sizes.items()
+        if name and len(numbers) >= _FEWEST and tensors[name] >= _TENSORS * len(numbers)
+    )
+    total = sum(sum(numbers.values()) for numbers in sizes.values())
+    return lists or (BlockList("the model", 1, total, max(largest.values())),)
+
+
+def _prefix(header: Header) -> str:
+    """Of the diffusion model's keys; empty where they have none."""
+    return next((prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header.tensors)), "")
+
+
+def _width(entries: Iterable[TensorEntry]) -> int:
+    """The size that most matrices have: that of a token between blocks."""
+    sides: Counter[int] = Counter()
+    for entry in entries:
+        if len(entry.shape) == 2:
+            sides.update(set(entry.shape))
+    return max(sides, key=lambda side: (sides[side], side), default=0)
+
+
+# Stands for any model where no file is at hand: 12 billion parameters in bf16, as wide as most of that size.
+TYPICAL = ComfyUIModelFile(
+    path="a model of 12 billion parameters",
+    model="a model of 12 billion parameters",
+    module="",
+    dtype="bfloat16",
+    blocks=(BlockList("blocks", 48, 480_000_000, 110_000_000),),
+    around_bytes=960_000_000,
+    heads=24,
+    width=3072,
+    context_width=4096,
+    pooled_width=768,
+    channels=16,
+)

@@ -1,0 +1,62 @@
+"""Where the parameters of a module over a mapped file go: all of them to the device, or a share of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..base import ByteSharding
+from ..tensor_pieces import as_built
+
+
+def place(
+    model: nn.Module,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype],
+    sharding: ByteSharding | None,
+) -> None:
+    """`model`: ComfyUI's, around the module; `dtypes`: which parameters of the module are to have, by name, where not
+    the file's. What moves is copied: parameters that were there stay as they are, for whoever kept them. (Module.to
+    would move those, and copy quantised ones even to where they are.)"""
+    module = model.get_submodule("diffusion_model")
+    if sharding is not None:
+        sharding.shard(module, list(blocks_of(module)), dtypes)
+    wanted = {
+        id(tensor): dtypes[name]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name in dtypes
+    }
+    moved: dict[int, nn.Parameter] = {}  # a parameter may be several modules'
+    for owner in model.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) not in moved:
+                value = as_built(parameter.to(device), wanted.get(id(parameter)))
+                moved[id(parameter)] = as_parameter(value)
+            setattr(owner, name, moved[id(parameter)])
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+
+
+def as_parameter(value: Tensor) -> nn.Parameter:
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """What its lists hold: modules that compute one after the other, each called as one."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _opened(child)
+        else:
+            yield from blocks_of(child)
+
+
+def _opened(container: nn.Module) -> Iterator[nn.Module]:
+    """What a container holds, through containers in it: UNets hand their blocks' layers different arguments, so that
+    nobody calls a block as one."""
+    for child in container.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from _opened(child)
+        else:
+            yield child

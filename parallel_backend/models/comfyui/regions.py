@@ -1,0 +1,80 @@
+"""The words of table.py: which arguments of a module's blocks are tokens. Pure data, without torch and without comfy.
+
+A stream is a sequence of tokens that goes through blocks ("img", "txt"); "txt+img" is one after the other in one
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tensor, or tensors in a tuple, whose dims [dim, dim + over) are the tokens of `stream`.
+
+    `grouped`: it may have fewer entries than tokens, each for equally many in a row (one timestep per frame); `ndim`:
+    tensors with another number of dims have no tokens; `item`: only this item of a tuple has them.
+    """
+
+    stream: str
+    dim: int = 1
+    over: int = 1
+    grouped: bool = False
+    ndim: int | None = None
+    item: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpandingTimestep:
+    """An object of LTX-2 that holds one timestep per frame and expands to one per token of `stream`."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """(first, end, …) tuples that name tokens of `stream`; an end of None is the stream's."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The number of a token of `stream`: those from it on are treated otherwise."""
+
+    stream: str
+
+
+Argument = Tokens | ExpandingTimestep | Ranges | FirstToken
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The tokens that a kind of block takes and gives.
+
+    `arguments`: by name, or by number where its forward has *args. `gives`: the arguments that its outputs replace, in
+    order; None for an output without tokens. `attends`: of each call of attention inside, in turn, the stream whose
+    tokens are shared out; (queries', keys') where they differ; None where the keys are whole on every rank (text).
+    """
+
+    arguments: Mapping[str | int, Argument]
+    gives: tuple[str | int | None, ...]
+    attends: tuple[str | tuple[str | None, str | None] | None, ...]
+
+
+LAST_BLOCK = "the last block"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Blocks through which tokens may stay apart. `lists`: lists of blocks by their path in the module, in order.
+
+    `leave`: the module whose first argument must be whole again (LAST_BLOCK: what the last block gives; None: what each
+    block gives, so tokens never stay apart); `leaves`: the stream of that argument.
+    """
+
+    lists: Mapping[str, Blocks]
+    leave: str | None = None
+    leaves: str | Tokens | None = None

@@ -1,0 +1,46 @@
+"""The numbers of tiny models: how ComfyUI builds one for the CPU, random weights, random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# (args, kwargs) of a call of a module.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def operations() -> dict[str, Any]:
+    """The last arguments of each of ComfyUI's modules: float32 on the CPU, with weights that nothing has set."""
+    import comfy.ops
+
+    return {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+
+
+def known(config: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """What the dataclass `params` of this ComfyUI takes of `config`: older ones have fewer parameters."""
+    return {name: value for name, value in config.items() if name in {f.name for f in fields(params)}}
+
+
+def fill(model: nn.Module, seed: int = 7) -> nn.Module:
+    """Gives it random weights under which every input matters."""
+    g = torch.Generator().manual_seed(seed)
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        if not torch.is_floating_point(p) or p.numel() == 0:
+            continue
+        r = torch.randn(p.shape, generator=g)
+        if p.ndim > 1:
+            p.data.copy_(r * (0.8 / max(1, p[0].numel()) ** 0.5))
+        elif "norm" in name and name.endswith(("weight", "scale")):
+            p.data.copy_(1 + 0.2 * r)
+        else:
+            p.data.copy_(0.2 * r)
+    return model.eval().requires_grad_(False)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Alike for the same shape and seed in every process."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))

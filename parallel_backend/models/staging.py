@@ -1,0 +1,96 @@
+"""Weights from a mapped file to a GPU: large reads into pinned buffers, and from there to the device.
+
+Copying out of the mapping instead takes a page fault for every few pages, and the driver copies what is not pinned once
+more. On the CPU weights stay in the mapping (decision 004), and nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .checkpoint import read_header
+
+# Bytes of one read, two of which are on their way at once: large for a disk and a bus, small beside a model.
+PIECE = 32 * 1024**2
+
+
+class StagedReader:
+    """Copies tensors of a mapped safetensors file to a device. A context manager: it holds the file and its buffers.
+
+    `opened`: the mapping. `bytes_read`: through the buffers so far.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], opened: safe_open, device: torch.device, piece: int = PIECE
+    ) -> None:
+        header = read_header(path)
+        name, entry = next((n, e) for n, e in header.tensors.items() if e.end > e.begin)
+        data = header.file_bytes - max(entry.end for entry in header.tensors.values())
+        self.bytes_read = 0
+        self._name = header.name
+        self._base = (
+            opened.get_tensor(name).data_ptr() - data - entry.begin
+        )  # where the file's first byte would be
+        self._span = range(data, header.file_bytes + 1)
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(piece, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> StagedReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()  # it may still copy from the buffers
+        os.close(self._file)
+        self._buffers.clear()
+
+    def to_device(self, mapped: Tensor) -> Tensor:
+        """A tensor of the mapping, or rows of one, on the device; others as Tensor.to has them.
+
+        Nobody may have written to the mapping: what is read is the file. Raises CheckpointError for one that became
+        shorter.
+        """
+        begin = mapped.data_ptr() - self._base
+        in_file = begin in self._span and begin + mapped.nbytes in self._span
+        if not (in_file and mapped.is_contiguous()):
+            return mapped.to(self._device)
+        found = torch.empty_like(mapped, device=self._device)
+        target = found.view(-1).view(torch.uint8) if mapped.nbytes else found
+        for number, start in enumerate(range(0, mapped.nbytes, len(self._buffers[0]))):
+            slot = number % 2
+            if (copied := self._copied[slot]) is not None:
+                copied.synchronize()  # this buffer is free again
+            # The disk reads on while this piece is copied.
+            os.posix_fadvise(self._file, begin + start, 2 * len(self._buffers[slot]), os.POSIX_FADV_WILLNEED)
+            piece = self._buffers[slot][: min(len(self._buffers[slot]), mapped.nbytes - start)]
+            self._fill(piece, begin + start)
+            target[start : start + len(piece)].copy_(piece, non_blocking=self._on_gpu)
+            if self._on_gpu:
+                self._copied[slot] = torch.cuda.current_stream(self._device).record_event()
+        return found
+
+    def _fill(self, piece: Tensor, position: int) -> None:
+        target, done = memoryview(piece.numpy().data), 0
+        while done < len(target):
+            got = os.preadv(self._file, [target[done:]], position + done)
+            if got == 0:
+                raise CheckpointError(
+                    f"{self._name} became shorter while it was read. Wait until it is written, and try again."
+                )
+            done += got
+        self.bytes_read += done
+
+
+def staged_reader(
+    path: str | os.PathLike[str], opened: safe_open, device: torch.device
+) -> StagedReader | None:
+    """The reader for weights that go to `device`; None where they stay in the mapped file."""
+    return StagedReader(path, opened, device) if device.type == "cuda" else None
