@@ -7,9 +7,9 @@ import os
 import sys
 
 from .errors import ParallelError
+from .observability import plan_command as plan
 from .observability.bench import command as bench
 from .observability.doctor import command as doctor
-from .planner import command as plan
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
 COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -79,15 +80,23 @@ class RankFailed(ParallelError):
 
     `rank` is the one that failed first (not its victims), `cause` says how in words. `crashed`: its process, device or
     link failed, which may go well the next time; False for an error that the code raised and would raise again.
-    `reason`: one of FAILURES.
+    `reason`: one of FAILURES. `rank` is None where all failed together and none is known to have been first.
     """
 
-    def __init__(self, rank: int, cause: str, *, crashed: bool = False, reason: str = "error") -> None:
-        super().__init__(f"rank {rank} failed: {cause}")
+    def __init__(self, rank: int | None, cause: str, *, crashed: bool = False, reason: str = "error") -> None:
+        super().__init__(f"{'the ranks' if rank is None else f'rank {rank}'} failed: {cause}")
         self.rank = rank
         self.cause = cause
         self.crashed = crashed
         self.reason = reason
+
+    def device_of(self, devices: Sequence[str]) -> str | None:
+        """The device of the rank that failed first, among those of all ranks."""
+        return None if self.rank is None else devices[self.rank]
+
+    def who(self, device: str | None) -> str:
+        """In words. `device`: device_of."""
+        return "all ranks" if device is None else f"rank {self.rank} on {device}"
 
 
 # Under which a rank reports that its device or the link to its peers failed.

@@ -43,3 +43,29 @@ def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
     ):
         group = mount / path.lstrip("/")
         yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount))
+
+
+def available_memory(
+    total: int, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that could be had without swapping; within a container no more than what its limit `total` leaves."""
+    found = _numbers(meminfo, ":").get("MemAvailable", 0) * 1024
+    try:
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # not in a container, or an older kind of limit
+        return found
+    cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # given back when it is needed
+    return min(found, max(0, total - used + cached))
+
+
+def _numbers(table: Path, separator: str) -> dict[str, int]:
+    """The first number of each line, by the line's name."""
+    found = {}
+    try:
+        for line in table.read_text().splitlines():
+            name, _, rest = line.partition(separator)
+            if (words := rest.split()) and words[0].isdigit():
+                found[name] = int(words[0])
+    except OSError:
+        pass
+    return found

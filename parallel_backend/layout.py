@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from .strategy import DEGREES, ParallelStrategy
 
 # Axes of the rank layout, slowest first, in the order of ParallelStrategy's degrees.
 AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
+ROW_AXES = ("data", "cfg")
+SEQUENCE_AXES = ("ring", "ulysses")
+ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
 
 
-@dataclass(frozen=True)
-class RankCoordinates:
+class RankCoordinates(NamedTuple):
     """A rank's coordinates in the layout of its strategy, in the order of AXES; the stage is that of PipeFusion."""
 
     data: int
@@ -31,7 +33,7 @@ class RankCoordinates:
 
     def on(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Its coordinates on `axes` (AXES), in the order of the layout."""
-        return tuple(own for axis, own in zip(AXES, astuple(self), strict=True) if axis in axes)
+        return tuple(own for axis, own in zip(AXES, self, strict=True) if axis in axes)
 
     def row(self, strategy: ParallelStrategy) -> int:
         """The number of the share of the rows that it computes."""

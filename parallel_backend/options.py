@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError, StrategyError
 from .strategy import ParallelStrategy
 
-COMPILE_MODES = ("off", "blocks")
+AUTO = "auto"
+COMPILE_MODES = (AUTO, "off", "blocks")  # auto: settled by planner/compile_choice.py before ranks see it
 # `torch` is scaled_dot_product_attention; the others are those of the packages that people install.
 ATTENTION_KERNELS = ("auto", "torch", "cudnn", "flash", "flash_3", "sage")
 # A variable with a backend of torch.compile in place of inductor: `aot_eager` and `eager` need no C++ compiler and show
 # whether a fault is inductor's. For tests, and for finding faults.
 COMPILE_BACKEND = "PARALLEL_SAMPLING_COMPILE_BACKEND"
+# What a rank on the CPU may use of its cores while the others wait: what it would have had without them.
+THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
+# A variable, `on` or `off`: whether ranks send what attention needs while they compute the rest. Results are the same.
+OVERLAP = "PARALLEL_SAMPLING_OVERLAP"
 APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values
 
 
@@ -34,7 +41,7 @@ class ComputeOptions:
 
     @property
     def compiles(self) -> bool:
-        return self.compile != "off"
+        return self.compile == "blocks"
 
 
 DEFAULT_COMPUTE = ComputeOptions()
@@ -48,6 +55,15 @@ class CompileStats:
     graphs: int
     seconds: float
     uncompiled: int
+
+
+def overlaps(device_type: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether exchanges run beside computing. Where nobody says, on GPUs: on the CPU both take the same cores
+    (docs/decisions/035)."""
+    wish = environ.get(OVERLAP, "")
+    if wish not in ("", "on", "off"):
+        raise RequestError(f"{OVERLAP} is {wish!r}; it can be on, off or unset.")
+    return wish == "on" if wish else device_type == "cuda"
 
 
 STEP_CACHES = ("off", "first_block")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import RequestError
 from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
+from .trials import Trial
 
 if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
     import torch
@@ -15,18 +17,32 @@ if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
 # Samplers that the resident loop implements, and how often a step of each calls the model (heun's last step once);
 # everything else runs stepwise.
 RESIDENT_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
-LATENT_CHANNELS = 16  # of Flux's latent space
-WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn")
+FP8_FAST = "float8_e4m3fn_fast"  # kept in fp8 and multiplied in fp8 where the GPUs can, as ComfyUI calls it
+WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn", FP8_FAST)
+
+
+@dataclass(frozen=True)
+class ComfyUISource:
+    """How the user's own ComfyUI loads a model, for ranks that run its modules. `root`: ComfyUI's folder; `flags`:
+    those of its command line that change numerics or attention; `part`: "diffusion_model" for a file of its own,
+    "checkpoint" for one with text encoder and VAE beside it; `fp8_matmul`: fp8 weights are multiplied as they are."""
+
+    root: str
+    flags: tuple[str, ...] = ()
+    part: str = "diffusion_model"
+    fp8_matmul: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model to load. `path`: of a .safetensors file; `family`: a provider's name (models/registry.py), empty for the
-    first one; `weight_dtype`: one of WEIGHT_DTYPES."""
+    first one; `weight_dtype`: one of WEIGHT_DTYPES, or torch's name of another dtype; `comfyui`: for the provider of
+    that name."""
 
     path: str
     family: str = ""
     weight_dtype: str = "auto"
+    comfyui: ComfyUISource | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,23 @@ class PredictRequest:
     extras: Extras = field(default_factory=Extras)
 
 
+# How a call shares out the tokens of one image or video over a sequence axis: they stay apart from the first block to
+# the last; each block gathers what it gives; or not at all, whole rows only (models/comfyui/table.py).
+STAY, BLOCK, ROWS = TOKEN_MODES = ("stay", "block", "rows")
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
+    batch; `tokens`: one of TOKEN_MODES; `method`: of the module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    tokens: str = BLOCK
+    method: str = "forward"
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """The record of a request that ran. Times in seconds, sizes in bytes."""
@@ -181,6 +214,7 @@ class RunInfo:
     kernel: str = "torch"  # of attention, one of options.ATTENTION_KERNELS
     compiled: CompileStats | None = None  # None where blocks were not to be compiled
     load: LoadInfo | None = None  # of the model that it ran on; what decides and measures knows of none
+    trials: tuple[Trial, ...] = ()  # of strategies within the request, of which `strategy` ran to the end
 
 
 @dataclass(frozen=True)
@@ -217,7 +251,9 @@ class PatchInfo:
 class LoadInfo:
     """The outcome of loading. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
     patched: what was changed in the weights after that, None where no rank has been asked to; inputs: None for a
-    VAE."""
+    VAE; model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its shares in host
+    memory, of which whole weights, being the mapped file, take none; switched: it was held while another one was in
+    use, and seconds has what the change took; notes: the models that were dropped for it, in words."""
 
     seconds: float
     bytes: int
@@ -226,12 +262,27 @@ class LoadInfo:
     compute_dtype: str
     patched: PatchInfo | None = None
     inputs: InputShapes | None = None
+    model: str = ""
+    device_bytes: int = 0
+    host_bytes: int = 0
+    switched: bool = False
+    notes: tuple[str, ...] = ()
 
 
-def check_numbers(found: torch.Tensor, when: str) -> None:
-    """Raises RequestError for what a model gave for finite inputs and is NaN or infinite: the image would be black."""
-    if not found.isfinite().all():
-        raise RequestError(
-            f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be damaged "
-            f"(download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 or float32)."
-        )
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite. A sum tells at a hundredth of the cost, unless it overflows."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def check_numbers(found: torch.Tensor, when: str, given: Sequence[torch.Tensor] = ()) -> None:
+    """Raises RequestError for what a model gave and is NaN or infinite where its inputs, `given`, are not: the image
+    would be black."""
+    if not is_finite(found) and all(map(is_finite, given)):
+        raise bad_numbers(when)
+
+
+def bad_numbers(when: str) -> RequestError:
+    return RequestError(
+        f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be damaged "
+        f"(download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 or float32)."
+    )

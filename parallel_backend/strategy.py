@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,11 +31,32 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The facts of a model that rules need. `heads`: attention heads; `blocks`: all transformer blocks."""
+    """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
+    blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_layers`: so can
+    each layer's heads and columns; `pipelines`: its blocks can lie on different devices; `uneven_heads`: ranks of
+    Ulysses may take different numbers of heads."""
 
     heads: int
     blocks: int
     name: str = "the model"
+    splits_tokens: bool = True
+    splits_layers: bool = True
+    pipelines: bool = True
+    uneven_heads: bool = False
+
+    def takes_ulysses(self, degree: int) -> bool:
+        """Whether the heads can be shared out over as many ranks."""
+        if self.uneven_heads:
+            return self.heads == 0 or degree <= self.heads
+        return self.heads % degree == 0
+
+    def split_sequence(self, count: int) -> tuple[int, int]:
+        """(ulysses_degree, ring_degree) that occupy `count` devices, Ulysses as far as the heads go; (1, 1) where only
+        whole rows can be shared out."""
+        if not self.splits_tokens:
+            return 1, 1
+        ulysses = max(d for d in range(1, count + 1) if count % d == 0 and self.takes_ulysses(d))
+        return ulysses, count // ulysses
 
 
 @dataclass(frozen=True)
@@ -162,10 +184,13 @@ class ParallelStrategy:
                 *(name for name in DEGREES if getattr(self, name) > 1),
                 "devices",
             )
-        if model.heads % self.ulysses_degree:
-            ulysses, ring = split_sequence(self.sequence_degree, model.heads)
+        for message, *inputs in self._unknown_to(model):
+            add(message, *inputs)
+        if model.splits_tokens and not model.takes_ulysses(self.ulysses_degree):
+            ulysses, ring = model.split_sequence(self.sequence_degree)
+            than = "is more than" if model.uneven_heads else "does not divide"
             add(
-                f"ulysses_degree {self.ulysses_degree} does not divide the {model.heads} attention heads of "
+                f"ulysses_degree {self.ulysses_degree} {than} the {model.heads} attention heads of "
                 f"{model.name}; the nearest valid setting is ulysses_degree {ulysses} with ring_degree {ring}.",
                 "ulysses_degree",
             )
@@ -175,13 +200,14 @@ class ParallelStrategy:
                 f"nearest valid setting is cfg_degree 2.",
                 "cfg_degree",
             )
-        if self.pipefusion_degree > model.blocks > 0:
+        if model.pipelines and self.pipefusion_degree > model.blocks > 0:
             add(
                 f"pipefusion_degree {self.pipefusion_degree}: {model.name} has {model.blocks} blocks and each device "
                 f"needs one; the nearest valid setting is pipefusion_degree {model.blocks}.",
                 "pipefusion_degree",
             )
-        if model.heads % (self.ulysses_degree * self.tensor_degree) and not model.heads % self.ulysses_degree:
+        whole = not model.heads % self.ulysses_degree
+        if model.splits_layers and whole and model.heads % (self.ulysses_degree * self.tensor_degree):
             heads = model.heads // self.ulysses_degree
             nearest = max(d for d in range(1, self.tensor_degree) if heads % d == 0)
             add(
@@ -215,6 +241,31 @@ class ParallelStrategy:
             add(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.", "engine")
         return found
 
+    def _unknown_to(self, model: ModelShape) -> Iterator[tuple[str, ...]]:
+        """(words, inputs…) of each way to split that this model does not have."""
+        if self.sequence_degree > 1 and not model.splits_tokens:
+            inputs = [name for name in ("ring_degree", "ulysses_degree") if getattr(self, name) > 1]
+            yield (
+                f"{' with '.join(f'{name} {getattr(self, name)}' for name in inputs)}: the tokens of one image of "
+                f"{model.name} cannot be shared out, only whole images and prompts; the nearest valid settings are "
+                f"ring_degree 1 and ulysses_degree 1, with cfg_degree 2 for a negative prompt or data_degree for a "
+                f"batch.",
+                *inputs,
+            )
+        if self.pipefusion_degree > 1 and not model.pipelines:
+            yield (
+                f"pipefusion_degree {self.pipefusion_degree}: the blocks of {model.name} cannot be laid out over "
+                f"devices yet; the nearest valid setting is pipefusion_degree 1, with shard_weights where the model is "
+                f"larger than a device.",
+                "pipefusion_degree",
+            )
+        if self.tensor_degree > 1 and not model.splits_layers:
+            yield (
+                f"tensor_degree {self.tensor_degree}: the layers of {model.name} cannot be split; the nearest valid "
+                f"setting is tensor_degree 1, with shard_weights where the model is larger than a device.",
+                "tensor_degree",
+            )
+
     def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
         """The same in words only."""
         return [problem.message for problem in self.problems(model, device_count, engine)]
@@ -235,9 +286,3 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise StrategyError(
             f"{name} is {value!r}; it must be a whole number of at least {least}.", inputs=(name,)
         )
-
-
-def split_sequence(count: int, heads: int) -> tuple[int, int]:
-    """(ulysses_degree, ring_degree) that occupy `count` devices: Ulysses as far as the heads divide."""
-    ulysses = max(d for d in range(1, count + 1) if count % d == 0 and heads % d == 0)
-    return ulysses, count // ulysses

@@ -11,11 +11,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ..wire.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # what takes a second to import comes later
+    from ..wire.arena import ArenaReader, ArenaWriter
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
     from ..wire.transport import Link
@@ -100,12 +102,19 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, 
     return worker
 
 
-def _receive(link: Link, epoch: int) -> tuple[Envelope, tuple[int, ...]]:
-    """The next (envelope, descriptors) of this epoch. A frame of another one ends the rank: it cannot be answered."""
+def _receive(
+    link: Link, epoch: int, when_idle: Callable[[], None] = lambda: None
+) -> tuple[Envelope, tuple[int, ...]]:
+    """The next (envelope, descriptors) of this epoch; `when_idle` is called if none comes for a while. A frame of
+    another one ends the rank: it cannot be answered."""
     from ..errors import TransportError
+    from ..wire.deadlines import IDLE
     from ..wire.transport import close_all
 
-    received = link.receive()
+    received = link.receive(IDLE)
+    if received is None:
+        when_idle()
+        received = link.receive()
     assert received is not None, "it waits without a limit"
     envelope, descriptors = received
     if envelope.epoch != epoch:
@@ -116,18 +125,46 @@ def _receive(link: Link, epoch: int) -> tuple[Envelope, tuple[int, ...]]:
 
 def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
     """Answers each request with exactly one terminal message; ends with LinkClosed."""
+    from ..wire.arena import ArenaReader, ArenaWriter
+
+    requests, answers = ArenaReader(), ArenaWriter()  # of model calls
+    try:
+        while True:
+            _serve_one(link, epoch, worker, requests, answers)
+    finally:
+        requests.release()
+        answers.release()
+
+
+def _serve_one(
+    link: Link, epoch: int, worker: RankWorker, requests: ArenaReader, answers: ArenaWriter
+) -> None:
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Cancel, Envelope
+    from ..wire.protocol import Call, Cancel, Decode, Done, Envelope, Predict, Sample, Sleep
     from ..wire.transport import close_all, pack_tensors
+    from .held_models import release_cache
 
-    while True:
-        heartbeat.point("idle")
-        envelope, descriptors = _receive(link, epoch)
-        if isinstance(envelope.message, Cancel):
-            continue  # its request ended before it came
-        answer, result = _answer(link, envelope, descriptors, worker)
-        payload = [pack_tensors(result)] if result is not None and worker.world.rank == 0 else []
+    def give_back() -> None:
+        release_cache(worker.world.device)  # others need it until the next request
+
+    heartbeat.point("idle")
+    envelope, descriptors = _receive(link, epoch, give_back)
+    if isinstance(envelope.message, Cancel):
+        return  # its request ended before it came
+    answer, result = _answer(link, envelope, descriptors, worker, requests)
+    if isinstance(envelope.message, (Sample, Decode)):
+        give_back()  # before ComfyUI goes on, to a VAE of its own perhaps; after a model call comes the next one
+    if isinstance(envelope.message, Sleep) and envelope.message.only is None:
+        requests.release()
+        answers.empty()
+    if result is None or worker.world.rank != 0:
+        link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
+    elif isinstance(answer, Done) and isinstance(envelope.message, (Predict, Call)):
+        answer = replace(answer, placed=answers.place(result))
+        link.send(Envelope(epoch, envelope.request, answer), (answers.descriptor,), SEND)
+    else:
+        payload = (pack_tensors(result),)
         try:
             link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
         finally:
@@ -135,7 +172,7 @@ def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
 
 
 def _answer(
-    link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker
+    link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker, requests: ArenaReader
 ) -> tuple[Done | Failed, Tensors | None]:
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
@@ -144,11 +181,13 @@ def _answer(
     from ..wire.protocol import (
         ApplyPatches,
         Calibrate,
+        Call,
         Compiling,
         Decode,
         Done,
         Envelope,
         KeepFactors,
+        KeepModels,
         Load,
         LoadVae,
         Predict,
@@ -182,12 +221,17 @@ def _answer(
 
     try:
         try:
-            tensors = unpack_tensors(descriptors[0]) if descriptors else {}
+            if isinstance(message, (Predict, Call)):
+                tensors = requests.read(descriptors[0], message.placed)
+            else:
+                tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
         match message:
             case Load():
-                return Done(load=worker.load(message.spec, message.strategy)), None
+                return Done(load=worker.load(message), models=worker.models.report()), None
+            case KeepModels():
+                return Done(models=worker.keep_models(message)), None
             case Sample():
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
@@ -196,8 +240,11 @@ def _answer(
             case Predict():
                 result, run = worker.predict(message, tensors, report_compiling)
                 return Done(run=run), result
+            case Call():
+                result, run = worker.call(message, tensors)
+                return Done(run=run), result
             case KeepFactors():
-                worker.patches.keep(tensors)
+                worker.models.get(message.model).patches.keep(tensors)
                 return Done(), None
             case ApplyPatches():
                 return Done(patch=worker.apply_patches(message, tensors)), None
@@ -208,9 +255,9 @@ def _answer(
                 image, decode = worker.vae.decode(message, tensors, on_step)
                 return Done(decode=decode), image
             case Sleep():
-                return Done(sleep=worker.sleep(message.level)), None
+                return Done(sleep=worker.sleep(message), models=worker.models.report()), None
             case Wake():
-                return Done(sleep=worker.wake()), None
+                return Done(sleep=worker.wake(), models=worker.models.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
             case _:

@@ -1,5 +1,8 @@
 """Measures the links between the ranks on the process groups that a strategy uses, within a budget of seconds.
 
+On GPUs each group that is used takes memory for good, and seconds at its first use: measured are only groups that the
+strategy uses anyway, but for a thorough look at all pairs, and the clock starts when their connections stand.
+
 Every rank makes the same number of exchanges: rank 0 decides by its clock, and a rank without memory for the buffers
 vetoes, both in one all_reduce of the control group.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from statistics import median
 
 import torch
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.groups import Axis, Layout, World
+from ..errors import StrategyError
 from ..wire.calibration import ALL_TO_ALL, PAIR, POINT_TO_POINT, SIZES, Calibration, RankFacts, Transfer
 from ..wire.protocol import Calibrate
 from .errors import is_out_of_memory
@@ -34,15 +39,21 @@ Prepared = tuple[Transmit, Callable[[], Tensor], int]  # the exchange, what must
 
 def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
     """Collective: all ranks call it together, with the groups of the same strategy."""
+    if layout.strategy.world_size < world.world_size:
+        raise StrategyError(
+            f"{layout.strategy.describe()} uses one of these {world.world_size} devices: there are no links to "
+            f"measure. Choose a strategy over all of them."
+        )
     begun = time.perf_counter()
     transfers: list[Transfer] = []
     collective_s = 0.0
     if world.world_size > 1:
+        used = _largest_in_use(layout)
+        ring = layout.ring if layout.ring.size > 1 else used
+        ulysses = layout.ulysses if layout.ulysses.size > 1 else used
+        _connect(world, ring, ulysses, message.thorough)
         meter = _Meter(world, message.budget_s, message.thorough)
-        collective_s = meter.time_tiny_collective()
-        everyone = Axis(tuple(range(world.world_size)), world.rank, world.group)
-        ring = layout.ring if layout.ring.size > 1 else everyone
-        ulysses = layout.ulysses if layout.ulysses.size > 1 else everyone
+        collective_s = meter.time_tiny_collective(used)
         for size in SIZES:  # the small ones of every kind first: they cost least and decide most
             transfers += meter.time_exchange(POINT_TO_POINT, size, partial(_to_next, size, ring, world))
             transfers += meter.time_exchange(ALL_TO_ALL, size, partial(_to_all, size, ulysses, world))
@@ -59,6 +70,21 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
     )
 
 
+def _largest_in_use(layout: Layout) -> Axis:
+    """The largest group over which the strategy has collectives; pipelines bring results back over one."""
+    groups = (layout.ulysses, layout.ring, layout.sequence, layout.tensor, layout.row, layout.return_group)
+    return max(groups, key=lambda axis: axis.size)
+
+
+def _connect(world: World, ring: Axis, ulysses: Axis, thorough: bool) -> None:
+    """One small exchange of each kind that will be measured, on all ranks in the same order."""
+    _to_next(_BLOCK, ring, world)[0]()
+    _to_all(_BLOCK * ulysses.size, ulysses, world)[0]()
+    if thorough:
+        for one, other in combinations(range(world.world_size), 2):
+            _there_and_back(_BLOCK, one, other, world)[0]()
+
+
 class _Meter:
     """Times exchanges until the budget of rank 0's clock is spent; then every further one is left out, on all ranks."""
 
@@ -70,14 +96,14 @@ class _Meter:
         # Size and seconds of the latest exchange of each kind, as rank 0 saw it.
         self._last: dict[str, tuple[int, float]] = {}
 
-    def time_tiny_collective(self) -> float:
+    def time_tiny_collective(self, axis: Axis) -> float:
         """Seconds of an all_reduce of one int, the median batch."""
         flag = torch.zeros(1, dtype=torch.int32, device=self._world.device)
 
         def reduce() -> None:
-            dist.all_reduce(flag, group=self._world.group)
+            dist.all_reduce(flag, group=axis.group)
 
-        self._batch(reduce, 1)  # makes the connections
+        self._batch(reduce, 1)
         once = self._batch(reduce, 1)
         count = self._agree(self._repetitions(once))
         return median(self._batch(reduce, count) for _ in range(BATCHES)) if count else once
@@ -259,15 +285,18 @@ def _try_kernel(device: torch.device) -> tuple[str, str]:
     """(name, problem): the kernel that half precision would use here, run once against torch's own arithmetic."""
     name = ""
     try:
-        from ..engine.attention.kernels import attend, kernel_for  # takes seconds: diffusers
+        from ..engine.attention.kernel_choice import kernel_for  # takes seconds: diffusers
+        from ..engine.attention.kernels import attend
 
-        name = kernel_for(device, torch.bfloat16)
+        choice = kernel_for(device, torch.bfloat16)
+        name = choice.name
         generator = torch.Generator(device).manual_seed(0)
         shape = (3, 1, 2, 256, 128)
         inputs = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
         with torch.inference_mode():
             query, key, value = inputs.unbind()
             out = attend(query, key, value, None, name).float()
+            name = "; ".join([name, *choice.notes])
             query, key, value = inputs.float().unbind()
             exact = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1) @ value
         error = (out - exact).abs().max().item()

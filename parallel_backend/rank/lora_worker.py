@@ -1,4 +1,4 @@
-"""The factors of LoRAs that a rank keeps, and changing its model's weights by them together with all other ranks."""
+"""The factors of LoRAs that a rank keeps, and changing a model's weights by them together with all other ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class LoraWorker:
-    """`all_good(error)`: whether no rank has one; collective. Factors stay in the memory that the parent made: one copy
-    on the host for all ranks."""
+    """Of one model. `all_good(error)`: whether no rank has one; collective. Factors stay in the memory that the parent
+    made: one copy on the host for all ranks."""
 
     def __init__(self, all_good: Callable[[Exception | None], bool]) -> None:
         self._all_good = all_good
@@ -57,9 +57,3 @@ class LoraWorker:
         """Gives back device memory that only makes the next change faster."""
         if self._weights is not None:
             self._weights.release_originals()
-
-    def clear(self) -> None:
-        """The model is gone, and what was changed in it."""
-        self._factors.clear()
-        self._recent.clear()
-        self._applied, self._weights = (), None

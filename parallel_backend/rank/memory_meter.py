@@ -15,7 +15,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryMeter:
-    """`chunks`: of the model that is held; `bytes_sent`: to other ranks so far, as a function."""
+    """`bytes_sent`: to other ranks so far, as a function."""
 
     def __init__(self, device: torch.device, bytes_sent: Callable[[], int]) -> None:
         self._device = device
@@ -23,10 +23,8 @@ class MemoryMeter:
         self._weights = 0
 
     def record_weights(self, chunks: Iterable[nn.Module]) -> None:
-        """The model is another one, or lies elsewhere."""
-        # Chunks of one rank share some.
-        parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
-        self._weights = sum(_local_bytes(p, self._device) for p in parameters.values())
+        """The models that are held are others, or lie elsewhere; `chunks`: of all of them."""
+        self._weights = weight_bytes(chunks, self._device)
         self.publish()
 
     def publish(self) -> None:
@@ -37,6 +35,12 @@ class MemoryMeter:
             resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
             working = (int(resident) - int(shared)) * _PAGE
         heartbeat.holds(self._weights, working, self._bytes_sent())
+
+
+def weight_bytes(chunks: Iterable[nn.Module], device: torch.device) -> int:
+    """Of weights on `device`. Chunks of one rank share some."""
+    parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
+    return sum(_local_bytes(p, device) for p in parameters.values())
 
 
 def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:

@@ -89,6 +89,7 @@ class VaeWorker:
             if images is None:
                 images = torch.empty(len(latent), *image.shape, dtype=image.dtype)
             images[i] = image
+        on_step.finish()
         run = RankDecode(
             seconds=time.perf_counter() - begun,
             rows=decoder.rows(latent.shape[2], message.shares)[self._world.rank],

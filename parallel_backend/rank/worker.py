@@ -1,36 +1,62 @@
-"""The requests that one rank serves: hold a model, run a sampling job, make one model call."""
+"""The requests that one rank serves: hold models, run a sampling job, make one model call."""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..engine.groups import Layouts, World
-from ..errors import DeviceError, RequestError
+from ..errors import RequestError
 from ..options import check_step_cache
-from ..requests import Conditioning, InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
+from ..requests import (
+    InputShapes,
+    LoadInfo,
+    ModelSpec,
+    ModuleCall,
+    Placement,
+    Rows,
+    SleepInfo,
+)
 from ..strategy import ParallelStrategy
+from ..trials import TrialRun
+from ..wire.arguments import map_tensors, pack_arguments
 from ..wire.calibration import Calibration
 from ..wire.heartbeat import heartbeat
 from ..wire.payloads import Tensors, predict_parts, sample_request, take_state
-from ..wire.protocol import ApplyPatches, Calibrate, Predict, RankPatch, RankRun, Sample, Setup
-from .errors import PeerFailed, is_out_of_memory
-from .lora_worker import LoraWorker
-from .memory_meter import MemoryMeter
+from ..wire.protocol import (
+    ApplyPatches,
+    Calibrate,
+    Call,
+    KeepModels,
+    Load,
+    Predict,
+    RankAndModel,
+    RankModels,
+    RankPatch,
+    RankRun,
+    Sample,
+    Setup,
+    Sleep,
+)
+from .device import allocated, device_of
+from .errors import PeerFailed, is_out_of_memory, refusing
+from .held_models import HeldModel, HeldModels, collect
+from .kept_arguments import KeptArguments
+from .memory_meter import MemoryMeter, weight_bytes
 from .step_boundary import StepBoundary
 from .vae_worker import VaeWorker
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ..engine.forward import ParallelForward
-    from ..engine.pipefusion.forward import PipelineForward
-    from ..models.base import TokenModel
+    from ..engine.factory import AnyForward
+    from ..engine.module_forward import ModuleForward
+    from ..models.base import ModuleModel, TokenModel
+    from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
 
@@ -38,63 +64,72 @@ _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
 
 class RankWorker:
-    """The state that a rank keeps between requests: its place in the world, its model, the prompts it was sent."""
+    """The state that a rank keeps between requests: its place in the world, its models, the prompts it was sent."""
 
     def __init__(self, setup: Setup) -> None:
         """Joins the process group; blocks until all ranks have."""
+        if setup.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # as ComfyUI does
         self.world = World(
             rank=setup.rank,
             world_size=setup.world_size,
-            device=_device(setup.devices[setup.rank]),
+            device=device_of(setup.devices[setup.rank]),
             backend=setup.backend,
             store_path=setup.rendezvous,
+            devices=tuple(device_of(name) for name in setup.devices),
         )
         self.vae = VaeWorker(self.world, lambda error: self._agree(error) == _GOOD)
-        self.patches = LoraWorker(lambda error: self._agree(error) == _GOOD)
+        self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
-        self._model: TokenModel | None = None
-        self._inputs: InputShapes | None = None  # of the model that was read last
-        self._moved_out: list[torch.nn.Module] = []  # chunks of the model that sleep in host memory
-        self._forwards: dict[Placement, ParallelForward | PipelineForward] = {}
-        self._prompts: dict[int, Conditioning] = {}
+        self._arguments = KeptArguments(self.world.device)
 
-    def load(self, spec: ModelSpec, strategy: ParallelStrategy) -> LoadInfo:
-        """Holds `spec` on every rank or on none, split as `strategy` has it; on failure the model held before stays,
-        memory permitting.
+    def load(self, message: Load) -> LoadInfo:
+        """Holds one more model on every rank or on none, split as `strategy` has it.
 
-        All ranks agree on the outcome before anyone gives up the old model: 0 good, 1 out of memory, 2 refused.
+        All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep one after the other
+        until it fits.
         """
-        begun = time.perf_counter()
-        model, error = self._try_load(spec, strategy)
+        begun, device = time.perf_counter(), self.world.device
+        self.models.keep(message.keep)
+        held, error = self._try_load(message.spec, message.strategy)
         worst = self._agree(error)
-        if worst == _NO_MEMORY and self._model is not None:
-            model = error = None
-            self._drop_model()  # the old one was in the way
-            model, error = self._try_load(spec, strategy)
+        while worst == _NO_MEMORY and self.models:
+            held = error = None
+            self.models.drop_first()  # it was in the way
+            held, error = self._try_load(message.spec, message.strategy)
             worst = self._agree(error)
-        if worst != _GOOD or model is None:
-            model = None
-            _collect(self.world.device)
+        if worst != _GOOD or held is None:
+            held = None
+            collect(device)
+            self._record_weights()
             raise error or PeerFailed("another rank could not load the model")
-        self._drop_model()
-        self._model = model
-        self.meter.record_weights(model.chunks)
+        self.models.add(message.model, held)
+        self._record_weights()
+        model = held.model
+        shares = getattr(model, "byte_sharding", None) or model.sharding
         return LoadInfo(
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
             dtype=model.stored_dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
-            inputs=self._inputs,
+            inputs=held.inputs,
+            device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
+            host_bytes=0 if shares is None else weight_bytes(model.chunks, torch.device("cpu")),
         )
 
+    def keep_models(self, message: KeepModels) -> RankModels:
+        """Drops all others."""
+        self.models.keep(message.models)
+        self._record_weights()
+        return self.models.report()
+
     def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
-        """Changes the model's weights on every rank or on none."""
-        if self._model is None:
-            raise RequestError("the ranks hold no model; load one first.")
+        """Changes a model's weights on every rank or on none."""
+        held = self.models.get(message.model)
         try:
-            return self.patches.apply(self._model.weights, message, tensors)
+            return held.patches.apply(held.model.weights, message, tensors)
         finally:
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()  # whole tensors in float32 leave holes that activations do not fill
@@ -106,29 +141,44 @@ class RankWorker:
         are compiled."""
         from ..engine.first_block_cache import CachedForward
         from ..sampling.denoise import Keep, denoise
+        from .switching import SwitchingForward
 
         begun = time.perf_counter()
         state = take_state(tensors)
         if state is not None:
             heartbeat.steps_done(state.step)
         request = sample_request(message, tensors)
-        forward = self._forward(message.placement, on_compile)
+        held, placement = self.models.get(message.model), message.placement
+        forward = self._forward(held, placement, on_compile)
         sent = forward.bytes_sent
+        switching: SwitchingForward | None = None
+        if message.trials:
+            trials = TrialRun(placement.strategy, message.trials, len(request.sigmas) - 1)
+            switching = SwitchingForward(
+                self.world,
+                trials,
+                lambda s: self._kept_forward(held, replace(placement, strategy=s)),
+                on_step,
+            )
         cached: CachedForward | None = None
         keep: Keep = on_step.keep
         if request.cache_threshold > 0:
-            check_step_cache(request.cache_threshold, message.placement.strategy)
+            check_step_cache(request.cache_threshold, placement.strategy)
             from ..engine.forward import ParallelForward
 
             assert isinstance(forward, ParallelForward), "only PipeFusion has another, and was refused"
             cached = CachedForward(forward, request.cache_threshold, state)
             keep = cached.kept_by(on_step.keep)
-        latent = denoise(cached or forward, request, on_step, state=state, keep=keep)
+        boundary = on_step if switching is None else switching.on_step
+        latent = denoise(cached or switching or forward, request, boundary, state=state, keep=keep)
+        on_step.finish()
         result = {
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = _run(forward, message.placement, begun, sent)
+        run = _run(forward if switching is None else switching.current, placement, begun, sent)
+        if switching is not None:
+            run = switching.told(run)
         if cached is not None:
             exact = run.exact and not cached.reused
             run = replace(run, exact=exact, model_calls=cached.calls, reused_calls=cached.reused)
@@ -139,18 +189,36 @@ class RankWorker:
         """One model call; the velocity is the same on every rank."""
         begun = time.perf_counter()
         x, sigma, conditioning, extras = predict_parts(tensors)
-        device = self.world.device
-        for key in message.forget:
-            self._prompts.pop(key, None)
-        if conditioning is not None:
-            self._prompts[message.conditioning] = _on_device(conditioning, device)
-        if message.conditioning not in self._prompts:
-            raise RequestError(f"no prompt was sent under the key {message.conditioning}.")
-        prompt = self._prompts[message.conditioning]
-        forward = self._forward(message.placement, on_compile)
+        device, held = self.world.device, self.models.get(message.model)
+        prompt, mask = held.take_inputs(message, conditioning, extras.mask, device)
+        extras = replace(extras, mask=mask)
+        forward = self._forward(held, message.placement, on_compile)
         sent = forward.bytes_sent
-        (velocity,) = forward([Rows(x.to(device), sigma.to(device), prompt, extras)])
+        x, sigma = (
+            x.to(device, copy=True),
+            sigma.to(device, copy=True),
+        )  # the parent's memory is read-only here
+        (velocity,) = forward([Rows(x, sigma, prompt, extras)])
         return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
+
+    @torch.inference_mode()
+    def call(self, message: Call, tensors: Tensors) -> tuple[Tensors, RankRun]:
+        """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
+        from ..engine.lead import all_threads
+
+        begun = time.perf_counter()
+        args, kwargs = self._arguments.take(tensors, message.forget)
+        forward = self._module_forward(self.models.get(message.model), message.placement)
+        sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
+        if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
+            return {}, _run(forward, message.placement, begun, sent)
+        with (
+            all_threads(self.world.device) if alone else nullcontext(),
+            refusing(type(forward.model.module).__name__, self._layouts.traffic),
+        ):
+            answer = forward(ModuleCall(args, kwargs, message.rows, message.tokens, message.method))
+        packed = pack_arguments(map_tensors(answer, lambda tensor: tensor.cpu()), "the model's answer")
+        return packed, _run(forward, message.placement, begun, sent)
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -158,55 +226,70 @@ class RankWorker:
 
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
-    def sleep(self, level: int) -> SleepInfo:
+    def sleep(self, message: Sleep) -> SleepInfo:
         """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
 
-        The VAE is discarded at both: ComfyUI's process has it in host memory already.
+        The VAE is discarded at both: ComfyUI's process has it in host memory already. A rank that gives back one model
+        alone keeps all else, and every rank joins the agreement on that.
         """
         begun, device = time.perf_counter(), self.world.device
-        before = _allocated(device)
-        self.vae.drop()
-        if level == 1:
-            self.patches.release_originals()
-            # Weights that are offloaded lie in host memory as they are.
-            chunks = () if self._model is None else self._model.chunks
-            self._moved_out = [c for c in chunks if next(c.parameters()).device.type == device.type]
+        before = allocated(device)
+        if message.only is None:
+            self.vae.drop()
+            self._arguments.clear()
+        if message.level == 1:
+            for number in self.models.report().models:
+                if message.only in (None, RankAndModel(self.world.rank, number)):
+                    self.models.get(number).move_out(device)
             self._move(torch.device("cpu"))
         else:
-            self._drop_model()
+            self.models.clear()
         self._record_weights()
-        return SleepInfo(time.perf_counter() - begun, before - _allocated(device))
+        return SleepInfo(time.perf_counter() - begun, before - allocated(device))
 
     def wake(self) -> SleepInfo:
         """Takes the weights back from host memory, bit for bit."""
-        begun, before = time.perf_counter(), _allocated(self.world.device)
+        begun, before = time.perf_counter(), allocated(self.world.device)
         self._move(self.world.device)
-        self._moved_out = []
+        for held in self.models:
+            held.moved_out = []
         self._record_weights()
-        return SleepInfo(time.perf_counter() - begun, before - _allocated(self.world.device))
+        return SleepInfo(time.perf_counter() - begun, before - allocated(self.world.device))
 
     def _record_weights(self) -> None:
-        self.meter.record_weights(() if self._model is None else self._model.chunks)
+        self.meter.record_weights(self.models.chunks)
 
     def _move(self, device: torch.device) -> None:
-        """Moves what sleeps at level 1, on every rank; where one has no room, all drop the model."""
-        error = None
-        try:
-            for chunk in self._moved_out:
-                chunk.to(device)
-        except Exception as failure:
-            error = failure
-        if self._agree(error) != _GOOD:
-            self._drop_model()
+        """Moves what sleeps at level 1, on every rank. Where one has no room, all drop a model after the other, and the
+        last one with the error."""
+        error = self._try_move(device)
+        worst = self._agree(error)
+        while worst == _NO_MEMORY and len(self.models) > 1:
+            error = None
+            self.models.drop_first()
+            error = self._try_move(device)
+            worst = self._agree(error)
+        if worst != _GOOD:
+            self.models.clear()
             raise error or PeerFailed("another rank could not move its weights")
-        _collect(self.world.device)
+        collect(self.world.device)
 
-    def _forward(self, placement: Placement, on_compile: OnCompile) -> ParallelForward | PipelineForward:
-        if self._model is None:
-            raise RequestError("the ranks hold no model; load one first.")
-        if placement not in self._forwards:
-            self._forwards[placement] = self._make_forward(self._model, placement)
-        forward = self._forwards[placement]
+    def _try_move(self, device: torch.device) -> Exception | None:
+        try:
+            for held in self.models:
+                for chunk in held.moved_out:
+                    chunk.to(device)
+        except Exception as error:
+            return error
+        return None
+
+    def _kept_forward(self, held: HeldModel, placement: Placement) -> AnyForward:
+        if placement not in held.forwards:
+            held.forwards[placement] = self._make_forward(held.model, placement)
+        return held.forwards[placement]
+
+    def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
+        forward = self._kept_forward(held, placement)
         if forward.compiles:
             from ..engine.compile import compiler
 
@@ -214,14 +297,27 @@ class RankWorker:
             compiler().take()  # what a request did that failed or was cancelled
         return forward
 
-    def _make_forward(self, model: TokenModel, placement: Placement) -> ParallelForward | PipelineForward:
+    def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
+        from ..engine.module_forward import make_module_forward
+
+        model = held.model
+        if not hasattr(model, "module"):
+            raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
+        if placement not in held.module_forwards:
+            held.module_forwards[placement] = make_module_forward(
+                cast("ModuleModel", model), self._layouts, placement
+            )
+        return held.module_forwards[placement]
+
+    def _make_forward(self, model: TokenModel, placement: Placement) -> AnyForward:
         """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
-        from ..engine.attention.kernels import kernel_for
+        from ..engine.attention.kernel_choice import kernel_for
         from ..engine.factory import make_forward
 
         error = None
         try:
-            kernel_for(self.world.device, model.compute_dtype, placement.compute_options.attention)
+            wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
+            kernel_for(self.world.device, model.compute_dtype, wish, ring=ring)
         except Exception as failure:
             error = failure
         if self._agree(error) != _GOOD:
@@ -230,19 +326,22 @@ class RankWorker:
 
     def _try_load(
         self, spec: ModelSpec, strategy: ParallelStrategy
-    ) -> tuple[TokenModel | None, Exception | None]:
+    ) -> tuple[HeldModel | None, Exception | None]:
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
-            model = self._read_model(spec, strategy)
-            self._inputs = self._read_inputs(spec)
+            model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
-            return model, None
+            return HeldModel(model, inputs, lambda error: self._agree(error) == _GOOD), None
         except Exception as error:
             return None, error
 
-    def _read_inputs(self, spec: ModelSpec) -> InputShapes:
+    def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
+        if (
+            spec.comfyui is not None
+        ):  # its calls carry what ComfyUI would have given the module: nothing to compare
+            return None
         from ..models.registry import inspect_model
 
         return inspect_model(spec.path, spec.family).inputs
@@ -260,27 +359,17 @@ class RankWorker:
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
 
-    def _drop_model(self) -> None:
-        self._model = None
-        self._moved_out = []
-        self._forwards.clear()
-        self._prompts.clear()
-        self.patches.clear()
-        _collect(self.world.device)
-
 
 def _run(
-    forward: ParallelForward | PipelineForward, placement: Placement, begun: float, sent_before: int
+    forward: AnyForward | ModuleForward,
+    placement: Placement,
+    begun: float,
+    sent_before: int,
 ) -> RankRun:
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
-        reason = (
-            "engine xfuser does not have it"
-            if forward.engine == "xfuser"
-            else "a ring merges by log-sum-exp, which torch's own kernels return, and only those take masks"
-        )
-        notes.append(f"attention {wish} fell back to {forward.kernel}: {reason}")
+        notes.append(f"attention {wish} fell back to {forward.kernel}: {_why_other_kernel(forward)}")
     if forward.compiles:
         from ..engine.compile import compiler
 
@@ -298,34 +387,11 @@ def _run(
     )
 
 
-def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(
-            device, copy=True
-        )  # on the CPU too: the payload is a mapping of memory that the parent made
+def _why_other_kernel(forward: AnyForward | ModuleForward) -> str:
+    from ..engine.module_forward import ModuleForward
 
-    guidance = None if prompt.guidance is None else moved(prompt.guidance)
-    return Conditioning(moved(prompt.context), moved(prompt.pooled), guidance)
-
-
-def _device(name: str) -> torch.device:
-    """cpu:0, cpu:1, … name ranks; to torch there is one CPU. Raises DeviceError for a device that has gone."""
-    device = torch.device("cpu" if name.startswith("cpu") else name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
-            f"an Xid in the kernel's log), or CUDA_VISIBLE_DEVICES was changed. Take it out of the Strategy Selector's "
-            f"devices, or restart ComfyUI.",
-            device=name,
-        )
-    return device
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _collect(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if isinstance(forward, ModuleForward):
+        return "modules of ComfyUI's own attend as its command line has it"
+    if forward.engine == "xfuser":
+        return "engine xfuser does not have it"
+    return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"

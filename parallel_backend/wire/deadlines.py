@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-# s, spawn to Hello and again to Ready: importing torch from a cold disk with a CUDA build takes tens of seconds
-START = 60.0
-LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
 LOAD_BYTES_PER_SECOND = 50e6  # a slow network disk; a local NVMe is 40 times faster
+TORCH_BYTES = 6e9  # a CUDA build of torch with its libraries, of which an import reads the most
+# s without a word from any rank while they start, before Hello and again before Ready: from a cold disk that is long
+START = 60.0 + TORCH_BYTES / LOAD_BYTES_PER_SECOND
+LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
 FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here
 STEP_FLOOR = 30.0  # s
 STEP_FACTOR = 10  # a step this many times slower than the median is stuck
+SELF_TEST = 30.0  # s for tiny modules of one class of ComfyUI's on two forked ranks; they take one or two
 CALIBRATION = 2.0  # s that measuring the links may take; one step of a large model takes as long
 CANCEL = 10.0  # s for the ranks to reach a step boundary and report, then they are killed
 TERMINATE = 2.0  # s between SIGTERM and SIGKILL
@@ -21,6 +23,7 @@ DEATH_NOTICE = 0.5  # s for the supervisor to name a death that a caller saw as 
 STACK = 0.15  # s for a rank that hangs to show where; one that is stopped cannot
 POLL = 0.05  # s between two looks at `should_cancel` while waiting
 PAUSE = 1.0  # s between two such looks, after which this process was held up, and ranks cannot be blamed
+IDLE = 1.0  # s without a request, after which a rank gives back what torch keeps of its device's memory
 SEND = 10.0  # s for a rank to take a request from its link's buffer
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
 BACK_OFF = (

@@ -21,6 +21,8 @@ from .strict_json import from_json, parse
 
 VARIABLE = "PARALLEL_SAMPLING_FAULT"
 HANG = 3600  # s, longer than any deadline
+BUSY = 1.5  # s of a processor's time
+_PIECE = 2**28  # bytes that are taken of a device at once
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ def _no_memory() -> None:
     raise torch.OutOfMemoryError("a fault on purpose: tried to allocate 20.00 GiB")
 
 
+def _fill_device() -> None:
+    """Allocates on this rank's GPU until there is no more; on the CPU, which other programs need, it only says so."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        _no_memory()
+    kept = []
+    while True:
+        kept.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
+
+
 def _exhaust() -> None:
     """Takes memory until the system ends the process."""
     kept = []
@@ -81,14 +94,23 @@ def _raise() -> None:
     raise RuntimeError("a fault on purpose")
 
 
+def _compute() -> None:
+    """Keeps a processor busy for longer than a test's limit, and goes on."""
+    end = time.thread_time() + BUSY
+    while time.thread_time() < end:
+        pass
+
+
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": _segfault,
     "abort": os.abort,
     "oom": _no_memory,
+    "fill_device": _fill_device,
     "exhaust": _exhaust,
     "sleep": lambda: time.sleep(HANG),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "gil": _hold_the_gil,
     "raise": _raise,
+    "compute": _compute,
 }

@@ -4,6 +4,9 @@ A rank that hangs answers no question, so it writes down each collective as it e
 shares with the supervisor. When a deadline passes, the parent follows who waits for whom to the rank that keeps the
 others waiting. A busy rank answers none either, so its progress and its memory stand there too. A beat costs about a
 microsecond.
+
+On a GPU the host enters and leaves a collective long before its device does, alike on all ranks when one device hangs.
+There events in the device's stream tell where it is, and a thread that looks at them writes that down (`follow`).
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import functools
 import mmap
 import os
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MOST_RANKS = 64  # bits of `waits_for`
 PAGE_BYTES = 4096
@@ -32,8 +38,12 @@ COLLECTIVES = (
     "an exchange of edge rows",
     "xfuser's attention",
     "the agreement after a step",
+    "the agreement on a strategy",
     "the agreement on a load",
 )
+# Over the control group, which holds up the host itself on every device.
+_ON_THE_HOST = frozenset({"the agreement after a step", "the agreement on a load"})
+LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
 _BEAT = struct.Struct("<BBHIQQdQQQ")
@@ -58,14 +68,35 @@ class RankBeat:
     sent_bytes: int = 0
 
 
+@dataclass
+class _Place:
+    """What the host, or its device, is in or was in last: a collective's code and the bits of its ranks."""
+
+    collective: tuple[int, int] = (0, 0)
+    inside: bool = False
+    entered: int = 0  # so far
+
+
+class DeviceEvent(Protocol):
+    """A mark in the stream of a device's work (torch.cuda.Event)."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+
 class Heartbeat:
     """This process's own beats; kept to itself until `share`. `observer` sees each collective before it is entered."""
 
     def __init__(self) -> None:
         self._page: mmap.mmap | bytearray = bytearray(PAGE_BYTES)
         self._offset = 0
-        self._now = (0, 0)  # collective, ranks
-        self._entered = 0
+        self._asked = (0, 0)  # collective and ranks of `inside`
+        self._host, self._device = _Place(), _Place()
+        self._make_event: Callable[[], DeviceEvent] | None = None
+        # Marks that the device has not passed: the collective and ranks that it enters there, or None where it leaves.
+        self._ahead: deque[tuple[DeviceEvent, tuple[int, int] | None]] = deque()
         self._step = 0
         self._loaded = 0
         self._holds = (0, 0, 0)
@@ -77,22 +108,41 @@ class Heartbeat:
         os.close(descriptor)
         self._offset = rank * _BEAT.size
 
+    def follow(self, make_event: Callable[[], DeviceEvent]) -> None:
+        """From now on, collectives are entered and left where a device does so. Starts a thread."""
+        self._make_event = make_event
+        threading.Thread(target=self._look_for_ever, name="heartbeat", daemon=True).start()
+
+    def look(self) -> None:
+        """Writes down how far the device is."""
+        while self._ahead and self._ahead[0][0].query():
+            _, entered = self._ahead.popleft()
+            self._go(self._device, entered)
+
+    def _look_for_ever(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            try:
+                self.look()
+            except RuntimeError:  # the device failed, of which the host hears as well
+                return
+
     def steps_done(self, count: int) -> None:
         """Writes down that `count` steps of the request that runs are behind this rank; 0 as it begins."""
         self._step = count
-        self._write(inside=0)
+        self._write()
         if self.observer is not None and count:
             self.observer("step", count)
 
     def loading(self, part: float) -> None:
         """Writes down how much of the model that this rank loads is there, 0 to 1."""
         self._loaded = int(1000 * min(max(part, 0.0), 1.0))
-        self._write(inside=0)
+        self._write()
 
     def holds(self, weight_bytes: int, working_bytes: int, sent_bytes: int) -> None:
         """Writes down the bytes on this rank's device, and those sent to others since it began."""
         self._holds = (weight_bytes, working_bytes, sent_bytes)
-        self._write(inside=0)
+        self._write()
 
     def point(self, name: str) -> None:
         """A place that is no collective, for the observer alone."""
@@ -103,26 +153,50 @@ class Heartbeat:
         """`with inside(...):` around what blocks; not nested."""
         if self.observer is not None:
             self.observer(collective, self._step)
-        self._now = (_CODES[collective], _bits(ranks))
-        self._entered += 1
+        self._asked = (_CODES[collective], _bits(ranks))
         return self
 
     def __enter__(self) -> None:
-        self._write(inside=1)
+        if self._is_on_device():
+            self._mark(self._asked)
+        else:
+            self._go(self._host, self._asked)
 
     def __exit__(self, *error: object) -> None:
-        self._write(inside=0)
+        if self._is_on_device():
+            self._mark(None)
+        else:
+            self._go(self._host, None)
 
-    def _write(self, inside: int) -> None:
-        collective, ranks = self._now
+    def _is_on_device(self) -> bool:
+        return self._make_event is not None and COLLECTIVES[self._asked[0]] not in _ON_THE_HOST
+
+    def _mark(self, entered: tuple[int, int] | None) -> None:
+        assert self._make_event is not None, "it follows a device"
+        event = self._make_event()
+        event.record()
+        self._ahead.append((event, entered))
+
+    def _go(self, place: _Place, entered: tuple[int, int] | None) -> None:
+        """Into a collective, or out of it."""
+        place.inside = entered is not None
+        if entered is not None:
+            place.collective = entered
+            place.entered += 1
+        self._write()
+
+    def _write(self) -> None:
+        """Where the host waits, its device has often got less far, and that is what others wait for."""
+        shown = self._device if self._device.inside or not self._host.entered else self._host
+        collective, ranks = shown.collective
         _BEAT.pack_into(
             self._page,
             self._offset,
-            inside,
+            shown.inside,
             collective,
             self._loaded,
             self._step,
-            self._entered,
+            self._host.entered + self._device.entered,
             ranks,
             time.monotonic(),
             *self._holds,
@@ -168,13 +242,13 @@ class Page:
         os.close(self.descriptor)
 
 
-def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = None) -> int:
+def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = None) -> int | None:
     """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
 
     `silent`: the ranks that still owe an answer, by default all; those that gave theirs are in no collective either.
 
-    Where all are in the same one, or wait for each other in a circle, or none is in any (collectives on a device do
-    not hold up the host), the one that has entered the fewest.
+    Where all are in the same one, or wait for each other in a circle, or none is in any, the one that has entered the
+    fewest. None where several have: to blame one of them would be to guess.
     """
     ranks = range(len(beats)) if silent is None else sorted(silent)
     for start in ranks:
@@ -188,7 +262,9 @@ def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = Non
             rank = min(absent, key=lambda r: (beats[r].inside, r), default=rank)
         if rank != start and not beats[rank].inside:
             return rank
-    return min(ranks, key=lambda r: (beats[r].entered, r))
+    fewest = min(beats[rank].entered for rank in ranks)
+    behind = [rank for rank in ranks if beats[rank].entered == fewest]
+    return behind[0] if len(behind) == 1 else None
 
 
 def _together(beats: Sequence[RankBeat], one: int, other: int) -> bool:

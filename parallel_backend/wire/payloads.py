@@ -5,13 +5,25 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError, TransportError
 from ..options import check_threshold
-from ..requests import Conditioning, Extras, InputShapes, PredictRequest, SampleRequest, SamplerState
+from ..requests import (
+    Conditioning,
+    Extras,
+    InputShapes,
+    PredictRequest,
+    SampleRequest,
+    SamplerState,
+    is_finite,
+)
 from .protocol import Sample
+from .tensor_state import SeenTensor
 
 Tensors = dict[str, torch.Tensor]
+
+_finite: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that were found so, as they were then
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
@@ -89,10 +101,12 @@ def take_state(tensors: Tensors) -> SamplerState | None:
     )
 
 
-def predict_tensors(request: PredictRequest, with_conditioning: bool) -> Tensors:
-    """The tensors of one model call; the prompt only when the ranks do not know it yet."""
-    check_predict(request)
+def predict_tensors(request: PredictRequest, with_conditioning: bool, with_mask: bool = True) -> Tensors:
+    """The tensors of one model call, on any device; prompt and mask only when the ranks do not know them yet."""
+    check_predict(request, is_new=with_conditioning)
     tensors = {"x": request.x, "sigma": request.sigma} | _extra_tensors(request.extras)
+    if not with_mask:
+        tensors.pop("mask", None)
     return tensors | (conditioning_tensors(request.conditioning, "prompt") if with_conditioning else {})
 
 
@@ -176,14 +190,15 @@ def check_sample(request: SampleRequest) -> None:
     check_threshold(request.cache_threshold)
 
 
-def check_predict(request: PredictRequest) -> None:
-    """Raises RequestError, naming the tensor and the shape it must have."""
+def check_predict(request: PredictRequest, is_new: bool = True) -> None:
+    """Raises RequestError, naming the tensor and the shape it must have. `is_new`: the prompt, whose numbers were not
+    looked at before."""
     _expect(
         request.x.ndim == 4 and request.x.numel() > 0, "x", request.x, "[rows, channels, height/8, width/8]"
     )
     rows = request.x.shape[0]
     _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
-    _check_conditioning(request.conditioning, rows)
+    _check_conditioning(request.conditioning, rows, is_new)
     _check_extras(request)
 
 
@@ -201,18 +216,38 @@ def check_inputs(request: SampleRequest | PredictRequest, shapes: InputShapes) -
         ):
             width = tensor.shape[-1] if tensor.ndim else 0
             if width != wanted:
-                raise RequestError(
-                    f"{name}: a {part}prompt of width {width} came, and {shapes.model} takes {part}prompts "
-                    f"of width {wanted}. Encode it with the text encoders of this model: {shapes.text_encoders}."
-                )
+                raise _wrong_prompt(name, part, width, wanted, shapes)
     if latent.ndim > 1 and latent.shape[1] != shapes.channels_in:
-        raise RequestError(
-            f"latent_image: a latent of {latent.shape[1]} channels came, and {shapes.model} takes "
-            f"{shapes.channels_in}. Use one of this model's own latent space: {shapes.latents}."
-        )
+        raise _wrong_latent(latent, shapes)
 
 
-def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
+def check_module_inputs(latent: object, context: object, shapes: InputShapes) -> None:
+    """As check_inputs, for a call of a module of ComfyUI's own. What stands beside the latent in its channels varies,
+    so it may have more of them than the model's latents; nothing is compared where the prompt's width is not known.
+    """
+    if not shapes.context:
+        return
+    if isinstance(context, torch.Tensor) and context.numel() and context.shape[-1] != shapes.context:
+        raise _wrong_prompt("the prompt", "", context.shape[-1], shapes.context, shapes)
+    if isinstance(latent, torch.Tensor) and latent.ndim > 1 and latent.shape[1] < shapes.channels_in:
+        raise _wrong_latent(latent, shapes)
+
+
+def _wrong_prompt(name: str, part: str, width: int, wanted: int, shapes: InputShapes) -> RequestError:
+    return RequestError(
+        f"{name}: a {part}prompt of width {width} came, and {shapes.model} takes {part}prompts "
+        f"of width {wanted}. Encode it with the text encoders of this model: {shapes.text_encoders}."
+    )
+
+
+def _wrong_latent(latent: torch.Tensor, shapes: InputShapes) -> RequestError:
+    return RequestError(
+        f"latent_image: a latent of {latent.shape[1]} channels came, and {shapes.model} takes "
+        f"{shapes.channels_in}. Use one of this model's own latent space: {shapes.latents}."
+    )
+
+
+def _check_conditioning(conditioning: Conditioning, rows: int, is_new: bool = True) -> None:
     context, pooled, guidance = conditioning.context, conditioning.pooled, conditioning.guidance
     some = f"1 or {rows}" if rows > 1 else "1"
     _expect(
@@ -221,7 +256,7 @@ def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
     _expect(pooled.ndim == 2 and pooled.shape[0] in (1, rows), "pooled", pooled, f"[{some}, width]")
     if guidance is not None:
         _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
-    for name in ("context", "pooled", "guidance"):
+    for name in ("context", "pooled", "guidance") if is_new else ():
         _check_finite(name, getattr(conditioning, name))
 
 
@@ -271,13 +306,14 @@ def _check_finite(name: str, tensor: torch.Tensor | None) -> None:
     """Numbers that are none would come out as a black image, after all the time of a good one."""
     if tensor is None or not tensor.is_floating_point():
         return
-    if tensor.itemsize == 1:  # torch cannot add up fp8
-        tensor = tensor.float()
-    # A sum tells at a hundredth of the cost, unless it overflows.
-    if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+    seen = _finite.get(tensor)
+    if seen is not None and seen.is_still(tensor):
+        return
+    if not is_finite(tensor.float() if tensor.itemsize == 1 else tensor):  # torch cannot add up fp8
         raise RequestError(
             f"{name} has values that are NaN or infinite, which no step can mend; look at the node that made it."
         )
+    _finite[tensor] = SeenTensor(tensor)
 
 
 def _expect(fits: bool, name: str, tensor: torch.Tensor, shape: str) -> None:

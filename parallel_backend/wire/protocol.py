@@ -2,7 +2,8 @@
 
 One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
 `request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors never
-travel here: they are a sealed memfd beside the datagram (transport.py).
+travel here: they are a sealed memfd beside the datagram (transport.py), or lie where the message says in the sender's
+arena (arena.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from ..errors import TransportError
 from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
+from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 5
+VERSION = 8
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -36,13 +38,15 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: who you are. `rendezvous`: path of the FileStore; `devices`: all of them, in rank order."""
+    """Parent to rank: who you are. `rendezvous`: path of the FileStore; `devices`: all of them, in rank order;
+    `deterministic`: as torch is set in the parent (ComfyUI's --deterministic)."""
 
     rank: int
     world_size: int
     devices: tuple[str, ...]
     rendezvous: str
     backend: str
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,25 +58,50 @@ class Ready:
 
 @dataclass(frozen=True)
 class Load:
-    """Parent to all ranks: hold this model, each rank the part of it that `strategy.weights` gives it."""
+    """Parent to all ranks: hold this model under the number `model`, each rank the part of it that `strategy.weights`
+    gives it. `keep`: the models to hold beside it; others go before the load, these only where memory ends, the first
+    one first."""
 
     spec: ModelSpec
     strategy: ParallelStrategy
+    model: int
+    keep: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeepModels:
+    """Parent to all ranks: hold these models and no others; what is held then is in the answer."""
+
+    models: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankModels:
+    """The models that one rank holds. Of its accelerator, which all programs share, the free and all bytes; 0 on the
+    CPU."""
+
+    models: tuple[int, ...]
+    free_bytes: int = 0
+    total_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class KeepFactors:
-    """Parent to all ranks: keep the tensors in the payload, factors of LoRAs by digest, until no recent set of changes
-    uses them (weight_patches.RecentSets)."""
+    """Parent to all ranks: keep the tensors in the payload, factors of a model's LoRAs by digest, until no recent set
+    of changes uses them (weight_patches.RecentSets)."""
+
+    model: int
 
 
 @dataclass(frozen=True)
 class ApplyPatches:
-    """Parent to all ranks: make the weights the file's own with the changes described in the payload and no others.
+    """Parent to all ranks: make a model's weights the file's own with the changes described in the payload and no
+    others.
 
     `identity` names the set. All ranks do it or none.
     """
 
+    model: int
     identity: str
 
 
@@ -88,7 +117,7 @@ class RankPatch:
 class Sample:
     """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
     resumed. `previews`: send denoised latents; `states`: send the sampler's states; `cache_threshold`: as in
-    SampleRequest."""
+    SampleRequest; `model`: the number of a held one; `trials`: the strategies that it tries on its way."""
 
     placement: Placement
     cfg: float
@@ -97,19 +126,49 @@ class Sample:
     previews: bool
     states: bool = False
     cache_threshold: float = 0.0
+    model: int = 0
+    trials: TrialPlan = NO_TRIALS
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor in the sender's arena. `dtype`: one of transport.DTYPES; `offset`: of its first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Parent to all ranks: one model call.
+    """Parent to all ranks: one call of the model held under the number `model`.
 
-    `conditioning`: key of the prompt, whose tensors are in the payload the first time the key is used;
-    `forget`: keys that will not be used again.
+    `conditioning`, `mask`: keys of the prompt and of the attention mask, 0 for none, whose tensors come the first time
+    the key is used; `forget`: keys that will not be used again. A model has keys of its own.
     """
 
     placement: Placement
     conditioning: int
     forget: tuple[int, ...]
+    model: int
+    mask: int = 0
+    placed: tuple[PlacedTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """Parent to all ranks: one call of a ComfyUI module, whose arguments are `placed` (arguments.py), as is rank 0's
+    answer. `model`: the number of a held one; `forget`: keys of kept tensors that are not used again; others as in
+    requests.ModuleCall."""
+
+    placement: Placement
+    method: str
+    rows: int
+    tokens: str
+    model: int
+    forget: tuple[int, ...] = ()
+    placed: tuple[PlacedTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,15 +202,25 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class RankAndModel:
+    """A rank, and the number of a model that it holds."""
+
+    rank: int
+    model: int
+
+
+@dataclass(frozen=True)
 class Sleep:
-    """Parent to all ranks: give device memory back. `level` 1: weights go to host memory; 2: they are discarded."""
+    """Parent to all ranks: give device memory back. `level` 1: all models' weights go to host memory; 2: they are
+    discarded. `only`: at level 1, the rank and the model that do, and no others."""
 
     level: int
+    only: RankAndModel | None = None
 
 
 @dataclass(frozen=True)
 class Wake:
-    """Parent to all ranks: take the weights back from host memory."""
+    """Parent to all ranks: take the weights back from host memory, of all models that have room there."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +231,12 @@ class Cancel:
 @dataclass(frozen=True)
 class Progress:
     """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, has the denoised preview
-    or the sampler's state."""
+    or the sampler's state. `strategy`: the number of the one it ran under, 0 for the placement's (Sample.trials)."""
 
     step: int
     steps: int
     seconds: float
+    strategy: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,8 +247,8 @@ class Compiling:
 @dataclass(frozen=True)
 class RankRun:
     """The record of a request that one rank ran. `seconds`: from the decoded request to its end; `bytes_sent`:
-    collective payload; `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`:
-    as in RunInfo."""
+    collective payload; `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`,
+    `trials`: as in RunInfo."""
 
     engine: str
     strategy: ParallelStrategy
@@ -190,18 +260,22 @@ class RankRun:
     reused_calls: int = 0
     kernel: str = "torch"
     compiled: CompileStats | None = None
+    trials: tuple[Trial, ...] = ()
 
 
 @dataclass(frozen=True)
 class Done:
-    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors as payload."""
+    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors, as payload or `placed`.
+    `models`: where the request may have changed which ones are held."""
 
     load: LoadInfo | None = None
+    models: RankModels | None = None
     run: RankRun | None = None
     calibration: Calibration | None = None
     decode: RankDecode | None = None
     sleep: SleepInfo | None = None
     patch: RankPatch | None = None
+    placed: tuple[PlacedTensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,10 +300,12 @@ Message = (
     | Setup
     | Ready
     | Load
+    | KeepModels
     | KeepFactors
     | ApplyPatches
     | Sample
     | Predict
+    | Call
     | Calibrate
     | LoadVae
     | Decode
@@ -242,9 +318,9 @@ Message = (
     | Failed
 )
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
-# How many payloads (file descriptors) may come with each message; none where it is not listed.
+# How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, Predict, LoadVae, Decode), (1,)),
+    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, Predict, Call, LoadVae, Decode), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

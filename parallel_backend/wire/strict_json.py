@@ -45,9 +45,8 @@ def from_json(value: object, kind: type[T], where: str) -> T:
 
 
 def _read(value: object, kind: object, where: str) -> object:
-    origin = typing.get_origin(kind)
+    origin, options = _form(kind)
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(kind)
         if value is None and type(None) in options:
             return None
         (kind,) = (option for option in options if option is not type(None))
@@ -55,7 +54,7 @@ def _read(value: object, kind: object, where: str) -> object:
     if origin is tuple:
         if not isinstance(value, list):
             raise TransportError(f"{where}: expected a list, found {shown(value)}")
-        return tuple(_read(item, typing.get_args(kind)[0], where) for item in value)
+        return tuple(_read(item, options[0], where) for item in value)
     assert isinstance(kind, type), f"{where} has a type that JSON cannot carry: {kind}"
     if is_dataclass(kind):
         return _read_dataclass(value, kind, where)
@@ -75,6 +74,11 @@ def _read_dataclass(value: object, kind: type, where: str) -> object:
         return kind(**arguments)
     except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
         raise TransportError(f"{where}: {error}") from None
+
+
+@functools.cache  # each message of a model call asks for some fifty
+def _form(kind: object) -> tuple[object, tuple[object, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 @functools.cache

@@ -1,0 +1,115 @@
+"""Every attention kernel that is installed, and both ways to merge, against attention in float32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...options import APPROXIMATE_KERNELS, ATTENTION_KERNELS
+from ...wire.gpu_check import Finding
+
+HEAD_DIM = 128
+_HEADS = {"cpu": 2, "cuda": 12}  # 12: Flux.1's 24 heads on two ranks
+# Largest difference, relative to the largest value. bfloat16 rounds by 0.004; a kernel that quantises by some percent.
+LIMIT, LIMIT_QUANTISED = 0.02, 0.2
+_TIMED = 3  # runs, of which the fastest counts
+
+
+def check_attention(device: torch.device, tokens: int) -> list[Finding]:
+    """`tokens`: S, on [1, H, S, 128] with the strides that an exchange of Ulysses leaves."""
+    query, key, value = ulysses_layout(device, tokens, _HEADS[device.type])
+    expected = exact(query, key, value)
+    found = [_kernel(name, query, key, value, expected) for name in ATTENTION_KERNELS if name != "auto"]
+    return [*found, *_merges(query, key, value, expected)]
+
+
+def ulysses_layout(device: torch.device, tokens: int, heads: int) -> tuple[Tensor, ...]:
+    """Query, key and value [1, H, S, D] bfloat16 as NativeCall gets them: views of one [S, 3, 1, H, D]."""
+    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers on every card
+    numbers = torch.randn(tokens, 3, 1, heads, HEAD_DIM, generator=generator)
+    exchanged = numbers.to(device, torch.bfloat16)
+    return tuple(exchanged[:, n].permute(1, 2, 0, 3) for n in range(3))
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v in float32, one head after the other for the sake of memory."""
+    heads = []
+    for head in range(query.shape[1]):
+        q, k, v = (t[:, head].float() for t in (query, key, value))
+        heads.append(torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v)
+    return torch.stack(heads, dim=1)
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    """Largest one relative to the largest value; infinite where it is not a number."""
+    found = ((out.float() - expected).abs().max() / expected.abs().max()).item()
+    return found if found == found else float("inf")
+
+
+def judge(name: str, found: float, limit: float, seconds: float = 0.0) -> Finding:
+    words = f"off by {found:.1e} of the largest value from float32"
+    if seconds:
+        words += f", {seconds * 1e3:.2f} ms"
+    if found <= limit:
+        return Finding(name, "ok", words)
+    return Finding(
+        name,
+        "broken",
+        f"{words}, where {limit:g} is rounding: pictures would be wrong",
+        f"choose attention: torch, and report it; a newer build of {name} may help"
+        if name in ATTENTION_KERNELS
+        else "prefer Ulysses or CFG to Ring, and report it",
+    )
+
+
+def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor, expected: Tensor) -> Finding:
+    from ...engine.attention.kernel_choice import why_not_on
+    from ...engine.attention.kernels import BY_NAME, attend
+
+    if name in BY_NAME and (reason := why_not_on(BY_NAME[name], query.device, query.dtype)):
+        return Finding(name, "skipped", reason)
+    try:
+        out, seconds = _timed(lambda: attend(query, key, value, None, name), query.device)
+    except Exception as error:  # a build that does not fit this torch fails in its own way
+        return Finding(
+            name, "broken", f"{type(error).__name__}: {error}"[:500], "choose attention: torch, and report it"
+        )
+    limit = LIMIT_QUANTISED if name in APPROXIMATE_KERNELS else LIMIT
+    return judge(name, difference(out, expected), limit, seconds)
+
+
+def _merges(query: Tensor, key: Tensor, value: Tensor, expected: Tensor) -> list[Finding]:
+    """A ring's two halves of the keys: by the kernel without a mask, and by the one that takes masks."""
+    from ...engine.attention.kernels import attend_with_lse, merge
+
+    half = key.shape[2] // 2
+    parts = [(key[:, :, :half], value[:, :, :half]), (key[:, :, half:], value[:, :, half:])]
+    found = []
+    for name, masked in (("merge", False), ("merge with a mask", True)):
+        results = []
+        for k, v in parts:
+            mask = query.new_zeros(1, 1, query.shape[2], k.shape[2]) if masked else None
+            results.append(attend_with_lse(query, k, v, mask))
+        found.append(judge(name, difference(merge(results, query.dtype), expected), LIMIT))
+    return found
+
+
+@torch.inference_mode()
+def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
+    """(its result, seconds of the fastest run)."""
+    out, fastest = run(), float("inf")
+    for _ in range(_TIMED if device.type == "cuda" else 1):
+        _synchronize(device)
+        began = time.perf_counter()
+        out = run()
+        _synchronize(device)
+        fastest = min(fastest, time.perf_counter() - began)
+    return out, fastest
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

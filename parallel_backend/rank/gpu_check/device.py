@@ -1,0 +1,51 @@
+"""The device as a rank has it: torch's allocator, what the card is, the memory that is free."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ...wire.gpu_check import NO_GPU, Finding
+
+# The allocator that torch calls its own. NCCL keeps memory of the other, cudaMallocAsync, until none is left.
+NATIVE = "native"
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def check_device(device: torch.device, cuda: Any = torch.cuda) -> list[Finding]:
+    """`cuda`: torch.cuda, or what a test puts in its place."""
+    if device.type != "cuda":
+        threads = torch.get_num_threads()
+        return [
+            Finding("device", "ok", f"the CPU, {threads} thread{'' if threads == 1 else 's'} of torch"),
+            Finding("allocator", "skipped", f"{NO_GPU}: the allocator's back end is one of CUDA's"),
+        ]
+    known = cuda.get_device_properties(device)
+    free, total = cuda.mem_get_info(device)
+    named = "known" if str(getattr(known, "uuid", "")) else "not told by this torch"
+    kind = "HIP" if torch.version.hip else "compute capability"
+    return [
+        Finding(
+            "device",
+            "ok",
+            f"{known.name}, {kind} {known.major}.{known.minor}, {known.multi_processor_count} multiprocessors, "
+            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, UUID {named}",
+        ),
+        _allocator(cuda),
+    ]
+
+
+def _allocator(cuda: Any) -> Finding:
+    backend = str(cuda.get_allocator_backend())
+    settings = "; ".join(f"{name}={os.environ[name]}" for name in _SETTINGS if os.environ.get(name))
+    finding = f"{backend}{f' ({settings})' if settings else ''}"
+    if backend == NATIVE:
+        return Finding("allocator", "ok", finding)
+    return Finding(
+        "allocator",
+        "broken",
+        f"{finding}: with NCCL beside it, memory runs out after a few steps",
+        "take backend: out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and report that a rank had it",
+    )
