@@ -1,27 +1,29 @@
-"""The execution plan of a job: the person's settings, what this machine has measured, and whether it fits."""
+"""The execution plan of a job: a person's settings, what was measured before, what fits, and what the job tries."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..devices import is_cpu, resolve_devices
-from ..requests import RESIDENT_SAMPLERS, RunInfo, SampleRequest
+from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
+from ..requests import RESIDENT_SAMPLERS, SampleRequest
 from ..sidecar.device_health import FAILING, left_out
 from ..strategy import ParallelStrategy
-from .auto import rank_strategies
-from .history.measurement_history import MeasurementHistory, record_run
-from .job import PIXELS_PER_LATENT, Job, JobModel
-from .machine.local import LOWVRAM, NOVRAM, LocalMachine, order_devices
+from ..trials import NO_TRIALS, TrialPlan
+from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
+from .history.measurement_history import MeasurementHistory
+from .job import Job, JobModel
 from .memory.fit import MemoryCheck, check_capacity, fits
-from .memory.rank_memory import RankMemory
-from .ranking import RankedCandidate, Ranking, enumerate_candidates, rule_key
+from .memory.rank_memory import RankMemory, fullest_rank
 from .rules import Decision, StrategySettings, resolve_strategy
+from .trials import plan_trials
 
-# Seconds that trying strategies may take: a person waits for it.
-TRIAL_SECONDS = 20.0
+# Share of a card's memory that `auto` plans with; the rest is fragmentation and the desktop.
+USABLE_MEMORY = 0.94
+_SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +31,14 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ExecutionPlan:
     """`devices`: one per rank, in rank order; `memory`: predicted, of the fullest rank; `candidates`: all that were
-    ranked.
+    ranked; `trials`: other strategies that the job tries on its way; `job`: with its options settled (compile)."""
 
-    `trials`: strategies to try for a step or two before deciding again, because only that can tell (on the CPU); the
-    first and the last one tell most.
-    """
-
+    job: Job
     decision: Decision
     devices: tuple[str, ...]
     memory: RankMemory
-    candidates: tuple[RankedCandidate, ...] = ()
-    trials: tuple[ParallelStrategy, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    trials: TrialPlan = NO_TRIALS
 
 
 def job_from_request(model: JobModel, request: SampleRequest) -> Job:
@@ -58,12 +57,16 @@ def job_from_request(model: JobModel, request: SampleRequest) -> Job:
 def job_from_latent(
     model: JobModel, latent_shape: Sequence[int], *, text: int, has_cfg: bool, steps: int
 ) -> Job:
-    """The job of denoising latents [B, C, H/8, W/8]. `text`: tokens of the prompt."""
-    batch, _, height, width = latent_shape
+    """The job of denoising latents of images [B, C, h, w], videos [B, C, T, h, w] or sound [B, C, L], which counts as
+    one line. `text`: tokens of the prompt."""
+    batch, _, *sides = latent_shape
+    *frames, height, width = (1, *sides) if len(sides) == 1 else sides
+    pixels = model.family.latent_pixels
     return Job(
         model,
-        width=width * PIXELS_PER_LATENT,
-        height=height * PIXELS_PER_LATENT,
+        width=width * pixels,
+        height=height * pixels,
+        frames=math.prod(frames),
         batch=batch,
         prompts=2 if has_cfg else 1,
         steps=max(1, steps),
@@ -82,94 +85,86 @@ def find_machine(settings: StrategySettings, memory_flag: str = "") -> LocalMach
 
 
 def plan_execution(
-    settings: StrategySettings, job: Job, machine: LocalMachine, history: MeasurementHistory | None
+    settings: StrategySettings,
+    job: Job,
+    machine: LocalMachine,
+    history: MeasurementHistory | None,
+    *,
+    tries: bool = False,
 ) -> ExecutionPlan:
     """The plan for `job`. Raises StrategyError before anything is started.
 
-    `history`: of the machine's devices; without one the rule decides.
+    `history`: of the machine's devices; without one the rule decides. `tries`: the job may try other strategies on its
+    way.
     """
-    ranking = _ranking(settings, job, history)
-    decision = resolve_strategy(settings, job, machine.devices, ranking)
+    measured = _measured(settings, job, history)
+    count = len(machine.devices)
+    automatic = settings.mode == "auto"
+    if automatic and history is not None and not settings.device_shares:
+        count = joinable(history.topology, count)
+    ranking = Ranking()
+    if automatic:
+        ranking = rank_candidates(
+            _candidates(settings, job, machine.devices[:count], measured),
+            approximation=settings.approximation,
+        )
+    decision = resolve_strategy(settings, job, machine.devices[:count], ranking)
     if machine.failing:
         decision = replace(decision, notes=(left_out(machine.failing), *decision.notes))
+    if count < len(machine.devices):
+        decision = replace(decision, notes=(*decision.notes, _SLICES))
     used = machine.devices[: decision.strategy.world_size]
     check = MemoryCheck(job, decision.strategy, used)
-    if settings.mode == "auto":
+    if automatic:
         decision, check = _economical(decision, check, machine.memory_flag)
         if not fits(check):
             decision, check = _offloaded(
                 decision, check, "nothing faster fits in the memory of these devices"
             )
     memory = check_capacity(check)
-    if ranking is None or history is None:
-        return ExecutionPlan(decision, used, memory)
-    tries = not ranking.ranked and machine.on_cpu and history.store.path is not None
-    trials = _trials(settings, job, len(machine.devices)) if tries else ()
-    return ExecutionPlan(decision, used, memory, ranking.ranked, trials)
+    ranked = ranking.ranked or _seen(decision.strategy, memory, measured)
+    trials = NO_TRIALS
+    if automatic and tries and history is not None and history.store.path is not None:
+        trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
+    return ExecutionPlan(job, decision, used, memory, ranked, trials)
 
 
-def plan_by_trial_runs(
-    settings: StrategySettings,
-    job: Job,
-    machine: LocalMachine,
-    history: MeasurementHistory | None,
-    try_out: Callable[[ParallelStrategy, tuple[str, ...]], RunInfo],
-    report_progress: Callable[[str], None] = lambda text: None,
-) -> ExecutionPlan:
-    """plan_execution with the help of a few real steps where only they can tell: on a CPU, once for each model and
-    size. `try_out` runs at least two steps of `job` with a strategy on devices, one per rank.
-
-    It must leave blocks uncompiled: compiling for each strategy takes longer than the trial, and changes the times of
-    all of them alike.
-    """
-    plan = plan_execution(settings, job, machine, history)
-    if not plan.trials:
-        return plan
-    began = time.perf_counter()
-    tried, last = 0, len(plan.trials) - 1
-    for number, strategy in enumerate(plan.trials):
-        if 0 < number < last and time.perf_counter() - began > TRIAL_SECONDS:
-            continue  # one device, the last, is tried in any case
-        report_progress(f"trying {strategy.describe()} ({number + 1} of {last + 1})")
-        devices = machine.devices[: strategy.world_size]
-        record_run(devices, job, try_out(strategy, devices))
-        tried += 1
-    plan = plan_execution(settings, job, machine, history)
-    note = (
-        f"{tried} strategies were tried for a few steps each, {time.perf_counter() - began:.1f} s in all, once for "
-        f"this model and size"
-    )
-    decision = replace(plan.decision, notes=(*plan.decision.notes, note))
-    return replace(plan, decision=decision, trials=())
+def _candidates(
+    settings: StrategySettings, job: Job, devices: tuple[str, ...], measured: Mapping[ParallelStrategy, float]
+) -> Iterator[Candidate]:
+    """Every strategy that this version runs on some of `devices`, with what is known of it."""
+    for strategy in enumerate_candidates(job, len(devices)):
+        if strategy.violations(job.model.shape, len(devices), settings.engine):
+            continue
+        check = MemoryCheck(job, strategy, devices[: strategy.world_size])
+        memory = fullest_rank(check.memories).private_bytes
+        seconds = measured.get(strategy)
+        # What was seen to run fits, whatever was foreseen.
+        yield Candidate(strategy, memory, seconds is not None or fits(check, share=USABLE_MEMORY), seconds)
 
 
-def _ranking(settings: StrategySettings, job: Job, history: MeasurementHistory | None) -> Ranking | None:
-    """Measurements and predictions, which are never the reason why a picture is not made."""
+def _measured(
+    settings: StrategySettings, job: Job, history: MeasurementHistory | None
+) -> Mapping[ParallelStrategy, float]:
+    """Seconds of a step by strategy. Measurements are never the reason why a picture is not made."""
     if history is None:
-        return None
+        return {}
     try:
-        return rank_strategies(settings, job, history)
+        return history.steps(job, _engine(settings))
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)
-        return None
+        return {}
 
 
-def _trials(settings: StrategySettings, job: Job, count: int) -> tuple[ParallelStrategy, ...]:
-    """Exact strategies as they are worth a try: all devices by the rule first, one device last.
+def _seen(
+    strategy: ParallelStrategy, memory: RankMemory, measured: Mapping[ParallelStrategy, float]
+) -> tuple[Candidate, ...]:
+    """What is known of a strategy that was set by hand."""
+    return (Candidate(strategy.canonical, memory.private_bytes, step_s=measured.get(strategy.canonical)),)
 
-    None where nothing is to be chosen. Those with as many ranks follow each other, since ranks start anew when their
-    number changes.
-    """
-    if settings.mode == "manual" or count == 1:
-        return ()
-    candidates = [
-        strategy
-        for strategy in enumerate_candidates(job, count, sharded=False)
-        if strategy.exact
-        and strategy.tensor_degree == 1
-        and not strategy.violations(job.model.shape, count, settings.engine)
-    ]
-    return tuple(sorted(candidates, key=rule_key, reverse=True))
+
+def _engine(settings: StrategySettings) -> str:
+    return "xfuser" if settings.engine == "xfuser" else "native"
 
 
 def _economical(decision: Decision, check: MemoryCheck, flag: str) -> tuple[Decision, MemoryCheck]:

@@ -10,8 +10,6 @@ from ..options import ComputeOptions
 from ..strategy import ModelShape, ParallelStrategy
 from .memory.rank_memory import RankMemory
 
-PIXELS_PER_LATENT = 8
-
 
 class JobModel(Protocol):
     """The model of a job. `weight_bytes`: of all weights as ranks keep them."""
@@ -31,6 +29,9 @@ class JobModel(Protocol):
     @property
     def uncompiled(self) -> JobModel:
         """The same with its blocks as they are."""
+
+    def with_compile(self, mode: str) -> JobModel:
+        """The same with its blocks compiled as `mode` (options.COMPILE_MODES) has it."""
 
     @property
     def in_fp8(self) -> JobModel | None:
@@ -80,8 +81,9 @@ class Job:
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        """Height and width in latent pixels."""
-        return -(-self.height // PIXELS_PER_LATENT), -(-self.width // PIXELS_PER_LATENT)
+        """Height and width in cells of the latent."""
+        pixels = self.model.family.latent_pixels
+        return -(-self.height // pixels), -(-self.width // pixels)
 
     @property
     def flop(self) -> float:

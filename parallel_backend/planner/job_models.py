@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from ..machine.fingerprint import hashed
 from ..models.arithmetic import Family
 from ..models.dtypes import FP8, ITEMSIZE
 from ..models.model_file import ModelFile
 from ..options import DEFAULT_COMPUTE, ComputeOptions
+from ..requests import FP8_FAST
 from ..strategy import ModelShape, ParallelStrategy
 from .job import Job
-from .machine.fingerprint import hashed
 from .memory.estimate import estimate_memory
 from .memory.model import predict_memory
 from .memory.rank_memory import RankMemory
@@ -34,7 +35,10 @@ class CatalogModel:
 
     @property
     def uncompiled(self) -> CatalogModel:
-        return replace(self, compute_options=replace(self.compute_options, compile="off"))
+        return self.with_compile("off")
+
+    def with_compile(self, mode: str) -> CatalogModel:
+        return replace(self, compute_options=replace(self.compute_options, compile=mode))
 
     @property
     def in_fp8(self) -> CatalogModel | None:
@@ -72,11 +76,15 @@ class CheckpointModel:
 
     @property
     def uncompiled(self) -> CheckpointModel:
-        return replace(self, compute_options=replace(self.compute_options, compile="off"))
+        return self.with_compile("off")
+
+    def with_compile(self, mode: str) -> CheckpointModel:
+        return replace(self, compute_options=replace(self.compute_options, compile=mode))
 
     @property
     def in_fp8(self) -> CheckpointModel | None:
-        return None if FP8 in (self.weight_dtype, self.file.dtype) else replace(self, weight_dtype=FP8)
+        in_fp8 = self.file.dtype == FP8 or self.weight_dtype in (FP8, FP8_FAST)
+        return None if in_fp8 else replace(self, weight_dtype=FP8)
 
     @property
     def key(self) -> str:

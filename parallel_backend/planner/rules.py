@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import StrategyError
-from ..strategy import ENGINES, ParallelStrategy, split_sequence
+from ..machine.device_shares import read_shares, unequal_remark
+from ..strategy import ENGINES, ParallelStrategy
+from .candidates import APPROXIMATION, Ranking
 from .job import Job
-from .machine.device_shares import read_shares, unequal_remark
-from .ranking import APPROXIMATION, Ranking
 
 MODES = ("auto", "manual")
 
@@ -18,7 +18,7 @@ class StrategySettings:
     """The settings of StrategySelector.
 
     `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
-    device_shares.read_shares, in both modes; `approximation` as in ranking.rank_candidates, in `auto`.
+    device_shares.read_shares, in both modes; `approximation` as in candidates.rank_candidates, in `auto`.
     """
 
     mode: str = "auto"
@@ -59,13 +59,19 @@ def resolve_strategy(
 ) -> Decision:
     """The strategy for `job` on `devices`. Raises StrategyError with every rule that a manual one breaks.
 
-    `ranking`: what measurements and predictions say of this job; where they say nothing `auto` follows the rule.
+    `ranking`: what fits and what was measured of this job; where it says nothing `auto` follows the rule.
     """
     shares = read_shares(settings.device_shares, devices)
     if settings.mode == "auto":
         strategy, reason = _by_rule(job, len(devices))
         if ranking is not None and ranking.ranked:
-            strategy, reason = ranking.best.strategy, ranking.reason
+            same = strategy == ranking.best.strategy and not ranking.reason
+            strategy = ranking.best.strategy
+            reason = (
+                reason
+                if same
+                else ranking.reason or f"{strategy.describe()}: the rule, as far as memory goes"
+            )
         said = [] if ranking is None else list(ranking.notes)
         strategy, notes = _with_shares(strategy, shares)
         return Decision(strategy, settings.engine, reason, tuple(said + notes + _remarks(strategy, devices)))
@@ -85,21 +91,43 @@ def resolve_strategy(
 def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
     if count == 1:
         return ParallelStrategy(), "one device is selected"
-    heads = job.model.shape.heads
+    shape = job.model.shape
+    if not shape.splits_tokens:
+        return _rows_by_rule(job, count)
+    heads = shape.heads
     cfg = 2 if job.has_cfg and count % 2 == 0 else 1
-    ulysses, ring = split_sequence(count // cfg, heads)
+    ulysses, ring = shape.split_sequence(count // cfg)
     strategy = ParallelStrategy(cfg_degree=cfg, ulysses_degree=ulysses, ring_degree=ring)
     because = [f"{count} devices are selected"]
     if cfg == 2:
         because.append("the request has a negative prompt (CFG 2 halves the work and moves almost nothing)")
     if ulysses > 1:
-        because.append(f"Ulysses {ulysses} divides the {heads} attention heads")
+        verb = "divides" if not heads % ulysses else "shares out"
+        because.append(
+            f"Ulysses {ulysses} {verb} the {heads} attention heads" if heads else f"Ulysses {ulysses}"
+        )
     if ring > 1:
         because.append(
             f"Ring {ring} takes the rest, which does not divide the {heads} attention heads"
             if ulysses > 1
             else f"the {heads} attention heads do not divide by {ring}, which Ring does not need"
         )
+    return strategy, f"{strategy.describe()}: " + "; ".join(because)
+
+
+def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
+    """For a model whose tokens stay together: each device takes whole rows, as far as there are any."""
+    ways = [
+        ParallelStrategy(cfg_degree=cfg, data_degree=max(1, min(job.batch, count // cfg)))
+        for cfg in ((2, 1) if job.has_cfg else (1,))
+    ]
+    strategy = max(ways, key=lambda way: way.world_size)  # the first of equals
+    because = [
+        f"{count} devices are selected",
+        f"the tokens of one image of {job.model.shape.name} cannot be shared out, only whole images and prompts",
+    ]
+    if strategy.world_size < count:
+        because.append(f"{count - strategy.world_size} of the devices have nothing to do")
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
 
 
@@ -163,7 +191,7 @@ def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelSt
         if not useless:
             continue
         freed = getattr(strategy, name)
-        ulysses, ring = split_sequence(strategy.sequence_degree * freed, job.model.shape.heads)
+        ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
         before = strategy.describe()
         strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
         notes.append(

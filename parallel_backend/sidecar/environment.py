@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..devices import is_cpu
-from ..options import COMPILE_BACKEND
+from ..options import COMPILE_BACKEND, THREADS_ALONE
 from ..wire.fault_injection import VARIABLE as FAULT
 
 _NAMES = {
@@ -34,6 +35,7 @@ _PREFIXES = (
     "LC_",
     "XDG_",
     "CUDA",
+    "CUBLAS",  # ComfyUI's --deterministic sets CUBLAS_WORKSPACE_CONFIG
     "NVIDIA_",
     "NCCL_",
     "GLOO_",
@@ -49,6 +51,8 @@ _PREFIXES = (
     "ROCM_",
     "MALLOC_",
 )
+# torch's allocator has had three names.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
@@ -71,6 +75,8 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         for name, value in source.items()
         if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
     }
+    for name in kept.keys() & set(_ALLOCATOR):
+        kept[name] = _without_backend(kept[name])
     search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
     cores = len(os.sched_getaffinity(0))
     # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
@@ -79,10 +85,31 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     # torch's own choice is 32 processes that compile, for each rank.
     compiling = 1 if is_cpu(devices) else min(4, threads)
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
+    if cache := _cache_folder(source):
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
+            cache / "compiled"
+        )  # torch's own is gone with the next boot
     fixed = {
+        THREADS_ALONE: kept.get("OMP_NUM_THREADS", str(cores)),
         "PYTHONPATH": os.pathsep.join(search),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
     }
     return defaults | kept | fixed
+
+
+def _cache_folder(source: Mapping[str, str]) -> Path | None:
+    """The pack's own, beside its measurements."""
+    parent = source.get("XDG_CACHE_HOME") or (source.get("HOME") and f"{source['HOME']}/.cache")
+    return Path(parent) / "comfyui-parallel-sampling" if parent else None
+
+
+def _without_backend(settings: str) -> str:
+    """An allocator's settings but its backend, so that it is torch's own.
+
+    ComfyUI sets backend:cudaMallocAsync for itself; beside NCCL, ranks run out of memory with it after a few steps
+    (raylight issue 99).
+    """
+    options = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", settings)  # a value may be a list: [256:1,512:2]
+    return ",".join(option for option in options if option.partition(":")[0].strip() != "backend")

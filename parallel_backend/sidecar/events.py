@@ -59,7 +59,7 @@ class RequestFailed:
     itself; `reason`: of errors.FAILURES."""
 
     devices: tuple[str, ...]
-    rank: int
+    rank: int | None  # None where all failed together
     cause: str
     crashed: bool
     broken: bool
@@ -67,7 +67,7 @@ class RequestFailed:
 
     @property
     def device(self) -> str:
-        return self.devices[self.rank]
+        return ", ".join(self.devices) if self.rank is None else self.devices[self.rank]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import logging
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,8 +23,20 @@ from ..errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, Transpo
 from ..wire import deadlines
 from ..wire.heartbeat import find_laggard, in_words
 from ..wire.payloads import Tensors
-from ..wire.protocol import PEER_FAILED, Cancel, Done, Envelope, Failed, Message, Ready
+from ..wire.protocol import (
+    PEER_FAILED,
+    Call,
+    Cancel,
+    Done,
+    Envelope,
+    Failed,
+    Message,
+    Predict,
+    Ready,
+    encode,
+)
 from ..wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
+from .liveness import MOST_EXTENSIONS, is_computing, last_beat
 from .supervisor import RankGroup, get_supervisor
 
 # Errors that every rank raises at a point they all reach, so that no collective is left half done.
@@ -84,6 +97,8 @@ class Exchange(Generic[Terminal]):
         self._failed: dict[int, Failed] = {}  # in the order of arrival
         self._interrupt: BaseException | None = None
         self._deadline = float("inf")
+        self._alive = 0.0  # when there was a sign of life last
+        self._extensions = 0  # of the deadline, since then
         self._looked = 0.0  # when this thread last looked at its links
         self.result: Tensors = {}  # payload of rank 0's terminal message
 
@@ -91,15 +106,27 @@ class Exchange(Generic[Terminal]):
         """Gives `message` to every rank, with the same payload."""
         payload = () if tensors is None else (pack_tensors(tensors),)
         try:
-            for rank in range(self._group.world_size):
-                self.send_to(rank, message, payload)
+            self._send_to_all(message, payload)
         finally:
             close_all(payload)
 
+    def send_call(self, message: Predict | Call, tensors: Tensors) -> None:
+        """Gives `message` to every rank, with the tensors that they do not have yet placed where all can read them."""
+        arena = self._group.requests
+        self._send_to_all(replace(message, placed=arena.place(tensors)), (arena.descriptor,))
+
+    def _send_to_all(self, message: Message, payload: tuple[int, ...]) -> None:
+        data = encode(self._envelope(message))
+        for rank in range(self._group.world_size):
+            self._send(rank, data, payload)
+
     def send_to(self, rank: int, message: Message, payload: tuple[int, ...] = ()) -> None:
         """Gives `message` to one rank; descriptors in `payload` stay the caller's."""
+        self._send(rank, encode(self._envelope(message)), payload)
+
+    def _send(self, rank: int, data: bytes, payload: tuple[int, ...]) -> None:
         try:
-            self._group.links[rank].send(self._envelope(message), payload, deadlines.SEND)
+            self._group.links[rank].send_encoded(data, payload, deadlines.SEND)
         except LinkClosed:
             raise self._group_ended(rank) from None
         except LinkFull:
@@ -116,7 +143,7 @@ class Exchange(Generic[Terminal]):
             for rank, link in enumerate(self._group.links):
                 selector.register(link, selectors.EVENT_READ, rank)
             selector.register(self._group.alarm, selectors.EVENT_READ, None)
-            self._deadline = time.monotonic() + budget()
+            self._set_deadline(time.monotonic(), budget())
             self._looked = time.monotonic()
             while self._pending:
                 try:
@@ -135,7 +162,9 @@ class Exchange(Generic[Terminal]):
             self._deadline += now - before
         left = self._deadline - now
         if left <= 0:
-            raise self._expired(budget())
+            if not self._still_working(budget()):
+                raise self._expired(budget())
+            left = 0.0
         events = selector.select(min(left, deadlines.POLL))
         # Messages first: a rank that reports and then dies has told the better reason.
         for key, _ in sorted(events, key=lambda event: event[0].data is None):
@@ -152,7 +181,26 @@ class Exchange(Generic[Terminal]):
             if self._interrupt is None:
                 self._pass_on(on_message, key.data, message, tensors)
                 if self._interrupt is None and not self._failed:
-                    self._deadline = time.monotonic() + budget()
+                    self._set_deadline(time.monotonic(), budget())
+
+    def _still_working(self, allowed: float) -> bool:
+        """Whether the limit was passed by ranks that are slow and not stuck, which then get more time."""
+        if self._interrupt is not None or self._failed:
+            return False
+        if (beat := last_beat(self._group, self._pending)) > self._alive:
+            self._set_deadline(beat, allowed)
+            if self._deadline > time.monotonic():
+                return True
+        if self._extensions == MOST_EXTENSIONS or not is_computing(self._group, self._pending):
+            return False
+        self._extensions += 1
+        self._deadline = time.monotonic() + allowed
+        return True
+
+    def _set_deadline(self, alive: float, allowed: float) -> None:
+        """`alive`: when there was a sign of life, after which the next is due within `allowed` seconds."""
+        self._alive, self._extensions = alive, 0
+        self._deadline = alive + allowed
 
     def _pass_on(
         self, on_message: OnMessage | None, rank: int, message: Message, tensors: Tensors | None
@@ -201,7 +249,7 @@ class Exchange(Generic[Terminal]):
             envelope, descriptors = received
             try:
                 self._check(envelope)
-                tensors = unpack_tensors(descriptors[0]) if descriptors else None
+                tensors = self._read(envelope.message, descriptors[0]) if descriptors else None
             finally:
                 close_all(descriptors)
         except LinkClosed:
@@ -209,6 +257,13 @@ class Exchange(Generic[Terminal]):
         except TransportError as error:
             raise self.refuse(f"rank {rank} sent what the protocol does not allow: {error}") from None
         return envelope.message, tensors
+
+    def _read(self, message: Message, descriptor: int) -> Tensors:
+        """The tensors that came with a message; the caller's own, for the rank's arena has its next answer soon."""
+        if not isinstance(message, Done) or message.placed is None:
+            return unpack_tensors(descriptor)
+        placed = self._group.answers.read(descriptor, message.placed)
+        return {name: tensor.clone() for name, tensor in placed.items()}
 
     def _check(self, envelope: Envelope) -> None:
         if envelope.epoch != self._group.epoch or envelope.request != self._request:
@@ -286,9 +341,12 @@ class Exchange(Generic[Terminal]):
         stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
         rank = stopped[0] if stopped else find_laggard(beats, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"
-        where = in_words(beats, rank)
+        if rank is None:  # all wait for each other: to leave out a device that may be sound helps nobody
+            how = f"{how}, none of them behind the others"
+        shown = min(self._pending) if rank is None else rank
+        where = in_words(beats, shown)
         cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
-        stack = "" if stopped else get_supervisor().stack_of(self._group, rank)
+        stack = "" if stopped else get_supervisor().stack_of(self._group, shown)
         cause = f"{cause}\n{stack}" if stack else cause
         return self._kill(RankFailed(rank, cause, crashed=True, reason="hang"))
 

@@ -212,8 +212,10 @@ class RankGroupRunner:
         """Only a crash counts: what the code raises would come again on any device."""
         if not self.crashes.is_broken:  # else it is the refusal, or recorded already
             if error.crashed:
-                self.crashes.add(error, self.devices[error.rank])
-                FAILING.add(self.devices[error.rank])
+                device = error.device_of(self.devices)
+                self.crashes.add(error, device)
+                if device is not None:
+                    FAILING.add(device)
             self._emit_failure(error)
         self._last_failure = error
 
@@ -227,7 +229,7 @@ class RankGroupRunner:
         self,
         attempt: Callable[[], T],
         lease: Lease,
-        survive: Callable[[RankFailed, str], str] | None = None,
+        survive: Callable[[RankFailed, str | None], str] | None = None,
     ) -> T:
         """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
 
@@ -242,8 +244,8 @@ class RankGroupRunner:
             self._record_failure(error)
             if self.crashes.is_broken:
                 raise
-            device = self.devices[error.rank]
-            text = survive(error, device) if survive is not None else f"rank {error.rank} on {device} failed"
+            device = error.device_of(self.devices)
+            text = survive(error, device) if survive is not None else f"{error.who(device)} failed"
             log.warning("%s: %s", text, error.cause)
             self.discard()
             lease.on_phase(Phase(PhaseKind.RECOVERING, text))
@@ -274,6 +276,11 @@ class RankGroupRunner:
         seconds = time.monotonic() - begun
         emit(Started(self.devices, seconds, self.last_failure))
         return seconds
+
+    def release_arenas(self) -> None:
+        """As RankGroup.release_arenas."""
+        if self.group is not None:
+            self.group.release_arenas()
 
     def discard(self) -> None:
         """Ends the ranks, if there are any, and gives back what belonged to them."""

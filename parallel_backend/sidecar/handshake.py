@@ -27,6 +27,7 @@ def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
             devices=group.devices,
             rendezvous=group.rendezvous,
             backend=_backend(group.devices),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         exchange.send_to(rank, setup)
 

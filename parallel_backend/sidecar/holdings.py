@@ -1,71 +1,75 @@
-"""The holdings of a group's ranks as ComfyUI's process knows them: model, LoRAs, prompts and VAE, awake or asleep."""
+"""The holdings of a group's ranks as ComfyUI's process knows them: models, prompts and VAE, awake or asleep."""
 
 from __future__ import annotations
 
-import collections
-from dataclasses import dataclass, replace
+import itertools
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from ..errors import Cancelled, CheckpointError, RequestError
-from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
+from ..devices import is_cpu
+from ..errors import Cancelled, CheckpointError, OutOfMemory, RequestError
+from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
-from ..wire.protocol import Load, Sleep, Wake
+from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from ..wire.weight_patches import WeightPatches
 from .events import Loaded, emit
-from .exchange import AGREED_ERRORS, reports
+from .exchange import AGREED_ERRORS, Exchange, reports
 from .group import RankGroupRunner
+from .held_models import (
+    LACK_OF_MEMORY,
+    HeldModel,
+    ModelKey,
+    Room,
+    choose_to_drop,
+    free_room,
+    predict_room,
+    slowest,
+)
 from .lease import Lease
-from .lora_client import LorasOnRanks
 from .phases import Phase, PhaseKind
-from .prompt_cache import KnownPrompts
+from .tensor_cache import KnownTensors
 from .vae_client import VaeOnRanks
-
-_CALLS_REMEMBERED = 20  # whose times give the next one's deadline
-
-
-@dataclass(frozen=True)
-class HeldModel:
-    """The model that the ranks hold. `identity`: the file's inode, size and time, since a path can be overwritten;
-    `weights`: how it is split over the ranks (ParallelStrategy.weights)."""
-
-    spec: ModelSpec
-    weights: ParallelStrategy
-    identity: tuple[int, ...]
-    info: LoadInfo
 
 
 class RankHoldings:
-    """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `call_seconds`: of earlier
-    model calls by placement and shape of x, for the next one's deadline."""
+    """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `tensors`: arguments of calls
+    that they keep, whatever the model."""
 
     asleep: int
-    held: HeldModel | None
-    prompts: KnownPrompts
-    call_seconds: dict[tuple[Placement, tuple[int, ...]], collections.deque[float]]
-    _loras: LorasOnRanks
-    _woken_with: tuple[ModelSpec, ParallelStrategy] | None  # the model discarded at level 2
+    tensors: KnownTensors
+    _held: list[HeldModel]  # the least recently used first
+    _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
+    _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks = ranks
+        self._numbers = itertools.count(1)
+        self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
+        self._one_by_one = False  # memory ended in a request while others were held
+        self._untold: list[str] = []  # what was dropped, for the next request to tell
         self.vae = VaeOnRanks(ranks.devices)
         self.forget()
 
     @property
-    def model(self) -> ModelSpec | None:
-        """The one in the devices' memory; None for nothing, or while the ranks sleep."""
-        return None if self.held is None or self.asleep else self.held.spec
+    def models(self) -> tuple[ModelSpec, ...]:
+        """Those in the devices' memory, the one in use first; none while the ranks sleep."""
+        return () if self.asleep else tuple(held.key.spec for held in reversed(self._held))
+
+    @property
+    def current(self) -> HeldModel:
+        """The one that was made ready last."""
+        return self._held[-1]
 
     def forget(self) -> None:
         """The ranks are gone, and all that they held."""
-        self.asleep, self._woken_with = 0, None
-        self._forget_model()
+        self.asleep, self._woken_with = 0, ()
+        self.tensors = KnownTensors()
+        self._forget_models()
 
-    def _forget_model(self) -> None:
-        self.held = None
-        self.prompts = KnownPrompts()
-        self._loras = LorasOnRanks()
-        self.call_seconds = collections.defaultdict(lambda: collections.deque(maxlen=_CALLS_REMEMBERED))
+    def _forget_models(self) -> None:
+        self._held, self._certain = [], False
 
     # What a request needs first.
 
@@ -81,86 +85,221 @@ class RankHoldings:
     def ensure_ready(
         self, spec: ModelSpec, strategy: ParallelStrategy, patches: WeightPatches, lease: Lease
     ) -> LoadInfo:
-        """The model is loaded and its weights changed by `patches`, and by nothing else."""
+        """The model is loaded and in use, and its weights changed by `patches`, and by nothing else."""
+        begun = time.perf_counter()
         info = self._ensure_loaded(spec, strategy, lease)
+        held = self.current
         try:
-            patched = self._loras.ensure(lease.exchange, patches, info.bytes, lease.on_phase)
+            patched = held.loras.ensure(lease.exchange, patches, info.bytes, lease.on_phase)
         except (RequestError, Cancelled):
             raise  # the weights are known, or made known by the next request
         except BaseException:
-            self._forget_model()
+            self._held = [model for model in self._held if model is not held]
+            self._certain = False
             raise
+        if info.switched:
+            info = replace(info, seconds=time.perf_counter() - begun)
         return replace(info, patched=patched)
 
     def _ensure_loaded(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
-        weights = strategy.weights
-        spec = replace(spec, path=str(Path(spec.path).absolute()))
-        try:
-            status = Path(spec.path).stat()
-        except OSError as error:
-            raise CheckpointError(f"{spec.path} cannot be read: {error.strerror}.") from None
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        key, size = _read_key(spec, strategy)
         self.ensure_started(lease)
         self._ranks.working()
-        held = self.held
-        if held is not None and (held.spec, held.weights, held.identity) == (spec, weights, identity):
-            return replace(held.info, seconds=0.0, cached=True)
-        lease.on_phase(Phase(PhaseKind.LOADING, Path(spec.path).name))
+        if not self._certain and self._held:
+            self._keep(self._held, lease)
+        held = next((model for model in self._held if model.key == key), None)
+        if held is not None and held.given_back:
+            held = self._take_back(key, lease)
+        if held is None:
+            return self._load(key, size, lease)
+        switched = held is not self.current
+        if switched:
+            self._held = [
+                *(model for model in self._held if model is not held),
+                held,
+            ]  # others look meanwhile
+            lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
+        return replace(held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_untold())
+
+    def _load(self, key: ModelKey, size: int, lease: Lease) -> LoadInfo:
+        """Loads one more model. Others give way where there is no room for all."""
+        devices = self._ranks.devices
+        dropped: list[tuple[HeldModel, str]] = []
+        if self._held:
+            free = free_room(self._keep(self._held, lease))  # at this moment
+            needed = self._took.get(key) or predict_room(key, size, len(devices), is_cpu(devices))
+            dropped = choose_to_drop(self._held, key, needed, free)
+            if self._one_by_one:
+                dropped = [(model, "models are held one at a time now") for model in self._held]
+        before = list(self._held)
+        going = {id(model): reason for model, reason in dropped}
+        self._held = [model for model in before if id(model) not in going]
+        lease.on_phase(Phase(PhaseKind.LOADING, key.name))
+        number = next(self._numbers)
+        self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(Load(spec, weights))
+        exchange.send(Load(key.spec, key.weights, number, tuple(model.number for model in self._held)))
         try:
-            done = exchange.wait(lambda: deadlines.load_budget(status.st_size))
-        except CheckpointError:
-            raise  # the ranks still hold what they held
-        except BaseException:
-            self._forget_model()
+            done = exchange.wait(lambda: deadlines.load_budget(size))
+        except OutOfMemory:
+            self._forget_models()  # others were dropped for it, and that did not help
             raise
         infos = reports(done, lambda answer: answer.load)
-        info = replace(infos[0], seconds=max(one.seconds for one in infos))
-        self._forget_model()
-        self.held = HeldModel(spec, weights, identity, info)
+        models = self._take_models(done, exchange)[0].models
+        if not models or models[-1] != number:
+            raise exchange.refuse(f"the ranks hold the models {models} after they were given {number}")
+        takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
+        self._took[key] = takes
+        for model in before:
+            if model not in self._held:
+                self._untold.append(f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}")
+        info = replace(slowest(infos), model=key.name, notes=self._take_untold())
+        self._held.append(HeldModel(number, key, info, takes))
+        for note in info.notes:
+            lease.on_phase(Phase(PhaseKind.DROPPED, note))
         lease.on_phase(Phase(PhaseKind.LOADED, f"{info.seconds:.1f}"))
-        emit(Loaded(self._ranks.devices, spec, info))
+        emit(Loaded(devices, key.spec, info))
         return info
 
-    # Sleep.
+    def _keep(self, models: list[HeldModel], lease: Lease) -> list[RankModels]:
+        """Has the ranks hold these models at most; what each of them holds then."""
+        self._certain = False
+        exchange = lease.exchange(AGREED_ERRORS)
+        exchange.send(KeepModels(tuple(model.number for model in models)))
+        return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
+
+    def _take_models(self, done: list[Done], exchange: Exchange[Done]) -> list[RankModels]:
+        """Notes what the ranks say that they hold."""
+        ranks = reports(done, lambda answer: answer.models)
+        if len({rank.models for rank in ranks}) > 1:
+            raise exchange.refuse(f"ranks hold different models: {[rank.models for rank in ranks]}")
+        self._held = [model for model in self._held if model.number in ranks[0].models]
+        self._certain = True
+        return ranks
+
+    # Giving memory back.
+
+    def bytes_on(self, spec: ModelSpec, device: str) -> int:
+        """Of one device's memory that the model takes now."""
+        if self.asleep or device not in self._ranks.devices:
+            return 0
+        rank = self._ranks.devices.index(device)
+        return sum(model.bytes_on(rank) for model in self._held if model.key.spec == _absolute(spec))
+
+    def give_back(self, spec: ModelSpec, device: str, lease: Lease) -> None:
+        """Gives back what the model takes of one device, whose rank keeps it in host memory: the other ranks' devices
+        are not what somebody needs. Where the host has no room for it, all of them give it up."""
+        rank = self._ranks.devices.index(device)
+        held = [model for model in self._held if model.key.spec == _absolute(spec) and model.bytes_on(rank)]
+        if not self._ranks.running or self.asleep or not held:
+            return
+        if free_room(()).host < sum(model.bytes_on(rank) for model in held):
+            self.drop(spec, lease)
+            return
+        for model in held:
+            self._move(Sleep(1, RankAndModel(rank, model.number)), lease)
+            model.given_back |= {rank}
+
+    def _take_back(self, key: ModelKey, lease: Lease) -> HeldModel | None:
+        """Has ranks move to their devices again what they gave back; None where that cost the model `key`."""
+        lease.on_phase(Phase(PhaseKind.WAKING))
+        self._wake_all(lease)
+        return next((model for model in self._held if model.key == key), None)
+
+    def drop(self, spec: ModelSpec, lease: Lease) -> None:
+        """Gives the memory of one model back, however it is split; the others stay."""
+        staying = [model for model in self._held if model.key.spec != _absolute(spec)]
+        if self._ranks.running and not self.asleep and len(staying) < len(self._held):
+            self._keep(staying, lease)
+
+    def give_way(self, spec: ModelSpec) -> bool:
+        """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
+        then on models are held one at a time."""
+        others = [model for model in self._held if model.key.spec != _absolute(spec)]
+        if not others or self._one_by_one:
+            return False
+        self._one_by_one = True
+        self._untold += [
+            f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
+            for model in others
+        ]
+        return True
+
+    def allow_several(self) -> None:
+        """Takes back what `give_way` decided."""
+        self._one_by_one = False
+
+    def _take_untold(self) -> tuple[str, ...]:
+        untold, self._untold = tuple(self._untold), []
+        return untold
 
     def sleep(self, level: int, lease: Lease) -> SleepInfo:
         """As Sidecar.sleep."""
         if not self._ranks.running or self.asleep >= level:
             return SleepInfo(0.0, 0)
-        held = self.held
-        info = self._move(Sleep(level), lease)
+        keys = tuple(held.key for held in self._held)
+        info, dropped = self._move(Sleep(level), lease)
         self.asleep = level
+        self.tensors = KnownTensors()
+        self._ranks.release_arenas()
         self.vae.forget()
         if level == 2:
-            self._forget_model()
-            self._woken_with = None if held is None else (held.spec, held.weights)
+            self._woken_with = keys
+        else:
+            self._untold += dropped
         return info
 
     def wake(self, lease: Lease) -> SleepInfo:
         """As Sidecar.wake."""
-        level, model = self.asleep, self._woken_with
+        level, keys = self.asleep, self._woken_with
         if not level or not self._ranks.running:
             return SleepInfo(0.0, 0)
         info = self._wake(lease)
-        if level == 2 and model is not None:
-            info = SleepInfo(self._ensure_loaded(*model, lease).seconds, 0)
+        if level == 2:
+            seconds = [self._ensure_loaded(key.spec, key.weights, lease).seconds for key in keys]
+            info = SleepInfo(sum(seconds), 0)
         return info
 
     def _wake(self, lease: Lease) -> SleepInfo:
-        level, self.asleep, self._woken_with = self.asleep, 0, None
-        return self._move(Wake(), lease) if level == 1 else SleepInfo(0.0, 0)
+        level, self.asleep, self._woken_with = self.asleep, 0, ()
+        if level != 1:
+            return SleepInfo(0.0, 0)
+        return self._wake_all(lease)
 
-    def _move(self, message: Sleep | Wake, lease: Lease) -> SleepInfo:
-        """Has every rank move its weights."""
-        size = 0 if self.held is None else self.held.info.bytes
+    def _wake_all(self, lease: Lease) -> SleepInfo:
+        info, dropped = self._move(Wake(), lease)
+        self._untold += dropped
+        for model in self._held:
+            model.given_back = frozenset()
+        return info
+
+    def _move(self, message: Sleep | Wake, lease: Lease) -> tuple[SleepInfo, list[str]]:
+        """Has every rank move its weights; how that went, and which models it cost, in words."""
+        before, size = self._held, sum(held.info.bytes for held in self._held)
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.send(message)
         try:
             done = exchange.wait(lambda: deadlines.load_budget(size))
         except BaseException:
-            self._forget_model()  # who knows where the weights are
+            self._forget_models()  # who knows where the weights are
             raise
         moved = reports(done, lambda answer: answer.sleep)
-        return SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
+        self._take_models(done, exchange)
+        dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
+        info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
+        return info, dropped
+
+
+def _read_key(spec: ModelSpec, strategy: ParallelStrategy) -> tuple[ModelKey, int]:
+    """(the model as it is on disk now, bytes of its file). Raises CheckpointError for a file that is not there."""
+    spec = _absolute(spec)
+    try:
+        status = Path(spec.path).stat()
+    except OSError as error:
+        raise CheckpointError(f"{spec.path} cannot be read: {error.strerror}.") from None
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return ModelKey(spec, strategy.weights, identity), status.st_size
+
+
+def _absolute(spec: ModelSpec) -> ModelSpec:
+    return spec if Path(spec.path).is_absolute() else replace(spec, path=str(Path(spec.path).absolute()))

@@ -24,9 +24,10 @@ _CHUNK_TENSORS = MAX_TENSORS // 2  # leaves room for their names in a payload's 
 
 
 class LorasOnRanks:
-    """The changes in place on the ranks of one sidecar, and the factors that they keep."""
+    """The changes in place in one model on the ranks, and the factors that they keep for it. `model`: its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: int) -> None:
+        self._model = model
         self._identity: str | None = ""  # None while nobody knows
         self._weights = 0
         self._held: set[str] = set()
@@ -47,7 +48,7 @@ class LorasOnRanks:
         description = torch.frombuffer(bytearray(wanted.description), dtype=torch.uint8)
         exchange = new_exchange(AGREED_ERRORS)
         try:
-            exchange.send(ApplyPatches(wanted.identity), {"description": description})
+            exchange.send(ApplyPatches(self._model, wanted.identity), {"description": description})
             done = exchange.wait(lambda: deadlines.load_budget(model_bytes))
         except RequestError:
             raise  # the ranks still have what they had
@@ -73,7 +74,7 @@ class LorasOnRanks:
         for chunk in _chunks(missing):
             nbytes = sum(tensor.nbytes for tensor in chunk.values())
             exchange = new_exchange(USER_ERRORS)
-            exchange.send(KeepFactors(), chunk)
+            exchange.send(KeepFactors(self._model), chunk)
             exchange.wait(functools.partial(deadlines.load_budget, nbytes))
             self._held |= set(chunk)
             sent += nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,15 +14,18 @@ from ..requests import (
     InputShapes,
     LoadInfo,
     ModelSpec,
+    ModuleCall,
     Placement,
     PredictRequest,
     RunInfo,
     SampleRequest,
     SampleResult,
 )
+from ..trials import LONGEST
 from ..wire import deadlines
+from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_arguments
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
-from ..wire.protocol import Done, Message, Predict, Progress, Sample
+from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample
 from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch
 from .events import Stepped, emit
@@ -65,13 +68,13 @@ class ModelRequests:
         lease: Lease,
     ) -> SampleResult:
         """The job from where it is to its end."""
-        strategy = message.placement.strategy
+        trials = job.trials
+        strategies = (message.placement.strategy, *trials.others)
         load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
         sampling = False
         compiling = CompileWatch(job.shape, lease.on_phase)
-        held = self._holdings.held
-        assert held is not None, "ensure_ready has loaded it"
+        held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
             nonlocal sampling
@@ -79,21 +82,25 @@ class ModelRequests:
                 sampling = False
                 return
             step = expect(rank, answer, Progress)
+            if not 0 <= step.strategy < len(strategies):
+                raise TransportError(f"rank {rank} names a strategy {step.strategy}, of {len(strategies)}")
             seconds.append(step.seconds)
             self.progress.step, self.progress.steps = step.step, step.steps
             self.progress.seconds.append(step.seconds)
             if not sampling:
                 sampling = True
                 lease.on_phase(Phase(PhaseKind.SAMPLING))
-            emit(Stepped(self._devices, step.step, step.steps, step.seconds, strategy))
+            emit(Stepped(self._devices, step.step, step.steps, step.seconds, strategies[step.strategy]))
             job.take(step, tensors)
 
         exchange = lease.exchange()
         self.progress.seconds.clear()
-        exchange.send(message, job.begin(held.identity))
+        exchange.send(replace(message, model=held.number, trials=trials), job.begin(held.identity))
         exchange.guard(lambda: lease.on_phase(Phase(PhaseKind.FIRST_STEP)))
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
+            if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
+                return max(deadlines.FIRST_STEP, len(self._devices) * deadlines.step_budget(seconds))
             steps = [max(seconds)] if message.cache_threshold and seconds else seconds
             return compiling.budget(deadlines.step_budget(steps))
 
@@ -112,13 +119,16 @@ class ModelRequests:
     ) -> tuple[Tensor, RunInfo]:
         """As Sidecar.predict."""
         load, inputs = self._ensure_ready(spec, request, placement, patches, lease)
-        prompts = self._holdings.prompts
-        key, is_new = prompts.find(request.conditioning)
-        times = self._holdings.call_seconds[placement, tuple(request.x.shape)]
+        held = self._holdings.current
+        known, prompt, mask = held.known, request.conditioning, request.extras.mask
+        key, is_new = known.prompts.find((prompt.context, prompt.pooled, prompt.guidance))
+        mask_key, mask_is_new = (0, False) if mask is None else known.masks.find((mask,))
+        times = held.call_seconds[placement, tuple(request.x.shape)]
         try:
-            tensors = predict_tensors(request, with_conditioning=is_new)
+            tensors = predict_tensors(request, with_conditioning=is_new, with_mask=mask_is_new)
             exchange = lease.exchange()
-            exchange.send(Predict(placement, conditioning=key, forget=prompts.take_forgotten()), tensors)
+            message = Predict(placement, key, known.take_forgotten(), held.number, mask_key)
+            exchange.send_call(message, tensors)
             compiling = CompileWatch(request.x.shape, lease.on_phase)
 
             def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -129,11 +139,47 @@ class ModelRequests:
             velocity = _result(exchange, {"velocity": inputs.velocity_shape(request.x)})["velocity"]
         except BaseException:
             if is_new:  # who knows whether the ranks have it
-                prompts.drop(key)
+                known.prompts.drop(key)
+            if mask_is_new:
+                known.masks.drop(mask_key)
             raise
         seconds = reports(done, lambda answer: answer.run)[0].seconds
         times.append(seconds)
         return velocity, _run_info(done, load, step_seconds=(seconds,))
+
+    def call(
+        self,
+        spec: ModelSpec,
+        call: ModuleCall,
+        placement: Placement,
+        patches: WeightPatches,
+        lease: Lease,
+    ) -> tuple[Tree, RunInfo]:
+        """As Sidecar.call."""
+        pack_arguments((call.args, call.kwargs))  # refuses what cannot be sent, before ranks start
+        load = self._holdings.ensure_ready(spec, placement.strategy, patches, lease)
+        held = self._holdings.current
+        times = held.call_seconds[placement, (call.rows, *_shape(call))]
+        known = self._holdings.tensors
+        arguments = known.take_out(call.kwargs)
+        try:
+            tensors = pack_arguments((call.args, arguments.kwargs)) | kept_tensors(arguments.new)
+            exchange = lease.exchange()
+            exchange.send_call(
+                Call(placement, call.method, call.rows, call.tokens, held.number, known.take_forgotten()),
+                tensors,
+            )
+            done = exchange.wait(lambda: deadlines.step_budget(times))
+        except BaseException:
+            known.drop(arguments.new)  # who knows whether the ranks have them
+            raise
+        try:
+            answer = unpack_arguments(exchange.result)
+        except TransportError as error:
+            raise exchange.refuse(f"rank 0 gave no answer to a model call: {error}") from None
+        seconds = reports(done, lambda answer: answer.run)[0].seconds
+        times.append(seconds)
+        return answer, _run_info(done, load, step_seconds=(seconds,))
 
     def _ensure_ready(
         self,
@@ -150,6 +196,11 @@ class ModelRequests:
             raise TransportError("the ranks loaded a model without saying what it takes")
         check_inputs(request, load.inputs)
         return load, load.inputs
+
+
+def _shape(call: ModuleCall) -> tuple[int, ...]:
+    """The size of what is sampled, as far as calls of other sizes take other times."""
+    return next((tuple(value.shape) for value in call.args if isinstance(value, Tensor)), ())
 
 
 def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None]) -> Tensors:
@@ -174,6 +225,7 @@ def _run_info(done: list[Done], load: LoadInfo, step_seconds: tuple[float, ...])
         bytes_sent=tuple(run.bytes_sent for run in runs),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
         exact=all(run.exact for run in runs),
+        trials=runs[0].trials,
         model_calls=runs[0].model_calls,
         reused_calls=runs[0].reused_calls,
         kernel=runs[0].kernel,

@@ -14,6 +14,8 @@ class PhaseKind(enum.Enum):
     WAKING = "waking the ranks"
     LOADING = "loading {}"
     LOADED = "loaded in {} s"
+    DROPPED = "{}"  # a model, and why
+    SWITCHED = "switched to {}"
     APPLYING_LORAS = "applying LoRAs"
     REMOVING_LORAS = "taking LoRAs out"
     FIRST_STEP = "first step"
@@ -23,6 +25,7 @@ class PhaseKind(enum.Enum):
     DECODING = "decoding"
     MEASURING = "measuring the links"
     RECOVERING = "{}"  # from a crash
+    MAKING_ROOM = "memory ended; going on without the other models"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from ..errors import Cancelled, ParallelError
 from ..requests import ModelSpec
@@ -48,22 +50,35 @@ def all_sidecars() -> tuple[Sidecar, ...]:
 
 def put_to_sleep(spec: ModelSpec) -> None:
     """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
+    Other models that they hold stay as well.
 
     Level 2 and not 1: the file is mapped once for all ranks, and a copy in host memory for each would be many.
     """
     for sidecar in all_sidecars():
-        if sidecar.model == spec and sidecar.state is State.READY:
-            try:
-                sidecar.sleep(level=2)
-            except Cancelled:  # the ranks were stopped, or asked for something else
-                log.info("parallel sampling: the ranks on %s keep their memory", ", ".join(sidecar.devices))
-            except ParallelError:
-                log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
+        if spec in sidecar.models and sidecar.state is State.READY:
+            alone = set(sidecar.models) == {spec}
+            _let_go(sidecar, partial(sidecar.sleep, 2) if alone else partial(sidecar.drop, spec))
 
 
-def is_held(spec: ModelSpec) -> bool:
-    """Whether ranks hold `spec` in their devices' memory."""
-    return any(sidecar.model == spec for sidecar in all_sidecars())
+def give_back(spec: ModelSpec, device: str) -> None:
+    """Has the idle rank on `device` give back what `spec` takes there. Ranks on other devices keep theirs."""
+    for sidecar in all_sidecars():
+        if device in sidecar.devices and spec in sidecar.models and sidecar.state is State.READY:
+            _let_go(sidecar, partial(sidecar.give_back, spec, device))
+
+
+def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
+    try:
+        ask()
+    except Cancelled:  # the ranks were stopped, or asked for something else
+        log.info("parallel sampling: the ranks on %s keep their memory", ", ".join(sidecar.devices))
+    except ParallelError:
+        log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
+
+
+def bytes_on(spec: ModelSpec, device: str) -> int:
+    """Of one device's memory that ranks hold for `spec` now."""
+    return sum(sidecar.bytes_on(spec, device) for sidecar in all_sidecars())
 
 
 def reset() -> tuple[tuple[str, ...], ...]:

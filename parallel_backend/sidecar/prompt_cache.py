@@ -1,33 +1,41 @@
-"""The prompts that the ranks already hold, so that a stepwise run sends each of them once and not with every step."""
+"""The inputs that the ranks already hold, so that a stepwise run sends each once and not with every step."""
 
 from __future__ import annotations
 
-import torch
+import itertools
+from collections.abc import Iterator, Sequence
 
-from ..requests import Conditioning
+from torch import Tensor
+
+from .sent_tensor import SentTensor
 
 # A prompt and its negative, alone and as one batch, for two samplers in turn.
-CAPACITY = 8
+PROMPTS = 8
+# Of a mask and its negative's: each has as many numbers as there are pairs of tokens.
+MASKS = 2
 
 
-class KnownPrompts:
-    """Conditionings by the key under which the ranks keep them, the least recently used first."""
+class KnownInputs:
+    """Inputs of a few tensors each by the key under which the ranks keep them, the least recently used first. `keys`:
+    where new ones come from."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, Conditioning] = {}
+    def __init__(self, capacity: int, keys: Iterator[int]) -> None:
+        self._capacity = capacity
+        self._keys = keys
+        self._known: dict[int, tuple[SentTensor | None, ...]] = {}
         self._forget: list[int] = []
-        self._next = 1
 
-    def find(self, conditioning: Conditioning) -> tuple[int, bool]:
+    def find(self, tensors: Sequence[Tensor | None]) -> tuple[int, bool]:
         """(key, whether the ranks must still be sent the tensors)."""
         for key in reversed(self._known):
-            if _same(self._known[key], conditioning):
+            known = self._known[key]
+            if len(known) == len(tensors) and all(map(_same, known, tensors)):
                 self._known[key] = self._known.pop(key)
                 return key, False
-        if len(self._known) >= CAPACITY:
+        if len(self._known) >= self._capacity:
             self.drop(next(iter(self._known)))
-        key, self._next = self._next, self._next + 1
-        self._known[key] = _copied(conditioning)
+        key = next(self._keys)
+        self._known[key] = tuple(None if tensor is None else SentTensor(tensor) for tensor in tensors)
         return key, True
 
     def drop(self, key: int) -> None:
@@ -40,22 +48,20 @@ class KnownPrompts:
         return forgotten
 
 
-def _same(a: Conditioning, b: Conditioning) -> bool:
-    return all(
-        _equal(x, y) for x, y in ((a.pooled, b.pooled), (a.guidance, b.guidance), (a.context, b.context))
-    )  # the largest last
+class KnownOfModel:
+    """What the ranks keep of one model's calls: prompts, and masks of attention."""
+
+    def __init__(self) -> None:
+        keys = itertools.count(1)
+        self.prompts = KnownInputs(PROMPTS, keys)
+        self.masks = KnownInputs(MASKS, keys)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Keys of either."""
+        return self.prompts.take_forgotten() + self.masks.take_forgotten()
 
 
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b.to(a.device))
-
-
-def _copied(conditioning: Conditioning) -> Conditioning:
-    # A copy: the caller may write into its tensors later.
-    return Conditioning(
-        context=conditioning.context.detach().cpu().clone(),
-        pooled=conditioning.pooled.detach().cpu().clone(),
-        guidance=None if conditioning.guidance is None else conditioning.guidance.detach().cpu().clone(),
-    )
+def _same(known: SentTensor | None, tensor: Tensor | None) -> bool:
+    if known is None or tensor is None:
+        return known is None and tensor is None
+    return known.equals(tensor)

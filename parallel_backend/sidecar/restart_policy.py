@@ -17,10 +17,10 @@ class CrashHistory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._crashes: deque[tuple[float, str, RankFailed]] = deque(maxlen=FAILURES_UNTIL_BROKEN)
+        self._crashes: deque[tuple[float, str | None, RankFailed]] = deque(maxlen=FAILURES_UNTIL_BROKEN)
 
-    def add(self, error: RankFailed, device: str) -> None:
-        """`device`: of the rank that failed."""
+    def add(self, error: RankFailed, device: str | None) -> None:
+        """`device`: of the rank that failed; None where all failed together."""
         self._crashes.append((self._clock(), device, error))
 
     def clear(self) -> None:
@@ -41,13 +41,12 @@ class CrashHistory:
         """The error for a request to a broken group: the history, and what to do."""
         now = self._clock()
         history = "\n".join(
-            f"- {now - at:.0f} s ago, rank {error.rank} on {device}: {_first_line(error.cause)}"
+            f"- {now - at:.0f} s ago, {error.who(device)}: {_first_line(error.cause)}"
             for at, device, error in self._crashes
         )
         devices = {device for _, device, _ in self._crashes}
-        culprit = (
-            f"All came from {devices.pop()}: leave it" if len(devices) == 1 else "Leave the device that fails"
-        )
+        only = devices.pop() if len(devices) == 1 else None
+        culprit = "Leave the device that fails" if only is None else f"All came from {only}: leave it"
         left = BROKEN_WINDOW - (now - self._crashes[0][0])
         last = self._crashes[-1][2]
         return RankFailed(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import RankFailed, TransportError
 from ..requests import RunInfo, SampleRequest, SamplerState
+from ..trials import NO_TRIALS, Trial, TrialPlan
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
 from ..wire.protocol import Progress
 
@@ -19,11 +20,13 @@ class SamplingJob:
     """One request, and the last state that its sampler sent.
 
     The state lives no longer than its request, so of what it belongs to only the weights' file can change: then the job
-    begins again.
+    begins again. `trials`: that it still makes; after a failure, which may be a trial's own, it makes none.
     """
 
-    def __init__(self, request: SampleRequest, on_step: OnStep | None) -> None:
+    def __init__(self, request: SampleRequest, on_step: OnStep | None, trials: TrialPlan = NO_TRIALS) -> None:
         self.request = request
+        self.trials = trials
+        self._given_up: tuple[Trial, ...] = ()
         self._tensors = sample_tensors(request)
         self._on_step = on_step
         self._weights: object = None
@@ -58,13 +61,23 @@ class SamplingJob:
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
 
-    def survive(self, error: RankFailed, device: str) -> str:
+    def survive(self, error: RankFailed, device: str | None) -> str:
         """Says what happens now that the ranks failed, here and in the result's notes."""
+        self.give_up_trials()
         cause = error.cause.split("\n", 1)[0]
         goes_on = "begins again" if self._state is None else f"goes on after step {self._state.step}"
-        text = f"rank {error.rank} on {device} failed ({cause}); the job {goes_on} on ranks started anew"
+        text = f"{error.who(device)} failed ({cause}); the job {goes_on} on ranks started anew"
         self._notes += (text,)
         return text
+
+    def give_up_trials(self) -> bool:
+        """Whether there were any to give up."""
+        if not self.trials:
+            return False
+        self._given_up = tuple(Trial(strategy) for strategy in self.trials.others)
+        self.trials = NO_TRIALS
+        self._notes += ("no other strategies were tried after that",)
+        return True
 
     def merged(self, info: RunInfo) -> RunInfo:
         """The record of the whole job, of which `info` is the part after the last crash."""
@@ -74,4 +87,9 @@ class SamplingJob:
             notes += ("PipeFusion warmed up again after that, so this is another approximation",)
         if self._first and info.reused_calls:
             notes += ("the step cache was empty again after that, so this is another approximation",)
-        return replace(info, step_seconds=earlier + info.step_seconds, notes=info.notes + notes)
+        return replace(
+            info,
+            step_seconds=earlier + info.step_seconds,
+            notes=info.notes + notes,
+            trials=info.trials or self._given_up,
+        )

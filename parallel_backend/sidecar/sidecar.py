@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
-from ..errors import RankFailed, RequestError, StrategyError
+from ..errors import OutOfMemory, RankFailed, RequestError, StrategyError
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
     ModelSpec,
+    ModuleCall,
     Placement,
     PredictRequest,
     RunInfo,
@@ -21,7 +23,9 @@ from ..requests import (
     SleepInfo,
 )
 from ..strategy import ParallelStrategy
+from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
+from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
 from ..wire.decode_messages import DecodeResult, VaeWeights, check_decode
 from ..wire.protocol import Calibrate, Sample
@@ -29,7 +33,7 @@ from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
 from .group import RankGroupRunner
 from .holdings import RankHoldings
-from .lease import ShouldCancel, State
+from .lease import Lease, ShouldCancel, State
 from .model_requests import ModelRequests
 from .phases import Phase, PhaseKind
 from .resume import OnStep, SamplingJob
@@ -37,6 +41,7 @@ from .status import GroupStatus, read_ranks
 from .supervisor import RANK_MODULE
 
 ShowPhase = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Sidecar:
@@ -68,8 +73,13 @@ class Sidecar:
 
     @property
     def model(self) -> ModelSpec | None:
-        """The one that the ranks hold in their devices' memory; None for nothing, or while they sleep."""
-        return self._holdings.model
+        """The one in use of those that the ranks hold; None for nothing, or while they sleep."""
+        return next(iter(self.models), None)
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """Those that the ranks hold in their devices' memory, the one used last first; none while they sleep."""
+        return self._holdings.models
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -78,17 +88,19 @@ class Sidecar:
 
     def status(self) -> GroupStatus:
         """The ranks' state and progress, without asking them. Any thread, at any time."""
-        model, progress = self.model, self._requests.progress
+        models, progress = self.models, self._requests.progress
+        names = tuple(Path(model.path).name for model in models)
         return GroupStatus(
             devices=self.devices,
             state=self.state.value,
             reason=self._ranks.last_failure,
             phase=self._ranks.phase,
-            model="" if model is None else Path(model.path).name,
+            model=names[0] if names else "",
             step=progress.step,
             steps=progress.steps,
             step_seconds=tuple(progress.seconds),
             ranks=read_ranks(self._ranks.group),
+            models=names,
         )
 
     # Requests.
@@ -101,14 +113,16 @@ class Sidecar:
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
     ) -> LoadInfo:
-        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default, changed by `patches`.
+        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default, changed by `patches`;
+        beside the models that they hold, where there is room for all.
 
         Other requests do so by themselves. Raises CheckpointError for a file they refuse, RequestError for changes that
         do not fit it, which leave the weights as they were; the group stays usable.
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
-            return self._ranks.through_a_crash(
+            return self._with_room(
                 lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease),
+                spec,
                 lease,
             )
 
@@ -121,11 +135,17 @@ class Sidecar:
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
+        trials: TrialPlan = NO_TRIALS,
     ) -> SampleResult:
-        """Runs a whole sampling job on the ranks, starting and loading first where needed (RunInfo.load)."""
+        """Runs a whole sampling job on the ranks, starting and loading first where needed (RunInfo.load).
+
+        `trials`: strategies that it tries on its way; each is exact and needs the placement's own weights, on all ranks
+        or on the first one.
+        """
         self._check_placement(placement)
         check_step_cache(request.cache_threshold, placement.strategy)
-        job = SamplingJob(request, on_step)
+        self._check_trials(trials, request, placement)
+        job = SamplingJob(request, on_step, trials)
         message = Sample(
             placement=placement,
             cfg=float(request.cfg),
@@ -137,10 +157,17 @@ class Sidecar:
         )
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images = placement.strategy, len(request.noise)
+
+            def attempt() -> SampleResult:
+                try:
+                    return self._requests.sample(spec, job, message, patches, lease)
+                except OutOfMemory:
+                    if not job.give_up_trials():  # which may need more than was foreseen
+                        raise
+                return self._requests.sample(spec, job, message, patches, lease)
+
             try:
-                result = self._ranks.through_a_crash(
-                    lambda: self._requests.sample(spec, job, message, patches, lease), lease, job.survive
-                )
+                result = self._with_room(attempt, spec, lease, job.survive)
             finally:
                 self._requests.progress.end()
             lease.info = result.info
@@ -156,20 +183,54 @@ class Sidecar:
         patches: WeightPatches = NO_PATCHES,
     ) -> tuple[Tensor, RunInfo]:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran, a load before it included."""
+        return self._model_call(
+            spec,
+            lambda lease: self._requests.predict(spec, request, placement, patches, lease),
+            placement,
+            on_phase,
+            should_cancel,
+        )
+
+    def call(
+        self,
+        spec: ModelSpec,
+        call: ModuleCall,
+        placement: Placement,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+        patches: WeightPatches = NO_PATCHES,
+    ) -> tuple[Tree, RunInfo]:
+        """One call of a ComfyUI module: its answer, tensors on the CPU, and how it ran, a load before it included.
+        Raises RequestError for arguments that cannot be sent."""
+        return self._model_call(
+            spec,
+            lambda lease: self._requests.call(spec, call, placement, patches, lease),
+            placement,
+            on_phase,
+            should_cancel,
+        )
+
+    def _model_call(
+        self,
+        spec: ModelSpec,
+        call: Callable[[Lease], tuple[Tree, RunInfo]],
+        placement: Placement,
+        on_phase: ShowPhase | None,
+        should_cancel: ShouldCancel | None,
+    ) -> tuple[Tree, RunInfo]:
+        """One call of the model, made again when a rank crashes in it."""
         self._check_placement(placement)
         with self._ranks.lease("predict", should_cancel, on_phase) as lease:
             lease.strategy = placement.strategy
             notes: list[str] = []
 
-            def survive(error: RankFailed, device: str) -> str:
-                notes.append(f"rank {error.rank} on {device} failed; a model call was made again")
+            def survive(error: RankFailed, device: str | None) -> str:
+                notes.append(f"{error.who(device)} failed; a model call was made again")
                 return notes[-1]
 
-            velocity, info = self._ranks.through_a_crash(
-                lambda: self._requests.predict(spec, request, placement, patches, lease), lease, survive
-            )
+            answer, info = self._with_room(lambda: call(lease), spec, lease, survive)
             lease.info = replace(info, notes=(*info.notes, *notes))
-            return velocity, lease.info
+            return answer, lease.info
 
     def decode(
         self,
@@ -184,11 +245,15 @@ class Sidecar:
         check_decode(latent, shares, len(self.devices))
         with self._ranks.lease("decode", should_cancel, on_phase) as lease:
             lease.images = len(latent)
-            self._holdings.ensure_started(lease)
-            self._ranks.working()
-            return self._holdings.vae.decode(
-                self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
-            )
+
+            def attempt() -> DecodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae.decode(
+                    self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)
 
     def calibrate(
         self,
@@ -214,6 +279,26 @@ class Sidecar:
         """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
         self._ranks.cancel()
 
+    def _with_room(
+        self,
+        attempt: Callable[[], T],
+        spec: ModelSpec,
+        lease: Lease,
+        survive: Callable[[RankFailed, str | None], str] | None = None,
+    ) -> T:
+        """`attempt()`, through a crash, and once more without the other models that the ranks hold when memory ends."""
+        try:
+            return self._ranks.through_a_crash(attempt, lease, survive)
+        except OutOfMemory:
+            if not self._holdings.give_way(spec):
+                raise
+        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
+        try:
+            return self._ranks.through_a_crash(attempt, lease, survive)
+        except OutOfMemory:
+            self._holdings.allow_several()  # they were not in the way
+            raise
+
     # The ranks' life.
 
     def start(self, on_phase: ShowPhase | None = None) -> float:
@@ -234,6 +319,22 @@ class Sidecar:
         with self._ranks.lease("sleep", should_cancel) as lease:
             return self._holdings.sleep(level, lease)
 
+    def drop(self, spec: ModelSpec, should_cancel: ShouldCancel | None = None) -> None:
+        """Gives back the device memory of one model, and leaves others where they are; the next request that needs it
+        loads it again."""
+        with self._ranks.lease("drop", should_cancel) as lease:
+            self._holdings.drop(spec, lease)
+
+    def give_back(self, spec: ModelSpec, device: str, should_cancel: ShouldCancel | None = None) -> None:
+        """Gives back what one model takes of one device's memory; its rank keeps the weights in host memory, and the
+        next request that needs them takes them back."""
+        with self._ranks.lease("give back", should_cancel) as lease:
+            self._holdings.give_back(spec, device, lease)
+
+    def bytes_on(self, spec: ModelSpec, device: str) -> int:
+        """Of one device's memory that a model takes now."""
+        return self._holdings.bytes_on(spec, device)
+
     def wake(self, on_phase: ShowPhase | None = None) -> SleepInfo:
         """Gives the ranks back what `sleep` took, bit for bit; ranks that are awake need nothing."""
         with self._ranks.lease("wake", None, on_phase) as lease:
@@ -247,9 +348,21 @@ class Sidecar:
         """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
         return self._ranks.stop_if_idle()
 
+    def _check_trials(self, trials: TrialPlan, request: SampleRequest, placement: Placement) -> None:
+        for strategy in trials.others:
+            self._check_placement(replace(placement, strategy=strategy))
+        used = (placement.strategy, *trials.others)
+        alike = len({strategy.weights for strategy in used}) == 1 and all(s.exact for s in used)
+        if trials and (not alike or request.cache_threshold > 0):
+            raise StrategyError(
+                f"Steps of one job cannot run under {', then '.join(s.describe() for s in used)}: only without a step "
+                f"cache, and among exact strategies that hold the same weights on each device."
+            )
+
     def _check_placement(self, placement: Placement) -> None:
+        """One device of several is the first one; the others wait."""
         size = placement.strategy.world_size
-        if size != len(self.devices):
+        if size not in (1, len(self.devices)):
             raise StrategyError(
                 f"{placement.strategy.describe()} needs {size} rank{'s' if size > 1 else ''}; this group has "
                 f"{len(self.devices)}. Choose degrees whose product is {len(self.devices)}."

@@ -28,8 +28,9 @@ class GroupStatus:
     """The ranks of one device set.
 
     `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: of the request that runs, None
-    for none; `model`: the file's name, "" for none; `step` of `steps`, 0 outside a sampling job; `step_seconds`: of its
-    latest steps, or the job's before; `ranks`: empty when there are none.
+    for none; `model`: the file's name of the one in use, "" for none; `step` of `steps`, 0 outside a sampling job;
+    `step_seconds`: of its latest steps, or the job's before; `ranks`: empty when there are none; `models`: the names of
+    all that are held, the one in use first.
     """
 
     devices: tuple[str, ...]
@@ -41,6 +42,7 @@ class GroupStatus:
     steps: int
     step_seconds: tuple[float, ...]
     ranks: tuple[RankStatus, ...]
+    models: tuple[str, ...] = ()
 
 
 def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:

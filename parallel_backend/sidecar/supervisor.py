@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ..errors import PlatformError, RankFailed
 from ..wire import deadlines
+from ..wire.arena import ArenaReader, ArenaWriter
 from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
 from .environment import interpreter_flags, rank_environment
@@ -132,6 +133,8 @@ class RankGroup:
             half_made.callback(os.close, self.alarm)
             self.heartbeat = Page()
             half_made.callback(self.heartbeat.close)
+            self.requests, self.answers = ArenaWriter(), ArenaReader()  # of model calls
+            half_made.callback(self.requests.release)
             self.folder = RendezvousFolder()
             half_made.pop_all()
         self.links: list[Link] = []
@@ -167,10 +170,17 @@ class RankGroup:
         for link in self.links:
             link.shut_down()
 
+    def release_arenas(self) -> None:
+        """Gives the memory back through which model calls went; the next one makes it again."""
+        self.requests.empty()
+        self.answers.release()
+
     def close(self) -> None:
         """Closes the caller's ends, once the group is gone and nobody waits on it."""
         for link in self.links:
             link.close()
+        self.requests.release()
+        self.answers.release()
         self.heartbeat.close()
         os.close(self.alarm)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median
 
 from ...devices import is_cpu
+from ...machine.fingerprint import device_ids, take_fingerprint
+from ...machine.local import topology_of
+from ...machine.probe import visible_topology
+from ...machine.topology import Topology
 from ...requests import RunInfo
+from ...strategy import ParallelStrategy
 from ..job import Job
-from ..machine.fingerprint import device_ids, take_fingerprint
-from ..machine.local import topology_of
-from ..machine.probe import visible_topology
-from ..machine.topology import Topology
-from .records import Measurements, RunKind, record, warm_step
+from .records import Measurements, RunKind, measured, record, warm_step
 from .store import MeasurementStore
 
 log = logging.getLogger(__name__)
+GIVEN_UP: set[RunKind] = set()  # of this process
 
 
 class MeasurementHistory:
@@ -37,15 +41,42 @@ class MeasurementHistory:
     def record(self, job: Job, info: RunInfo) -> bool:
         """Keeps the median warm step of a run on the first of these devices; whether it reached the disk.
 
-        A run whose blocks were not compiled after all counts as uncompiled.
+        Of a run that tried strategies, that of each; those that did not come to a timed step are given up for as long
+        as this process lives. A run whose blocks were not compiled after all counts as uncompiled.
         """
-        seconds = warm_step(info.step_seconds)
-        if seconds is None or info.reused_calls:  # steps that skip blocks tell nothing of those that do not
+        if info.reused_calls:  # steps that skip blocks tell nothing of those that do not
             return False
         if info.compiled is None:
             job = replace(job, model=job.model.uncompiled)
-        kind = RunKind.of(job, info.strategy, info.engine, self.ids)
-        return self.store.update(lambda known: record(known, kind, seconds, time.time()))
+        found: list[tuple[RunKind, float]] = []
+        for trial in info.trials:
+            kind = RunKind.of(job, trial.strategy, info.engine, self.ids)
+            if trial.seconds:
+                found.append((kind, median(trial.seconds)))
+            else:
+                GIVEN_UP.add(kind)
+        if not found and (seconds := warm_step(info.step_seconds)) is not None:
+            found.append((RunKind.of(job, info.strategy, info.engine, self.ids), seconds))
+
+        def with_found(known: Measurements) -> Measurements:
+            for kind, seconds in found:
+                known = record(known, kind, seconds, time.time())
+            return known
+
+        return bool(found) and self.store.update(with_found)
+
+    def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
+        """Seconds of a step of `job` by strategy; of uncompiled blocks where none was seen compiled."""
+        known, now = self.read(), time.time()
+        for model in dict.fromkeys((job.model, job.model.uncompiled)):
+            if found := measured(known, replace(job, model=model), self.ids, now, engine=engine):
+                return found
+        return {}
+
+    def gave_up(self, job: Job, strategy: ParallelStrategy, engine: str) -> bool:
+        """Whether a trial of `strategy` came to nothing while this process lives: it crashed, or was far behind."""
+        models = (job.model, job.model.uncompiled)
+        return any(RunKind.of(replace(job, model=m), strategy, engine, self.ids) in GIVEN_UP for m in models)
 
 
 def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:

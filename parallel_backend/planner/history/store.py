@@ -6,30 +6,25 @@ that cannot be written to is no error. Nothing in it names a person, a machine, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from ...errors import TransportError
+from ...machine.fingerprint import Fingerprint
 from ...wire.strict_json import from_json, parse, to_json
-from ..machine.fingerprint import Fingerprint
-from .records import Calibrated, Measurements, Observed
+from .files import locked, replace_whole
+from .records import Measurements, Observed
 
-FORMAT = 2  # of other versions nothing is read, and the next run writes over them
+FORMAT = 3  # of other versions nothing is read, and the next run writes over them
 FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
-LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
-_POLL = 0.003  # s
 
 log = logging.getLogger(__name__)
-_Entry = TypeVar("_Entry", Observed, Calibrated)
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -76,8 +71,8 @@ class MeasurementStore:
             return False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(self.path.with_suffix(".lock")):
-                _replace(self.path, self._encode(change(self.read())))
+            with locked(self.path.with_suffix(".lock")):
+                replace_whole(self.path, self._encode(change(self.read())))
         except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
             log.debug("measurements are not kept: %s", error)
             return False
@@ -104,57 +99,15 @@ def _decode(data: bytes) -> Measurements:
         frame = None
     if not isinstance(frame, dict) or frame.get("format") != FORMAT:
         return Measurements()
-    return Measurements(
-        observed=tuple(_entries(frame.get("observed"), Observed)),
-        calibrated=tuple(_entries(frame.get("calibrated"), Calibrated)),
-    )
+    return Measurements(tuple(_entries(frame.get("observed"))))
 
 
-def _entries(entries: object, kind: type[_Entry]) -> Iterator[_Entry]:
+def _entries(entries: object) -> Iterator[Observed]:
     for entry in entries if isinstance(entries, list) else []:
         try:
-            value = from_json(entry, kind, kind.__name__)
+            value = from_json(entry, Observed, "Observed")
         except TransportError as error:
             log.debug("a measurement is left out: %s", error)
             continue
-        if _is_sound(value):
+        if 0 < len(value.seconds) == len(value.at) and all(s > 0 for s in value.seconds):
             yield value
-
-
-def _is_sound(value: Observed | Calibrated) -> bool:
-    if isinstance(value, Calibrated):
-        return bool(value.ranks)
-    return 0 < len(value.seconds) == len(value.at) and all(s > 0 for s in value.seconds)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an advisory lock while the block runs, so that no other process's update is lost. Raises OSError."""
-    import fcntl  # not on Windows, where ranks do not run but this module must load
-
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a whole file or none: readers see the old one until the new one is complete."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

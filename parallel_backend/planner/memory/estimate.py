@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...strategy import ParallelStrategy
 from ..job import Job
-from .rank_memory import GPU_BASE_BYTES, RankMemory
+from .communicators import gpu_base_bytes
+from .rank_memory import RankMemory
 
 # Live activations of a block per token, in widths: residual, norm, q, k, v, their copies, feed-forward of ratio 4.
 LIVE_WIDTHS = 20
@@ -29,4 +30,4 @@ def estimate_memory(job: Job, strategy: ParallelStrategy) -> RankMemory:
         # PipeFusion keeps the keys and values of every token for its own blocks.
         activations = activations / strategy.pipeline_patches
         buffers = 2 * layer * family.block_count / strategy.pipefusion_degree
-    return RankMemory(0, int(weights), int(activations), int(buffers), GPU_BASE_BYTES)
+    return RankMemory(0, int(weights), int(activations), int(buffers), gpu_base_bytes(strategy, 0))

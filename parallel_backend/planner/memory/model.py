@@ -15,8 +15,9 @@ from ...models.footprint import FP32, TokenLoad
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
 from ..job import Job
+from .communicators import gpu_base_bytes
 from .pipeline_messages import Messages, PipelineRound
-from .rank_memory import CPU_BASE_BYTES, GPU_BASE_BYTES, RankMemory
+from .rank_memory import CPU_BASE_BYTES, RankMemory
 
 
 def predict_memory(
@@ -91,7 +92,7 @@ class _Rank:
             weights=best.weights + own,
             activations=best.activations,
             buffers=best.buffers,
-            base=CPU_BASE_BYTES if self.on_cpu else GPU_BASE_BYTES,
+            base=CPU_BASE_BYTES if self.on_cpu else gpu_base_bytes(self.strategy, self.rank),
             mapped=weights.mapped,
             host=host,
             fullest=best.fullest,
@@ -184,7 +185,7 @@ class _Rank:
         """
         rows = self.rows
         height, width = self.job.latent_size
-        one = height * width * self.file.latent_channels * FP32
+        one = self.job.frames * height * width * self.file.latent_channels * FP32
         latent = one * self.job.batch
         joined = rows > 1
         own = 2 * latent + rows * one * (1 + joined)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Messages:
-    """While item `item` of a turn is taken through chunk `chunk`: bytes of the message that this starts from, and of
-    all others held."""
+    """While item `item` of a turn is taken through chunk `chunk`: bytes of the messages held beside the one that this
+    starts from."""
 
     chunk: int
     item: int
-    received: int
     held: int
 
 
@@ -37,10 +36,9 @@ class PipelineRound:
         sent = sum(before) * (self.chunks - self.is_last)
         order = [(chunk, item) for chunk in range(self.chunks) for item in range(len(messages))]
         for n, (chunk, item) in enumerate(order):
-            received = 0 if self.is_first and chunk == 0 else messages[item]
             output_before = messages[order[n - 1][1]] if n else 0  # held until this one's is there
             asked = sum(messages[i] for i in self._asked(order, n))
-            yield Messages(chunk, item, received, sent + output_before + asked)
+            yield Messages(chunk, item, sent + output_before + asked)
             if not (self.is_last and chunk == self.chunks - 1):
                 sent += messages[item]
 

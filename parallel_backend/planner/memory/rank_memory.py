@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A CUDA context, NCCL's channels and the allocator's slack, on each GPU: an allowance, not measured here.
+# A CUDA context and the allocator's slack, on each GPU, beside communicators: an allowance, not measured here.
 GPU_BASE_BYTES = 1_500_000_000
 # Private memory of an idle rank on the CPU, torch and diffusers imported (benchmarks/memory.py measures it).
 CPU_BASE_BYTES = 295_000_000

@@ -1,13 +1,16 @@
-"""The traffic of a strategy in one denoising step: messages, bytes and who talks to whom, in closed form."""
+"""The sheet of a strategy: FLOPs and bytes of a device in one step, and the time that no step can go below.
+
+Pure arithmetic on the sizes of a job and on data sheets; nothing is fitted to measurements, and nothing here is a
+prediction of a time. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from ...strategy import DEGREES, ParallelStrategy
-from ..job import Job
-from ..machine.cards import Interconnect, LinkLoad
+from ..machine.cards import Card, Interconnect
+from ..strategy import ParallelStrategy
+from .job import Job
 
 ACTIVATION_BYTES = 2  # bf16 activations
 
@@ -62,30 +65,33 @@ def exchanges(job: Job, strategy: ParallelStrategy) -> tuple[StepTraffic, ...]:
     return tuple(found)
 
 
-def axis_groups(strategy: ParallelStrategy, axis: str) -> list[list[int]]:
-    """Rank groups along one degree, in ParallelStrategy's layout (the last degree varies fastest)."""
-    degrees = [getattr(strategy, name) for name in DEGREES]
-    at = DEGREES.index(axis)
-    stride = 1
-    for degree in degrees[at + 1 :]:
-        stride *= degree
-    size, world = degrees[at], strategy.world_size
-    starts = [r for r in range(world) if (r // stride) % size == 0]
-    return [[start + i * stride for i in range(size)] for start in starts]
+def compute_share(job: Job, strategy: ParallelStrategy) -> float:
+    """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
+    s, f = strategy, job.model.family
+    rows = -(-job.rows // s.row_degree) / job.rows
+    tokens = job.image_tokens + job.text_tokens
+    sequence = -(-tokens // s.sequence_degree) / tokens
+    parts = s.ulysses_degree * s.tensor_degree
+    # Heads that do not divide are padded; where nobody knows how many there are, they divide.
+    heads = -(-f.heads // parts) * parts / f.heads if f.heads else 1.0
+    stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
+    return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
 
 
-@lru_cache(maxsize=4096)
-def unit_load(link: Interconnect, strategy: ParallelStrategy, kind: str) -> LinkLoad:
-    """The load on the link when all groups of the strategy exchange one byte per rank together."""
-    if kind == "ulysses":
-        groups = axis_groups(strategy, "ulysses_degree")
-        return link.load((a, b, 1 / (len(g) - 1)) for g in groups for a in g for b in g if a != b)
-    if kind == "weights":
-        groups = [list(range(strategy.world_size))]
-    elif kind == "rows":
-        axis = "cfg_degree" if strategy.cfg_degree > 1 else "data_degree"
-        groups = axis_groups(strategy, axis)
-    else:
-        groups = axis_groups(strategy, f"{kind}_degree")
-    # A ring: NCCL's all-reduce and all-gather, ring attention, and the stages of a pipeline.
-    return link.load((a, g[(i + 1) % len(g)], 1.0) for g in groups for i, a in enumerate(g))
+def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
+    """From one device in one step."""
+    return sum(exchange.sent for exchange in exchanges(job, strategy))
+
+
+def lower_bound(job: Job, strategy: ParallelStrategy, card: Card, link: Interconnect | None = None) -> float:
+    """Seconds below which no step can go: the busiest device computes its share at the card's peak rate, reads its
+    weights, and sends its bytes over the link (where one is given) at its nominal rate, all at the same time.
+
+    Weights of a byte each may be multiplied at twice the rate of bf16.
+    """
+    peak = card.tflops * 1e12 * (2 if job.model.weight_bytes <= 1.01 * job.model.family.parameters else 1)
+    computing = job.flop * compute_share(job, strategy) / peak
+    held = job.model.weight_bytes / (strategy.pipefusion_degree * strategy.tensor_degree)
+    reading = held / (card.bandwidth * 1e9)
+    sending = 0.0 if link is None else bytes_sent(job, strategy) / (link.rate * 1e9)
+    return max(computing, reading, sending)

@@ -1,0 +1,158 @@
+"""The strategies that a job may run under: all that are valid, in the order of the rule, and which one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ..errors import StrategyError
+from ..strategy import ParallelStrategy
+from .job import Job
+
+APPROXIMATION = ("never", "if_needed", "allowed")
+# What was measured must be this many times as fast as the rule's to take its place.
+MEASURED_GAIN = 1.02
+SHOWN = 8  # rows of a table that still fits under a node
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy for a job. `memory_bytes`: predicted, of the fullest device; `step_s`: measured before, None where
+    it was not; `permitted`: False for an approximate one that was not asked for."""
+
+    strategy: ParallelStrategy
+    memory_bytes: float
+    fits: bool = True
+    step_s: float | None = None
+    permitted: bool = True
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All candidates, the chosen one first, and why where it is not the rule's; none where the rule must decide.
+
+    Order of the others: those that fit and are permitted first, measured ones by their time, then by the rule.
+    """
+
+    ranked: tuple[Candidate, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+
+def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple[ParallelStrategy, ...]:
+    """Every valid strategy on 1 to `count` devices: degrees that divide heads, blocks and rows as they must."""
+    found = []
+    family, shape = job.model.family, job.model.shape
+    for cfg in (1, 2) if job.has_cfg else (1,):
+        for data, pipe, ring, ulysses, tensor in product(
+            range(1, min(count, job.batch) + 1), *[range(1, count + 1)] * 4
+        ):
+            if data * cfg * pipe * ring * ulysses * tensor > count:
+                continue
+            split = pipe * ring * ulysses * tensor
+            if split > 1 and not family.is_transformer:
+                continue
+            if ring * ulysses > 1 and not (shape.splits_tokens and shape.takes_ulysses(ulysses)):
+                continue
+            if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
+                continue
+            if pipe > 1 and not shape.pipelines:
+                continue
+            if pipe > 1 and (tensor > 1 or pipe > family.block_count or ring * ulysses > job.image_tokens):
+                continue
+            strategy = ParallelStrategy(data, cfg, pipe, ring, ulysses, tensor)
+            found.append(strategy)
+            if sharded and strategy.world_size > 1 and tensor == pipe == 1 and family.is_transformer:
+                found.append(strategy.replace(shard_weights=True))
+    return tuple(found)
+
+
+def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:
+    """Orders by the rule: all devices, then CFG, then Ulysses, then Ring; exact, unsharded and unsplit layers first."""
+    return (
+        strategy.world_size,
+        strategy.exact,
+        strategy.cfg_degree,
+        not strategy.shard_weights,
+        strategy.ulysses_degree,
+        strategy.ring_degree,
+        strategy.data_degree,
+    )
+
+
+def rank_candidates(candidates: Iterable[Candidate], *, approximation: str = "if_needed") -> Ranking:
+    """The rule's candidate first, or the fastest where that was measured to be faster. When nothing fits, the smallest.
+
+    `approximation`: PipeFusion never, only when nothing exact fits, or also where it was measured to be faster. Raises
+    StrategyError when no candidate is given or none is permitted.
+    """
+    if approximation not in APPROXIMATION:
+        raise StrategyError(
+            f"approximation {approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}."
+        )
+    entries = list(candidates)
+    if not entries:
+        raise StrategyError("No candidate strategy was given to choose from.")
+    fitting = [e for e in entries if e.fits]
+    exact = [e for e in fitting if e.strategy.exact]
+    reason = ""
+    if exact:
+        pool = exact
+        if approximation == "allowed":
+            pool = exact + [e for e in fitting if not e.strategy.exact and e.step_s is not None]
+    elif fitting and approximation != "never":
+        pool, reason = fitting, "nothing exact fits in memory, so the approximate PipeFusion is used"
+    else:
+        allowed = [e for e in entries if e.strategy.exact or approximation != "never"]
+        if not allowed:
+            raise StrategyError(
+                "Only approximate strategies (PipeFusion) are left and approximation is set to never; "
+                "set it to if_needed, or add devices or memory."
+            )
+        pool = [min(allowed, key=lambda e: e.memory_bytes)]
+        reason = (
+            f"nothing is predicted to fit: the smallest needs {pool[0].memory_bytes / 1e9:.1f} GB a device; store "
+            f"the weights in fp8, or make the image smaller"
+        )
+    chosen, rule = _fastest(pool)
+    if chosen.step_s is not None:
+        reason = _measured(chosen, rule, pool)
+    marked = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
+    rest = sorted(marked, key=lambda e: [-k for k in rule_key(e.strategy)])
+    rest.sort(key=lambda e: (not e.fits, not e.permitted, e.step_s is None, e.step_s or 0.0))
+    said = f"{chosen.strategy.describe()}: {reason}" if reason else ""
+    return Ranking((chosen, *rest), said)
+
+
+def _fastest(pool: list[Candidate]) -> tuple[Candidate, Candidate]:
+    """(the chosen one, the rule's). What was not seen is no slower: only where the rule's was, another can be ahead."""
+    rule = max(pool, key=lambda e: rule_key(e.strategy))
+    timed = [e for e in pool if e.step_s is not None]
+    if rule.step_s is None or not timed:
+        return rule, rule
+    best = min(timed, key=lambda e: e.step_s or 0.0)
+    return (best if rule.step_s > MEASURED_GAIN * (best.step_s or 0.0) else rule), rule
+
+
+def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate]) -> str:
+    timed = sorted(
+        (e for e in pool if e.step_s is not None and e is not chosen), key=lambda e: e.step_s or 0.0
+    )
+    times = ", ".join(f"{e.strategy.describe()} {e.step_s:.3g} s" for e in (chosen, *timed[:3]))
+    kept = ", and the rule (CFG, then Ulysses) stands" if chosen is rule and timed else ""
+    return f"measured before, a step takes {times}{kept}"
+
+
+def table(candidates: Iterable[Candidate], chosen: ParallelStrategy) -> tuple[Candidate, ...]:
+    """At most SHOWN rows worth showing: the chosen one first, one device always among them."""
+    every = list(candidates)
+    own = [c for c in every if c.strategy == chosen.canonical]
+    rest = [c for c in every if c.strategy != chosen.canonical]
+    shown = (own + rest)[:SHOWN]
+    alone = [c for c in rest if c.strategy == ParallelStrategy() and c not in shown]
+    return tuple(shown[: SHOWN - len(alone)] + alone)

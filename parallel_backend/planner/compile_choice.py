@@ -1,0 +1,85 @@
+"""Whether `compile: auto` compiles a job's blocks: on GPUs new enough, once that wins back what compiling takes.
+
+What was compiled serves the next prompts too, but nobody knows how many come. So a process compiles as soon as it would
+have paid: when the time that compiled blocks would have saved, in this job and in those before it that ran uncompiled,
+reaches the time to compile. At worst that costs twice what knowing would have (the ski rental problem).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from ..devices import is_cpu
+from ..errors import RequestError
+from ..machine.cards import find_card
+from ..machine.topology import Topology
+from ..options import AUTO
+from ..strategy import ParallelStrategy
+from .job import Job
+from .sheet import lower_bound
+
+# s for the two kinds of a Flux model's blocks with nothing cached. An assumption, on the careful side: not measured on
+# a GPU.
+COMPILE_SECONDS = 60.0
+# Share of the least time that a step can take (sheet.lower_bound) that compiled blocks save, by launching fewer kernels
+# and reading activations less often. An assumption too.
+SAVED_SHARE = 0.2
+LEAST = (8, 0)  # compute capability; Triton's kernels for older cards gain little
+
+
+class CompileChoice:
+    """Settles `auto` for the jobs of one process, and remembers what not compiling has cost."""
+
+    def __init__(self) -> None:
+        self._missed: dict[str, float] = {}  # s by model
+        self._lock = threading.Lock()
+
+    def settle(self, job: Job, devices: tuple[str, ...], topology: Topology) -> tuple[Job, str]:
+        """(the job with its blocks compiled or as they are, why). `topology`: of `devices`. No words where nothing was
+        to be settled."""
+        model = job.model
+        if model.compute_options.compile != AUTO:
+            return job, ""
+        off = replace(job, model=model.uncompiled)
+        if is_cpu(devices):
+            return off, ""  # it gains little there, so it is no question
+        reason = _why_never(devices, topology)
+        if reason is not None:
+            return off, f"compile: auto left the blocks as they are: {reason}"
+        on = replace(job, model=model.with_compile("blocks"))
+        try:
+            saved = SAVED_SHARE * _least_seconds(off, topology)
+        except RequestError as error:
+            return off, f"compile: auto left the blocks as they are: {error}"
+        with self._lock:
+            missed = self._missed.get(model.key, 0.0)
+            pays = missed + saved >= COMPILE_SECONDS
+            self._missed[model.key] = max(missed + saved, missed)
+        told = f"compiling takes about {COMPILE_SECONDS:.0f} s once and should save about {saved:.1f} s of this job"
+        if missed:
+            told += f", {missed:.1f} s of those before"
+        return (
+            (on, f"compile: auto compiles: {told}")
+            if pays
+            else (
+                off,
+                f"compile: auto left the blocks as they are: {told}",
+            )
+        )
+
+
+def _why_never(devices: tuple[str, ...], topology: Topology) -> str | None:
+    if topology.source != "nvml" or len(topology.devices) < len(devices):
+        return "what these GPUs can do is unknown (no NVML, as on ROCm)"
+    oldest = min(device.capability for device in topology.devices)
+    if oldest < LEAST:
+        return f"a GPU has compute capability {oldest[0]}.{oldest[1]}, and it takes {LEAST[0]}.{LEAST[1]}"
+    return None
+
+
+def _least_seconds(job: Job, topology: Topology) -> float:
+    """Of all steps, shared out over the devices without loss. Raises RequestError for an unknown card."""
+    cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
+    fastest = max(cards, key=lambda card: card.tflops)
+    return job.steps * lower_bound(job, ParallelStrategy(), fastest) / len(cards)

@@ -1,1 +1,0 @@
-"""Predicted time of a strategy, from work, cards and links."""

@@ -1,0 +1,64 @@
+"""The memory that other programs hold on each device now: NVML answers, no CUDA context.
+
+What this process and its ranks hold does not count: models give way to each other, and ComfyUI's to the ranks'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ...machine.probe import Nvml, ask, visible_topology
+from ...machine.topology import Topology
+from ...sidecar import pool
+from .rank_memory import GPU_BASE_BYTES
+
+
+def held_by_others(
+    devices: tuple[str, ...],
+    nvml: Nvml = None,
+    topology: Topology | None = None,
+    held_by_us: Callable[[str], int] | None = None,
+) -> tuple[int, ...]:
+    """Bytes on each device; 0 where nobody could tell. `nvml`, `topology`, `held_by_us`: for tests."""
+    seen = topology or visible_topology()
+    uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(seen.devices)}
+    if not any(device in uuids for device in devices):
+        return (0,) * len(devices)
+    try:
+        if nvml is None:
+            import pynvml
+
+            nvml = pynvml
+        nvml.nvmlInit()
+    except Exception:  # no library, no driver, no permission
+        return (0,) * len(devices)
+    try:
+        used = [_used(nvml, uuids.get(device, "")) for device in devices]
+    finally:
+        nvml.nvmlShutdown()
+    ours = held_by_us or _held_by_us
+    return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
+
+
+def _used(nvml: Nvml, uuid: str) -> int:
+    handle = ask(nvml, "nvmlDeviceGetHandleByUUID", uuid, default=None)
+    held = None if handle is None else ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
+    return 0 if held is None else int(held.total) - int(held.free)
+
+
+def _held_by_us(device: str) -> int:
+    return sum(_held_by_ranks(device)) + _held_by_this_process(device)
+
+
+def _held_by_ranks(device: str) -> Iterable[int]:
+    for sidecar in pool.all_sidecars():
+        for rank in sidecar.status().ranks:
+            if rank.device == device:
+                yield rank.weight_bytes + rank.working_bytes + GPU_BASE_BYTES
+
+
+def _held_by_this_process(device: str) -> int:
+    """What torch has allocated here, which ComfyUI can free; its CUDA context stays and counts as another program's."""
+    import torch
+
+    return torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0

@@ -1,0 +1,70 @@
+"""Which strategies a job tries on its way, the most promising first: arithmetic and bytes, never a predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..devices import is_cpu
+from ..errors import RequestError
+from ..machine.cards import Card, find_card
+from ..machine.topology import Topology
+from ..strategy import ParallelStrategy
+from ..trials import MOST_OTHERS, NO_TRIALS, TrialPlan, switch_seconds
+from .candidates import Candidate, rule_key
+from .history.measurement_history import MeasurementHistory
+from .job import Job
+from .sheet import bytes_sent, compute_share, lower_bound
+
+ONE_DEVICE = ParallelStrategy()
+
+
+def plan_trials(
+    first: ParallelStrategy,
+    candidates: Iterable[Candidate],
+    job: Job,
+    history: MeasurementHistory,
+    engine: str,
+) -> TrialPlan:
+    """Strategies to try in a job that begins under `first`: exact, with the same weights on each device, on all of
+    `first`'s devices or on one, not measured yet, and within memory. One device is always among them.
+
+    Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried.
+    """
+    if first.world_size == 1 or not first.exact or first.device_shares:
+        return NO_TRIALS
+    others: dict[tuple[object, ...], ParallelStrategy] = {}
+    for candidate in candidates:
+        strategy = candidate.strategy
+        is_new = candidate.step_s is None and not history.gave_up(job, strategy, engine)
+        alike = strategy.exact and strategy.weights == first.weights
+        if not (is_new and alike and candidate.fits and strategy.world_size in (1, first.world_size)):
+            continue
+        named = others.setdefault(_form(strategy), strategy)
+        others[_form(strategy)] = max(named, strategy, key=rule_key)
+    others.pop(_form(first), None)
+    ordered = sorted(others.values(), key=lambda s: (_promise(job, s), [-k for k in rule_key(s)]))
+    alone = [s for s in ordered if s == ONE_DEVICE]
+    chosen = [s for s in ordered if s != ONE_DEVICE][: MOST_OTHERS - len(alone)] + alone
+    card = _fastest_card(history.topology)
+    bounds = tuple(0.0 if card is None else lower_bound(job, s, card) for s in chosen)
+    compiles = job.model.compute_options.compiles
+    return TrialPlan(tuple(chosen), bounds, switch_seconds(on_cpu=is_cpu(history.devices), compiles=compiles))
+
+
+def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
+    """Images and prompts are rows alike, so strategies that differ only in what they call them compute the same."""
+    return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
+
+
+def _promise(job: Job, strategy: ParallelStrategy) -> tuple[float, float]:
+    """Less is better: the busiest device's share of the arithmetic, then the bytes that it sends."""
+    return compute_share(job, strategy), bytes_sent(job, strategy)
+
+
+def _fastest_card(topology: Topology) -> Card | None:
+    """Of the devices, for bounds that hold on each; None for a CPU, or where one has no data sheet."""
+    try:
+        cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
+    except RequestError:
+        return None
+    return max(cards, key=lambda card: card.tflops, default=None)

@@ -1,0 +1,86 @@
+"""The verdict on a class of a user's ComfyUI: by a proof that comes with the pack, an earlier test, or one now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from ..errors import RankFailed
+from ..models.comfyui.proof import (
+    PROVEN_HERE,
+    UNKNOWN,
+    Verdict,
+    entry_digest,
+    is_proven,
+    untested,
+    verdict_of,
+)
+from ..models.comfyui.table import TABLE
+from ..sidecar.self_test import ShouldCancel, run_self_tests
+from ..wire.self_test import SelfTest
+from .history.self_tests import SelfTestStore
+
+_DURATION = "10 to 20 seconds, once"  # most of it torch's import and ComfyUI's
+
+OnPhase = Callable[[str], None]
+RunTests = Callable[..., Sequence[SelfTest]]
+
+log = logging.getLogger(__name__)
+_one_at_a_time = threading.Lock()
+# Of this process, by class and digest: what no disk keeps, and what a test did not find out.
+_session: dict[tuple[str, str], Verdict] = {}
+
+
+def ensure_verdict(
+    root: str,
+    class_name: str,
+    on_phase: OnPhase | None = None,
+    should_cancel: ShouldCancel | None = None,
+    *,
+    run: RunTests = run_self_tests,
+) -> Verdict:
+    """How far tokens of this class of the ComfyUI in folder `root` may be shared out. Tests it where nobody knows yet.
+
+    Raises Cancelled, after which it is tested the next time.
+    """
+    if class_name not in TABLE:
+        return UNKNOWN
+    try:
+        digest = entry_digest(root, class_name)
+    except (OSError, SyntaxError, ValueError) as error:
+        log.warning("parallel sampling: the sources of %s cannot be read: %s", class_name, error)
+        return untested(class_name, f"its sources cannot be read: {error}")
+    if is_proven(class_name, digest):
+        return PROVEN_HERE
+    with _one_at_a_time:
+        key = (class_name, digest)
+        if key not in _session:
+            _session[key] = _find(root, key, on_phase, should_cancel, run)
+        return _session[key]
+
+
+def _find(
+    root: str,
+    key: tuple[str, str],
+    on_phase: OnPhase | None,
+    should_cancel: ShouldCancel | None,
+    run: RunTests,
+) -> Verdict:
+    class_name, digest = key
+    store = SelfTestStore()
+    kept = store.find(class_name, digest)
+    if kept is not None:
+        return verdict_of(kept)
+    if on_phase is not None:
+        on_phase(f"testing how this version of ComfyUI computes {class_name} ({_DURATION})")
+    try:
+        (found,) = run(root, (class_name,), should_cancel=should_cancel)
+    except RankFailed as error:
+        log.warning("parallel sampling: %s is not tested: %s", class_name, error)
+        return untested(class_name, error.cause.split("\n", 1)[0])
+    verdict = verdict_of(found)
+    if verdict.words:
+        log.warning("parallel sampling: %s (off by %.1g) %s", verdict.words, found.worst, found.error)
+    store.keep(digest, found)
+    return verdict

@@ -1,0 +1,158 @@
+"""The models that ranks hold, as ComfyUI's process knows them, and which of them give way to another one."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..host_memory import available_memory, host_memory
+from ..requests import LoadInfo, ModelSpec, Placement
+from ..strategy import ParallelStrategy
+from ..wire.protocol import RankModels
+from .lora_client import LorasOnRanks
+from .prompt_cache import KnownOfModel
+
+# Models that take no memory of their own, since on the CPU whole weights are the mapped file: their modules take some,
+# and pages of a file that nobody uses only push out others. An expert and its partner, a base and its refiner.
+MOST_MAPPED = 4
+# Of a GPU's memory, and of the host's, that stays free of weights when a model is loaded beside others: what a large
+# image or a short video takes in a call. For one that takes more, the others give way then (RankHoldings.give_way).
+FREE_FOR_CALLS = 0.1
+LACK_OF_MEMORY = "for lack of memory"
+_CALLS_REMEMBERED = 20  # whose times give the next one's deadline
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """What makes two models the same. `weights`: how it is split over the ranks (ParallelStrategy.weights);
+    `identity`: the file's device, inode, size and time, since a path can be overwritten."""
+
+    spec: ModelSpec
+    weights: ParallelStrategy
+    identity: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return Path(self.spec.path).name
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes for weights: on each rank's accelerator, and in host memory, of all ranks together."""
+
+    devices: tuple[int, ...]
+    host: int = 0
+
+    def __bool__(self) -> bool:
+        return self.host > 0 or any(self.devices)
+
+    def __add__(self, other: Room) -> Room:
+        both = zip(self.devices, other.devices, strict=True)
+        return Room(tuple(mine + more for mine, more in both), self.host + other.host)
+
+    def lacks(self, needed: Room) -> Room:
+        """What is missing, by place."""
+
+        def missing(size: int, room: int) -> int:
+            return max(0, size - room) if size else 0
+
+        return Room(tuple(map(missing, needed.devices, self.devices)), missing(needed.host, self.host))
+
+    def shares_a_place_with(self, other: Room) -> bool:
+        pairs = [(self.host, other.host), *zip(self.devices, other.devices, strict=True)]
+        return any(mine > 0 and theirs > 0 for mine, theirs in pairs)
+
+
+@dataclass(eq=False)
+class HeldModel:
+    """A model under the `number` that the ranks know it by. `takes`: of their memory; `given_back`: the ranks whose
+    part lies in host memory for now; `call_seconds`: of earlier model calls by placement and shape of x, for the next
+    one's deadline."""
+
+    number: int
+    key: ModelKey
+    info: LoadInfo
+    takes: Room
+    given_back: frozenset[int] = frozenset()
+    loras: LorasOnRanks = field(init=False)
+    known: KnownOfModel = field(default_factory=KnownOfModel)
+    call_seconds: dict[tuple[Placement, tuple[int, ...]], collections.deque[float]] = field(
+        default_factory=lambda: collections.defaultdict(lambda: collections.deque(maxlen=_CALLS_REMEMBERED))
+    )
+
+    def __post_init__(self) -> None:
+        self.loras = LorasOnRanks(self.number)
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        return self.key.identity
+
+    def bytes_on(self, rank: int) -> int:
+        """Of that rank's accelerator, now."""
+        return 0 if rank in self.given_back else self.takes.devices[rank]
+
+
+def predict_room(key: ModelKey, file_bytes: int, world_size: int, on_cpu: bool) -> Room:
+    """What a model will take: the ranks' parts of the file. What lies beside the model in a checkpoint, and casts to
+    another dtype, are not known before it was loaded once."""
+    weights, nothing = key.weights, (0,) * world_size
+    if weights.offload_weights or (on_cpu and weights.shards):
+        return Room(nothing, file_bytes)
+    if on_cpu:
+        return Room(nothing)
+    return Room((share_of_file(weights, file_bytes),) * world_size)
+
+
+def share_of_file(strategy: ParallelStrategy, file_bytes: int) -> int:
+    """Bytes of the file that lie on one rank's accelerator, to a first approximation."""
+    if strategy.offload_weights:
+        return 0
+    parts = strategy.world_size if strategy.shards else strategy.pipefusion_degree * strategy.tensor_degree
+    return file_bytes // parts
+
+
+def free_room(ranks: Sequence[RankModels]) -> Room:
+    """What there is for weights now."""
+    memory = host_memory()
+    return Room(
+        tuple(int(rank.free_bytes - FREE_FOR_CALLS * rank.total_bytes) for rank in ranks),
+        int(available_memory(memory) - FREE_FOR_CALLS * memory),
+    )
+
+
+def choose_to_drop(
+    held: Sequence[HeldModel], key: ModelKey, needed: Room, free: Room
+) -> list[tuple[HeldModel, str]]:
+    """Those of `held`, least recently used first, that give way to `key`, and why."""
+    found: list[tuple[HeldModel, str]] = []
+    staying: list[HeldModel] = []
+    for model in held:
+        if model.key.spec == key.spec and model.key.identity != key.identity:
+            found.append((model, "its file has changed"))
+        elif model.key.spec == key.spec and model.takes:
+            found.append((model, "it is split another way now"))
+        else:
+            staying.append(model)
+    if not needed:
+        mapped = [model for model in staying if not model.takes]
+        for model in mapped[: max(0, len(mapped) - MOST_MAPPED + 1)]:
+            found.append((model, f"{MOST_MAPPED} are the most"))
+    for model, _ in found:
+        free += model.takes
+    for model in staying:
+        if model.takes.shares_a_place_with(free.lacks(needed)):
+            found.append((model, LACK_OF_MEMORY))
+            free += model.takes
+    return found
+
+
+def slowest(infos: Sequence[LoadInfo]) -> LoadInfo:
+    """Of all ranks' answers to one load."""
+    return replace(
+        infos[0],
+        seconds=max(info.seconds for info in infos),
+        device_bytes=max(info.device_bytes for info in infos),
+        host_bytes=max(info.host_bytes for info in infos),
+    )

@@ -1,0 +1,103 @@
+"""Runs self-tests of classes of ComfyUI's modules in a process of its own (rank/self_test.py), on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+from ..errors import Cancelled, RankFailed, TransportError
+from ..wire import deadlines
+from ..wire.self_test import SelfTest
+from ..wire.strict_json import from_json, parse
+from .environment import interpreter_flags, rank_environment
+from .exit_status import describe_exit
+from .supervisor import OUTPUT_KEPT, PACK_ROOT, require_linux
+
+MODULE = "parallel_backend.rank.self_test"
+_RANKS = ("cpu:0", "cpu:1")
+
+ShouldCancel = Callable[[], bool]
+
+
+def run_self_tests(
+    root: str,
+    class_names: Sequence[str],
+    *,
+    should_cancel: ShouldCancel | None = None,
+    module: str = MODULE,
+    limit: float | None = None,
+) -> tuple[SelfTest, ...]:
+    """The outcome for each of these classes in the ComfyUI in folder `root`. Blocks, and ends with this thread.
+
+    `limit`: seconds for all. Raises Cancelled, and RankFailed for a process that crashed, took too long or gave no
+    outcome, which says nothing of the classes.
+    """
+    require_linux()
+    if limit is None:
+        limit = deadlines.START + deadlines.SELF_TEST * len(class_names)
+    with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as output:
+        with _process(root, class_names, module, answers, output) as process:
+            _wait(process, limit, should_cancel)
+        found = _outcomes(_end_of(answers))
+        if [one.class_name for one in found] == list(class_names):
+            return found
+        status = describe_exit(process.returncode, _end_of(output), oom_kills=None, peak_bytes=0)
+    raise RankFailed(0, f"the self-test {status.words}", crashed=True, reason=status.reason)
+
+
+@contextlib.contextmanager
+def _process(
+    root: str, class_names: Sequence[str], module: str, answers: IO[bytes], output: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """It and what it forked are gone afterwards."""
+    command = [sys.executable, "-u", *interpreter_flags(), "-m", module, "--root", root]
+    process = subprocess.Popen(
+        [*command, "--parent", str(os.getpid()), "--class", *class_names],
+        cwd=PACK_ROOT,  # `-m` looks there first, whatever the folder is called
+        env=rank_environment(os.environ, PACK_ROOT, _RANKS),
+        stdin=subprocess.DEVNULL,
+        stdout=answers,
+        stderr=output,
+        start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:  # else its ranks went with it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(deadlines.REAP)
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float, should_cancel: ShouldCancel | None) -> None:
+    deadline = time.monotonic() + limit
+    while process.poll() is None:
+        if should_cancel is not None and should_cancel():
+            raise Cancelled("the self-test was cancelled")
+        if time.monotonic() > deadline:
+            raise RankFailed(
+                0, f"the self-test did not end within {limit:.0f} s", crashed=True, reason="hang"
+            )
+        time.sleep(deadlines.POLL)
+
+
+def _outcomes(lines: bytes) -> tuple[SelfTest, ...]:
+    """None where something else came."""
+    try:
+        return tuple(
+            from_json(parse(line), SelfTest, "the self-test") for line in lines.decode().splitlines()
+        )
+    except (ValueError, TransportError):
+        return ()
+
+
+def _end_of(file: IO[bytes]) -> bytes:
+    file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_KEPT))
+    return file.read()
