@@ -8,12 +8,16 @@ from ..parallel_backend.devices import use_only_cpu
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
 from .lora_loader import ParallelLoraLoader
+from .parallel_model import ParallelModelNode
+from .parallel_model_loader import ParallelModelLoader
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
 from .vae_decode import ParallelVAEDecode
 
 NODES = [
     StrategySelector,
+    ParallelModelNode,
+    ParallelModelLoader,
     ParallelFluxLoader,
     ParallelLoraLoader,
     ParallelSampler,

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.flux.checkpoint import inspect_flux
-from ..parallel_backend.options import ATTENTION_KERNELS, COMPILE_MODES, DEFAULT_COMPUTE, ComputeOptions
+from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, COMPILE_MODES, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_settings, fingerprint
@@ -68,10 +68,11 @@ class ParallelFluxLoader(io.ComfyNode):
                 io.Combo.Input(
                     "compile",
                     options=list(COMPILE_MODES),
-                    default="off",
+                    default=AUTO,
                     optional=True,
                     tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an "
-                    "image size takes a minute or more. Needs a C compiler.",
+                    "image size takes a minute or more. Needs a C compiler. auto does it where it pays, never on a "
+                    "CPU.",
                 ),
                 io.Combo.Input(
                     "attention",
@@ -100,7 +101,7 @@ class ParallelFluxLoader(io.ComfyNode):
         unet_name: str,
         weight_dtype: str,
         strategy: StrategySettings | None = None,
-        compile: str = "off",
+        compile: str = AUTO,
         attention: str = "auto",
     ) -> io.NodeOutput:
         check_links(strategy=strategy)

@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Callable
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
@@ -34,12 +35,13 @@ def _is_latent(value: object) -> bool:
     return isinstance(samples, torch.Tensor) or bool(getattr(samples, "is_nested", False))
 
 
-_MODEL = "Parallel Flux Loader, Parallel Demo Loader or Parallel LoRA Loader"
+_MODEL = "Parallel Model, Parallel Model Loader, Parallel Flux Loader, Parallel Demo Loader or Parallel LoRA Loader"
 _TEXT = "a CONDITIONING, such as CLIP Text Encode gives"
 _LATENT = "a LATENT, such as Empty Latent Image gives"
 # By the name of an input: what it takes, in a user's words, and what tells that.
 LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "parallel_model": (f"a PARALLEL_MODEL, from {_MODEL}", lambda value: isinstance(value, ParallelModel)),
+    "model": ("a MODEL, such as Load Diffusion Model gives", lambda value: isinstance(value, ModelPatcher)),
     "strategy": (
         "a PARALLEL_STRATEGY, from Strategy Selector",
         lambda value: value is None or isinstance(value, StrategySettings),

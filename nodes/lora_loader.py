@@ -27,11 +27,14 @@ class ParallelLoraLoader(io.ComfyNode):
             "changes the weights on the devices without loading the model again.",
             search_aliases=["multi gpu lora", "lora parallel", "lora loader"],
             inputs=[
-                ModelLink.Input("parallel_model", tooltip="From Parallel Flux Loader, or another of these."),
+                ModelLink.Input(
+                    "parallel_model",
+                    tooltip="From Parallel Model, a loader of this pack, or another of these.",
+                ),
                 io.Combo.Input(
                     "lora_name",
                     options=folder_paths.get_filename_list("loras"),
-                    tooltip="A LoRA for Flux.1 from models/loras, in any layout that ComfyUI reads.",
+                    tooltip="A LoRA made for this model, from models/loras, in any layout that ComfyUI reads.",
                 ),
                 io.Float.Input(
                     "strength",

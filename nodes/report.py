@@ -6,8 +6,8 @@ from collections import Counter
 from statistics import mean, median
 
 from ..parallel_backend.options import APPROXIMATE_KERNELS
-from ..parallel_backend.planner.candidate_table import expected
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
+from ..parallel_backend.trials import Trial
 from .host.calls import RunRecord
 
 
@@ -30,12 +30,14 @@ def write_report(record: RunRecord) -> str:
     if times:
         unit = "step" if record.stepwise_because is None else "model call"
         lines += _foreseen(record, times, unit)
+        lines += _trials(record, unit)
         lines.append(f"{unit}: median {median(times):.4f} s, first {times[0]:.4f} s, {len(times)} in all")
     lines.append(
         f"load: {sum(load.seconds for load in record.loads):.2f} s"
         if record.loads
         else "load: 0 s (weights were warm)"
     )
+    lines += [f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)" for load in record.switches]
     lines += _loras(record)
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
@@ -52,14 +54,14 @@ def write_report(record: RunRecord) -> str:
             "step_cache did nothing, so the result is exact: it belongs to the devices' own loop, and here ComfyUI "
             "runs the loop"
         )
-    lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped])]
     return "\n".join(lines)
 
 
 def summarise(record: RunRecord) -> str:
     """One short line for under the node, of a record with at least one run."""
     times = [seconds for run in record.runs for seconds in run.step_seconds]
-    strategy = record.decisions[-1].strategy.describe()
+    strategy = record.strategy.describe()
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
         return f"{strategy}: {mean(times):.3f} s a step on average, {reused} of {calls} model calls reused"
@@ -128,24 +130,53 @@ def _loras(record: RunRecord) -> list[str]:
 
 
 def _strategy(record: RunRecord) -> str:
-    return "; then ".join(dict.fromkeys(d.reason for d in record.decisions)) or "nothing ran"
+    reasons = "; then ".join(dict.fromkeys(d.reason for d in record.decisions))
+    if not any(trial.seconds for trial in record.trials):
+        return reasons or "nothing ran"
+    return f"{record.strategy.describe()}: the fastest of those tried in this run, which began with {reasons}"
+
+
+def _trials(record: RunRecord, unit: str) -> list[str]:
+    """The strategies that were tried on the way, and what the fastest won."""
+    timed = [trial for trial in record.trials if trial.seconds]
+    if not timed:
+        return []
+    first, won = timed[0], next(t for t in timed if t.strategy == record.strategy)
+    times = ", ".join(f"{t.strategy.describe()} {min(t.seconds):.4f} s" for t in timed)
+    if won is first:
+        result = f"none was faster than {first.strategy.describe()}, with which it began"
+    else:
+        times_as_fast = min(first.seconds) / min(won.seconds)
+        result = (
+            f"{_named(won)} ran the rest, {times_as_fast:.2f} times as fast as {first.strategy.describe()}"
+        )
+    if left := [t.strategy.describe() for t in record.trials if not t.seconds]:
+        result += f"; far behind, or failed: {', '.join(left)}"
+    return [f"tried: a {unit} took {times}; {result}; kept for the next runs"]
+
+
+def _named(trial: Trial) -> str:
+    strategy = trial.strategy
+    if strategy.world_size == 1:
+        return "one device, for which splitting this work costs more than it gains,"
+    whole = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
+    return f"{strategy.describe()}{whole}"
 
 
 def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
-    """The expected time and memory, the first beside what it took."""
+    """The expected memory and, where it was measured before, time beside what it took."""
     plan = record.plan
     if plan is None:
         return []
     lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
     if any(run.reused_calls for run in record.runs):  # what was foreseen is a step that computes all
         return lines
-    candidate = expected(plan.candidates, plan.decision.strategy)
-    took = median(times[1:] or times)
-    if candidate is not None and candidate.step_s > 0:
-        how = "measured before" if candidate.measured else f"predicted, ± {candidate.band:.0%}"
-        off = took / candidate.step_s - 1
+    seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
+    if seen is not None:
+        took = median(times[1:] or times)
+        off = took / seen - 1
         lines.append(
-            f"expected: {candidate.step_s:.4f} s a {unit} ({how}); it took {took:.4f} s, "
+            f"expected: {seen:.4f} s a {unit} (measured before); it took {took:.4f} s, "
             f"{abs(off):.0%} {'more' if off > 0 else 'less'}"
         )
     return lines

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from statistics import median
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.planner.candidate_table import table
-from ..parallel_backend.planner.decide import ExecutionPlan
+from ..parallel_backend.observability.preview.form import SelectorInputs
+from ..parallel_backend.observability.preview.rank_diagram import assign_devices
+from ..parallel_backend.planner.candidates import Candidate, table
 from ..parallel_backend.planner.memory.rank_memory import in_gib
-from ..parallel_backend.planner.preview.form import SelectorInputs
-from ..parallel_backend.planner.preview.rank_diagram import assign_devices
-from ..parallel_backend.planner.ranking import RankedCandidate
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
@@ -22,7 +21,7 @@ def run_ui(
 ) -> dict[str, list]:
     """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
-    if rows := panel_rows(record.plan):
+    if rows := panel_rows(record):
         shown["parallel_candidates"] = rows
     if record.decisions:
         shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
@@ -33,7 +32,7 @@ def _layout(
     record: RunRecord, settings: StrategySettings, file: ModelFile, images: int, has_cfg: bool
 ) -> dict[str, object]:
     """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
-    strategy = record.decisions[-1].strategy
+    strategy = record.strategy
     others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
     # Stepwise, ComfyUI decides how many rows a model call has.
     rows = {"images": images, "prompts": 1 + has_cfg} if record.stepwise_because is None else {}
@@ -45,20 +44,26 @@ def _layout(
     }
 
 
-def panel_rows(plan: ExecutionPlan | None) -> list[dict[str, object]]:
-    """One dict per candidate, the chosen one first; empty where nothing was measured or predicted."""
-    if plan is None:
+def panel_rows(record: RunRecord) -> list[dict[str, object]]:
+    """One dict per candidate, the one that ran first; empty where nothing was to choose."""
+    if record.plan is None or len(record.plan.candidates) < 2 or not record.runs:
         return []
-    chosen = plan.decision.strategy
-    return [_row(candidate, chosen) for candidate in table(plan.candidates, chosen)]
+    tried = {trial.strategy: min(trial.seconds) for trial in record.trials if trial.seconds}
+    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    if times and not any(run.reused_calls for run in record.runs):
+        tried.setdefault(record.strategy.canonical, median(times[1:] or times))
+    seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
+    seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))
+    return [_row(candidate, record.strategy) for candidate in table(seen, record.strategy)]
 
 
-def _row(candidate: RankedCandidate, chosen: ParallelStrategy) -> dict[str, object]:
+def _row(candidate: Candidate, chosen: ParallelStrategy) -> dict[str, object]:
+    seconds = candidate.step_s
     return {
         "strategy": candidate.strategy.describe(),
-        "seconds": candidate.step_s,
-        "step": f"{candidate.step_s:.3g} s",
-        "how": "measured" if candidate.measured else f"predicted ± {candidate.band:.0%}",
+        "seconds": seconds,
+        "step": "" if seconds is None else f"{seconds:.3g} s",
+        "how": "not tried" if seconds is None else "measured",
         "memory": f"{in_gib(candidate.memory_bytes)} GiB" if candidate.fits else "does not fit",
         "result": "exact" if candidate.strategy.exact else "approximate",
         "chosen": candidate.strategy == chosen.canonical,

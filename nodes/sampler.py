@@ -19,7 +19,7 @@ from .host.progress import rank_bars
 from .host.settings import permitted
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
-from .model.network import RECORD, SETTINGS
+from .model.options import RECORD, SETTINGS
 from .model.sampler import ResidentSampler
 from .report import summarise, write_report
 from .run_ui import run_ui
@@ -35,7 +35,7 @@ class ParallelSampler(io.ComfyNode):
             description="Samples one latent on several devices at once and gives what KSampler gives on one.",
             search_aliases=["multi gpu sampler", "ksampler parallel", "xdit sampler", "distributed"],
             inputs=[
-                ModelLink.Input("parallel_model", tooltip="From Parallel Flux Loader."),
+                ModelLink.Input("parallel_model", tooltip="From Parallel Model, or a loader of this pack."),
                 io.Conditioning.Input("positive", tooltip="What the image should show."),
                 io.Conditioning.Input("negative", tooltip="What it should not show; ignored at cfg 1.0."),
                 io.Latent.Input(
@@ -63,7 +63,8 @@ class ParallelSampler(io.ComfyNode):
                     "sampler_name",
                     options=comfy.samplers.KSampler.SAMPLERS,
                     default="euler",
-                    tooltip="euler, euler_ancestral, heun and dpmpp_2m run wholly on the devices; others stepwise.",
+                    tooltip="euler, euler_ancestral, heun and dpmpp_2m run wholly on the devices where Parallel Flux "
+                    "Loader gave the model; all else runs stepwise.",
                 ),
                 io.Combo.Input(
                     "scheduler",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..parallel_backend.planner.preview.form import LIMITS, SelectorInputs
-from ..parallel_backend.planner.preview.preview import preview
-from ..parallel_backend.planner.ranking import APPROXIMATION
+from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs
+from ..parallel_backend.observability.preview.preview import preview
+from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
 from ..parallel_backend.strategy import ENGINES
 from .links import CATEGORY, StrategyLink
@@ -68,7 +68,7 @@ _OPTIONAL = (
         default="if_needed",
         optional=True,
         tooltip="Whether auto may choose PipeFusion, which is approximate: never, only when nothing exact fits in "
-        "memory (if_needed), or also for speed where the links were measured and are slow (allowed).",
+        "memory (if_needed), or also where it was measured to be faster (allowed).",
     ),
 )
 
@@ -117,7 +117,9 @@ class StrategySelector(io.ComfyNode):
                 *_OPTIONAL,
             ],
             outputs=[
-                StrategyLink.Output("strategy", tooltip="For Parallel Flux Loader or Parallel Sampler."),
+                StrategyLink.Output(
+                    "strategy", tooltip="For Parallel Model, a loader of this pack, or Parallel Sampler."
+                ),
                 io.String.Output("why", tooltip="The choice in words."),
             ],
         )

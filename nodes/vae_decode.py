@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..parallel_backend.devices import is_cpu, resolve_devices
 from ..parallel_backend.errors import PlatformError, RequestError
-from ..parallel_backend.planner.machine.device_shares import read_shares
+from ..parallel_backend.machine.device_shares import read_shares
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar import pool
 from ..parallel_backend.sidecar.sidecar import Sidecar

@@ -1,5 +1,5 @@
 // The pack's entries in ComfyUI's Settings. ComfyUI keeps them; the server reads them there, and checks them
-// (parallel_backend/planner/user_settings.py).
+// (nodes/host/user_settings.py).
 import { app } from "../../scripts/app.js";
 
 const GROUP = "Parallel Sampling";
@@ -28,6 +28,10 @@ app.registerExtension({
     setting(
       "allow_approximate", "Devices", "Allow approximate strategies", "boolean", true,
       "Off: auto never chooses PipeFusion, and PipeFusion or a step cache set by hand is refused.",
+    ),
+    setting(
+      "try_strategies", "Devices", "Try strategies in a first run", "boolean", true,
+      "Some steps of a first run use other exact strategies, and auto keeps the fastest. Off: it gives the same bits as the next ones.",
     ),
     setting(
       "start_at_launch", "Ranks", "Start the ranks with ComfyUI", "boolean", false,

@@ -21,6 +21,7 @@ const STYLE = `
   max-width: calc(100vw - var(--sidebar-width, 4rem) - 4px); } /* in a narrow window the sidebar itself sticks out */
 .parallel-status header { display: flex; flex-wrap: wrap; align-items: center; justify-content: space-between; gap: 6px;
   margin-bottom: 8px; }
+.parallel-status header .buttons { display: flex; flex-wrap: wrap; gap: 6px; }
 .parallel-status h2 { margin: 0; font-size: 14px; font-weight: 600; }
 .parallel-status .silent .parallel-group { opacity: 0.5; }
 .parallel-status .problem { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
@@ -58,7 +59,10 @@ class Panel {
     this.groups = element("div", "groups");
     const doctor = button("Run the doctor", () => app.extensionManager.command.execute("parallel_sampling.doctor"));
     doctor.title = "Examine the installation, the devices and the links between them; takes about half a minute";
-    this.root = element("div", "parallel-status", element("header", "", element("h2", "", "Parallel Sampling"), doctor));
+    const gpu = button("Run the GPU check", () => app.extensionManager.command.execute("parallel_sampling.gpu_check"));
+    gpu.title = "Try kernels, memory, every way to split and faults, and write a report; takes minutes";
+    const title = element("h2", "", "Parallel Sampling");
+    this.root = element("div", "parallel-status", element("header", "", title, element("div", "buttons", doctor, gpu)));
     this.root.append(this.silent, this.problem, this.leftOut, this.settings, this.empty, this.groups, this.announced);
     this.root.setAttribute("role", "region");
     this.root.setAttribute("aria-label", "Status of Parallel Sampling");

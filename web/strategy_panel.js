@@ -11,7 +11,7 @@ import { disableWidget, markRows, markWidget } from "./lib/widgets.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
-const LOADERS = ["ParallelFluxLoader", "ParallelDemoLoader"];
+const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
 const ROUTE = "/parallel_sampling/check_strategy";
 const PANEL = "strategy_panel";
 const PAUSE = 150; // ms after the last edit
@@ -74,7 +74,11 @@ function question(node) {
   return JSON.stringify({
     inputs: inputsOf(node),
     loader: loader
-      ? { node: loader.comfyClass, unet_name: valueOf("unet_name"), weight_dtype: valueOf("weight_dtype") }
+      ? {
+          node: loader.comfyClass,
+          unet_name: valueOf("unet_name") ?? valueOf("model_name"),
+          weight_dtype: valueOf("weight_dtype"),
+        }
       : {},
   });
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import comfy.model_management
 from comfy_execution.utils import get_executing_context
 
 from ...parallel_backend.errors import Cancelled, OutOfMemory
+from ...parallel_backend.machine.local import topology_of
+from ...parallel_backend.machine.probe import visible_topology
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan_by_trial_runs
+from ...parallel_backend.planner.compile_choice import CompileChoice
+from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan_execution
 from ...parallel_backend.planner.history.measurement_history import open_history
 from ...parallel_backend.planner.job import Job
 from ...parallel_backend.planner.rules import Decision, StrategySettings
@@ -20,10 +23,13 @@ from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
+from ...parallel_backend.trials import Trial
 from .memory import memory_flag
-from .settings import permitted
+from .settings import permitted, setting
 
 log = logging.getLogger(__name__)
+
+_COMPILE_CHOICE = CompileChoice()  # ranks and what they compiled last as long as this process
 
 
 @dataclass
@@ -33,11 +39,19 @@ class RunRecord:
     decisions: list[Decision] = field(default_factory=list)
     plan: ExecutionPlan | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
+    switches: list[LoadInfo] = field(default_factory=list)  # to a model that was held beside others
+    dropped: list[str] = field(default_factory=list)  # the models that gave way, and why
     patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
     runs: list[RunInfo] = field(default_factory=list)
+    trials: tuple[Trial, ...] = ()  # of strategies on the way
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
+
+    @property
+    def strategy(self) -> ParallelStrategy:
+        """Of the latest run, of which there is at least one."""
+        return self.runs[-1].strategy
 
     def add_run(self, plan: ExecutionPlan, info: RunInfo) -> None:
         """A request of this run has ended well; `info` tells a load before it too."""
@@ -45,29 +59,35 @@ class RunRecord:
         if not self.decisions or self.decisions[-1] != plan.decision:
             self.decisions.append(plan.decision)
         self.runs.append(info)
+        self.trials = info.trials or self.trials
         load = info.load
         if load is None:
             return
         if not load.cached:
             self.loads.append(load)
+        if load.switched:
+            self.switches.append(load)
+        self.dropped += load.notes
         if self.patched is None or (load.patched is not None and not load.patched.cached):
             self.patched = load.patched
 
 
-def plan_job(
-    settings: StrategySettings, job: Job, try_out: Callable[[Sidecar, Placement], RunInfo]
-) -> ExecutionPlan:
-    """The plan for `job`. Where only trying can tell, `try_out` runs a few steps with each strategy first."""
+def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
+    """The plan for `job`, with the strategies that it tries on its way."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
     machine = find_machine(settings, memory_flag())
+    job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology_of(machine.devices, visible_topology()))
+    tries = bool(setting("try_strategies"))
+    plan = plan_execution(settings, job, machine, open_history(machine.devices), tries=tries)
+    if not told:
+        return plan
+    return replace(plan, decision=replace(plan.decision, notes=(*plan.decision.notes, told)))
 
-    def on_ranks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> RunInfo:
-        decision, options = Decision(strategy, settings.engine, ""), job.model.uncompiled.compute_options
-        with ranks_for(decision, devices, options) as (sidecar, placement):
-            return try_out(sidecar, placement)
 
-    history = open_history(machine.devices)
-    return plan_by_trial_runs(settings, job, machine, history, on_ranks, report_progress)
+def plan_by_rule(settings: StrategySettings, job: Job) -> ExecutionPlan:
+    """The plan for `job` without measurements."""
+    settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
+    return plan_execution(settings, job, find_machine(settings, memory_flag()), history=None)
 
 
 @contextmanager

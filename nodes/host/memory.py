@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 
+import comfy.model_management
 import torch
 from comfy.cli_args import args
+from comfy_execution.utils import get_executing_context
 
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.machine.local import LOWVRAM, NOVRAM
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.decide import ExecutionPlan
-from ...parallel_backend.planner.machine.local import LOWVRAM, NOVRAM
+from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.held_models import share_of_file
 
 # Networks that stand for models on the ranks, by what they stand for: several may share one.
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -23,26 +28,64 @@ def memory_flag() -> str:
     return NOVRAM if args.novram else LOWVRAM if args.lowvram else ""
 
 
-def make_room(spec: ModelSpec) -> bool:
+def make_room(spec: ModelSpec, device: torch.device) -> bool:
     """Has the ranks give the model's memory back, unless ComfyUI runs with --highvram, which leaves models where they
-    are as long as anyone has them."""
+    are as long as anyone has them.
+
+    A node that runs needs memory on ComfyUI's own GPU, `device`, where one rank lies, and the others keep theirs; what
+    asks between prompts is a person who wants all of it.
+    """
     if args.highvram or args.gpu_only:
         return False
-    pool.put_to_sleep(spec)
+    if device.type == "cuda" and get_executing_context() is not None:
+        pool.give_back(spec, _name(device))
+    else:
+        pool.put_to_sleep(spec)
     return True
 
 
-def size_on(device: torch.device, file: ModelFile, plan: ExecutionPlan | None) -> int:
-    """Bytes of weights that the ranks hold, or will hold, on one of ComfyUI's devices.
+def held_on(device: torch.device, spec: ModelSpec) -> int:
+    """Bytes of weights that the ranks hold on one of ComfyUI's devices now.
 
     Nothing on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.
     """
+    return pool.bytes_on(spec, _name(device)) if device.type == "cuda" else 0
+
+
+def size_on(
+    device: torch.device,
+    spec: ModelSpec,
+    file: ModelFile,
+    settings: StrategySettings,
+    plan: ExecutionPlan | None,
+) -> int:
+    """Bytes of weights that the ranks hold on one of ComfyUI's devices, or will: as the latest `plan` foresaw, else as
+    the `settings` tell."""
     if device.type != "cuda":
         return 0
-    if plan is None:
-        return file.tensor_bytes
-    name = f"cuda:{device.index or 0}"
-    return plan.memory.weights if name in plan.devices else 0
+    name = _name(device)
+    if held := held_on(device, spec):
+        return held
+    if plan is not None:
+        return plan.memory.weights if name in plan.devices else 0
+    devices = resolve_devices(settings.devices)
+    if name not in devices:
+        return 0
+    return (
+        share_of_file(settings.strategy, file.tensor_bytes)
+        if settings.mode == "manual"
+        else file.tensor_bytes
+    )
+
+
+def give_cache_back(device: torch.device, spec: ModelSpec) -> None:
+    """Before ranks load a model, gives back what torch keeps here of their common GPU for its next allocations."""
+    if device.type == "cuda" and not held_on(device, spec):
+        comfy.model_management.soft_empty_cache()
+
+
+def _name(device: torch.device) -> str:
+    return f"cuda:{device.index or 0}"
 
 
 def watch(network: torch.nn.Module, spec: ModelSpec) -> None:

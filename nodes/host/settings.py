@@ -11,7 +11,7 @@ from pathlib import Path
 import folder_paths
 
 from ...parallel_backend.planner.rules import StrategySettings
-from ...parallel_backend.planner.user_settings import SettingsFile, without_approximation
+from .user_settings import SettingsFile, without_approximation
 
 _file = SettingsFile()
 

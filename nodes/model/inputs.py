@@ -21,15 +21,16 @@ def take_extras(
     rope: dict | None = None,
 ) -> Extras:
     """Takes what it knows out of `others` (the arguments that ComfyUI's model does not name). `dtype`: what the ranks
-    compute in, to which a ControlNet's residuals are rounded here, where that halves what leaves the GPU. `rope`: what
+    compute in, to which a ControlNet's residuals are rounded here, where that halves what leaves the GPU; all of it
+    stays on its device until it is sent. `rope`: what
     ScaleROPE wishes."""
     method = others.pop("ref_latents_method", None)
     mask = others.pop("attention_mask", None)
-    references = tuple(latent.float().cpu() for latent in ref_latents or ())
+    references = tuple(latent.float() for latent in ref_latents or ())
     return Extras(
         references=references,
         places=_places(x, references, method or "offset", rope or {}) if references or rope else None,
-        mask=None if mask is None else _as_batch(mask).cpu(),
+        mask=None if mask is None else _as_batch(mask),
         residuals={} if control is None else _residuals(control, block_counts, dtype),
     )
 
@@ -95,6 +96,6 @@ def _residuals(control: dict, block_counts: tuple[int, ...], dtype: torch.dtype)
             if residual is None:
                 continue
             if before is None or not _alike(residual, before):
-                moved = residual.to(dtype).cpu()
+                moved = residual.to(dtype)
             before, residuals[block] = residual, moved
     return residuals

@@ -122,8 +122,8 @@ def _parts(key: str, shape: tuple[int, ...] | None, value: object) -> tuple[str,
         reshape = parts.pop("reshape", None)
         if reshape is not None and tuple(reshape) != shape:
             raise refusal(
-                f"a LoRA that makes {key} larger (Flux Canny or Depth as a LoRA)",
-                "use the full Canny or Depth model",
+                f"a LoRA that makes {key} larger (as those that add an input do)",
+                "use the full model that it was taken from",
             )
         return kind, {role: part for role, part in parts.items() if part is not None}
     if isinstance(value, tuple) and len(value) == 1:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import is_cpu, resolve_devices
 from ...parallel_backend.models.dtypes import Dtypes
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.decide import ExecutionPlan, job_from_latent
-from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import (
     Conditioning,
@@ -29,26 +27,26 @@ from ...parallel_backend.requests import (
     PredictRequest,
     RunInfo,
     check_numbers,
+    is_finite,
 )
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
-from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
+from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .lora import FileParameters
-from .patcher import COMPUTE_OPTIONS, PATCHES, StepwisePatcher
+from .options import COMPUTE_OPTIONS, PATCHES, RECORD, SETTINGS
+from .patcher import StepwisePatcher
+from .plans import RunPlans
 from .unsupported import refuse_effects
-
-# Keys under which the MODEL's transformer_options carry what belongs to this pack.
-SETTINGS, RECORD = "parallel_strategy", "parallel_record"
 
 
 def make_stepwise_model(
     model: comfy.model_base.BaseModel,
     network: StepwiseNetwork,
     settings: StrategySettings,
-    compute_options: ComputeOptions,
+    computing: ComputeOptions,
 ) -> comfy.model_patcher.ModelPatcher:
     """The MODEL of `network`, which takes the place of the one that `model` lacks. Starts nothing: ranks start with the
     first sampling."""
@@ -58,7 +56,7 @@ def make_stepwise_model(
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: compute_options}
+    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
     return patcher
 
 
@@ -76,6 +74,8 @@ class StepwiseNetwork(nn.Module):
     loaders find their targets, so that a LoRA is noticed instead of dropped. `file_parameters`: the same in the file.
     """
 
+    resident = True  # the ranks can run the whole loop (nodes/model/sampler.py)
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -89,8 +89,7 @@ class StepwiseNetwork(nn.Module):
         self.file_parameters = file_parameters
         self.dtype = torch.float32
         watch(self, spec)
-        # Its key, the run's sigmas, and what runs.
-        self._planned: tuple[tuple, Tensor | None, ExecutionPlan] | None = None
+        self.plans = RunPlans(spec, file)
         for key, shape in shapes.items():
             *path, name = key.split(".")
             module: nn.Module = self
@@ -102,9 +101,9 @@ class StepwiseNetwork(nn.Module):
                 name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
             )
 
-    def size_on(self, device: torch.device) -> int:
+    def size_on(self, device: torch.device, settings: StrategySettings) -> int:
         """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
-        return size_on(device, self.file, None if self._planned is None else self._planned[2])
+        return size_on(device, self.spec, self.file, settings, self.plans.latest)
 
     def forward(
         self,
@@ -141,10 +140,8 @@ class StepwiseNetwork(nn.Module):
         options = transformer_options or {}  # wrappers of other packs may leave out what has a default
         if y is None:
             y = x.new_zeros(len(x), self.file.pooled_dim)
-        conditioning = Conditioning(
-            context.cpu(), y.cpu(), None if guidance is None else guidance.float().cpu()
-        )
-        request = PredictRequest(x.float().cpu(), timestep.float().cpu(), conditioning)
+        conditioning = Conditioning(context, y, None if guidance is None else guidance.float())
+        request = PredictRequest(x.float(), timestep.float(), conditioning)
         check_inputs(request, self.file.inputs)
         extras = take_extras(
             x,
@@ -155,14 +152,14 @@ class StepwiseNetwork(nn.Module):
             self._compute_dtype(options.get(SETTINGS, StrategySettings())),
             options.get("rope_options"),
         )
-        refuse_effects(options, others)
+        refuse_effects(options, others, attention="Parallel Flux Loader's input attention has that")
         request = replace(request, extras=extras)
         record: RunRecord | None = options.get(RECORD)
-        plan = self._plan(request, options)
+
         patches = options.get(PATCHES, NO_PATCHES)
-        compute_options = options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
-        with ranks_for(plan.decision, plan.devices, compute_options) as (sidecar, placement):
-            velocity, info = sidecar.predict(
+
+        def call(sidecar: Sidecar, placement: Placement) -> tuple[Tensor, RunInfo]:
+            return sidecar.predict(
                 self.spec,
                 request,
                 placement,
@@ -170,8 +167,10 @@ class StepwiseNetwork(nn.Module):
                 should_cancel=interrupted,
                 patches=patches,
             )
-        if torch.isfinite(request.x).all():
-            check_numbers(velocity, f"at sigma {request.sigma.max().item():.4g}")
+
+        velocity, plan, info = self.plans.run(options, request.x.shape, context.shape[1], call)
+        if not is_finite(velocity):
+            check_numbers(velocity, f"at sigma {request.sigma.max().item():.4g}", given=(request.x,))
         if record is not None:
             record.add_run(plan, info)
         return velocity.to(x.device, x.dtype)
@@ -179,34 +178,3 @@ class StepwiseNetwork(nn.Module):
     def _compute_dtype(self, settings: StrategySettings) -> torch.dtype:
         on_cpu = is_cpu(resolve_devices(settings.devices))
         return getattr(torch, Dtypes.of(self.spec.weight_dtype, self.file.dtype, on_cpu).compute)
-
-    def _plan(self, request: PredictRequest, options: dict) -> ExecutionPlan:
-        """Once for all like calls of a sampling run: what is measured meanwhile must not change it half-way."""
-        rows = options.get("cond_or_uncond", [0])
-        settings, sigmas = options.get(SETTINGS, StrategySettings()), options.get("sample_sigmas")
-        model = CheckpointModel(
-            self.file, self.spec.weight_dtype, options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
-        )
-        job = job_from_latent(
-            model,
-            (max(1, len(request.x) // len(rows)), *request.x.shape[1:]),
-            text=request.conditioning.context.shape[1],
-            has_cfg=len(set(rows)) > 1,
-            steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
-        )
-        key = (settings, job)
-        if self._planned is not None and self._planned[0] == key and self._planned[1] is sigmas:
-            return self._planned[2]
-
-        def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
-            infos = [
-                sidecar.predict(
-                    self.spec, request, placement, on_phase=report_progress, should_cancel=interrupted
-                )[1]
-                for _ in range(3)
-            ]
-            return replace(infos[-1], step_seconds=tuple(s for info in infos for s in info.step_seconds))
-
-        plan = plan_job(settings, job, try_out)
-        self._planned = (key, sigmas, plan)
-        return plan

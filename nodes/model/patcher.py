@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE
-from ...parallel_backend.sidecar import pool
-from ..host.memory import make_room
+from ...parallel_backend.planner.rules import StrategySettings
+from ..host.memory import give_cache_back, held_on, make_room
 from .lora import weight_patches
+from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
 from .unsupported import refusal
 
 if TYPE_CHECKING:
@@ -26,11 +28,6 @@ if TYPE_CHECKING:
     PatchKey = str | tuple[object, ...]
     ComfyPatches = dict[PatchKey, object]
 
-# Key under which the MODEL's transformer_options carry its LoRAs, as WeightPatches: it takes them to every model call.
-PATCHES = "parallel_weight_patches"
-# And how the ranks compute it, as ComputeOptions.
-COMPUTE_OPTIONS = "parallel_computing"
-
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all; to its
@@ -40,10 +37,11 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         return False
 
     def model_size(self) -> int:
-        return self.model.diffusion_model.size_on(self.load_device)
+        settings = self.model_options["transformer_options"].get(SETTINGS, StrategySettings())
+        return self.model.diffusion_model.size_on(self.load_device, settings)
 
     def loaded_size(self) -> int:
-        return self.model_size() if pool.is_held(self.model.diffusion_model.spec) else 0
+        return held_on(self.load_device, self.model.diffusion_model.spec)
 
     def lowvram_patch_counter(self) -> int:
         return 0
@@ -51,9 +49,16 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def current_loaded_device(self) -> torch.device:
         return self.load_device
 
+    def get_free_memory(self, device: torch.device) -> int:
+        """Of which ComfyUI asks how many prompts may go into one call. The ranks' memory is the planner's to check, and
+        what they keep for the next call looks taken from here: prompts would come one by one, and CFG parallelism have
+        nothing to share out."""
+        return sys.maxsize
+
     def partially_load(
         self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False
     ) -> int:
+        give_cache_back(self.load_device, self.model.diffusion_model.spec)
         self.unpatch_model(self.offload_device, unpatch_weights=False)
         self.patch_model(load_weights=False)  # object patches such as ModelSamplingFlux
         return 0
@@ -62,13 +67,13 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         self, device_to: torch.device, memory_to_free: int = 0, force_patch_weights: bool = False
     ) -> int:
         freed = self.loaded_size()
-        return freed if make_room(self.model.diffusion_model.spec) else 0
+        return freed if make_room(self.model.diffusion_model.spec, self.load_device) else 0
 
     def detach(self, unpatch_all: bool = True) -> BaseModel:
         # Clones share their object patches: one that is only collected must not take them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
-            make_room(self.model.diffusion_model.spec)
+            make_room(self.model.diffusion_model.spec, self.load_device)
         return self.model
 
     # What would change or read weights.
@@ -77,14 +82,19 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         self, patches: ComfyPatches, strength_patch: float = 1.0, strength_model: float = 1.0
     ) -> list[PatchKey]:
         if not patches:
+            model = self.model.diffusion_model.file.family.name
             raise RequestError(
-                "The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for Flux.1. It was "
-                "made for another model; choose one for Flux.1."
+                f"The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for {model}. It "
+                f"was made for another model; choose one for {model}."
             )
         added = super().add_patches(patches, strength_patch, strength_model)
+        self.hand_on_patches()
+        return added
+
+    def hand_on_patches(self) -> None:
+        """Has every model call take its LoRAs along. Raises RequestError for what the ranks cannot do."""
         found = weight_patches(self.patches, self.model.diffusion_model.file_parameters)
         self.model_options["transformer_options"][PATCHES] = found
-        return added
 
     def add_hook_patches(
         self,
@@ -106,7 +116,21 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def add_object_patch(self, name: str, obj: object) -> None:
         if name.split(".")[0] == "diffusion_model":
             raise refusal(f"a replaced part of the network ({name})")
+        if name == "manual_cast_dtype" and not self._computes_in(obj):
+            raise refusal(f"another dtype to compute in ({obj})")
         super().add_object_patch(name, obj)
+
+    def _computes_in(self, manual_cast: torch.dtype | None) -> bool:
+        """Whether ranks that run ComfyUI's own module cast to this anyway; others choose their dtype themselves."""
+        model = self.model
+        return model.diffusion_model.resident or (
+            (manual_cast or model.get_dtype()) == model.get_dtype_inference()
+        )
+
+    def deepclone_multigpu(self, *args: object, **kwargs: object) -> NoReturn:
+        raise refusal(
+            "ComfyUI's own split over several GPUs", "take its node out: this model is split already"
+        )
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., object]) -> None:
         if key == "torch.compile":  # by TorchCompileModel and its like: compiled, but where the blocks are

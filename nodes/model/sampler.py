@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from ...parallel_backend.options import DEFAULT_COMPUTE
-from ...parallel_backend.planner.calibrate import learn_links
 from ...parallel_backend.planner.decide import job_from_request
 from ...parallel_backend.planner.history.measurement_history import record_run
 from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
-from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, Placement, RunInfo, SampleRequest
-from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, SampleRequest
+from ...parallel_backend.trials import NO_TRIALS
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
-from .network import RECORD, SETTINGS
-from .patcher import COMPUTE_OPTIONS, PATCHES
+from .options import COMPUTE_OPTIONS, OWN_OPTIONS, PATCHES, SETTINGS
+from .unsupported import has_entries
 
 # What the conditioning of a plain request may hold; anything else is ComfyUI's to interpret.
 _PLAIN_COND = {
@@ -37,7 +36,7 @@ _PLAIN_COND = {
     "height",
 }
 _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
-_OWN_OPTIONS = {SETTINGS, RECORD, PATCHES, COMPUTE_OPTIONS, "sample_sigmas"}
+_KNOWN_OPTIONS = OWN_OPTIONS | {"sample_sigmas"}
 
 
 # (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
@@ -107,23 +106,17 @@ class ResidentSampler(comfy.samplers.Sampler):
         compute_options = options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)
         model = CheckpointModel(network.file, network.spec.weight_dtype, compute_options)
         job = job_from_request(model, request)
-        # Three steps between the first two sigmas: enough for a warm one, whatever the request's own steps are.
-        near = torch.linspace(*request.sigmas[:2].tolist(), 4)
-        trial = replace(request, sigmas=near, cache_threshold=0.0)
-
-        def try_out(sidecar: Sidecar, placement: Placement) -> RunInfo:
-            return sidecar.sample(
-                network.spec, trial, placement, on_phase=report_progress, should_cancel=interrupted
-            ).info
-
-        plan = plan_job(settings, job, try_out)
+        plan = plan_job(settings, job)
+        # A step whose calls a cache answered tells nothing of a strategy.
+        trials = NO_TRIALS if request.cache_threshold > 0 else plan.trials
+        network.plans.latest = plan
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
         patches = options.get(PATCHES, NO_PATCHES)
-        with ranks_for(plan.decision, plan.devices, compute_options) as (sidecar, placement):
+        with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,
@@ -132,9 +125,9 @@ class ResidentSampler(comfy.samplers.Sampler):
                 on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
+                trials=trials,
             )
-            learn_links(sidecar, placement, report_progress)
-        record_run(plan.devices, job, result.info)
+        record_run(plan.devices, plan.job, result.info)
         self._record.add_run(plan, result.info)
         return result.latent.to(noise.device)
 
@@ -147,6 +140,8 @@ def why_stepwise(
     sampler_name: str, guider: comfy.samplers.CFGGuider, model_options: dict, noise: Tensor
 ) -> str | None:
     """The reason why the loop must stay with ComfyUI, in a user's words; None when the ranks can run all of it."""
+    if not guider.inner_model.diffusion_model.resident:
+        return "the loop of this model runs in ComfyUI"
     if sampler_name not in RESIDENT_SAMPLERS:
         return f"the sampler {sampler_name} runs in ComfyUI"
     if noise.ndim != 4:
@@ -160,27 +155,20 @@ def why_stepwise(
     ):
         return "the model's sampling was replaced by one that only ComfyUI knows"
     functions = sorted(
-        k for k, value in model_options.items() if k != "transformer_options" and _has_entries(value)
+        k for k, value in model_options.items() if k != "transformer_options" and has_entries(value)
     )
     if functions:
         return f"the model carries {', '.join(functions)}"
     options = model_options.get("transformer_options", {})
-    changed = sorted(key for key, value in options.items() if key not in _OWN_OPTIONS and _has_entries(value))
+    changed = sorted(
+        key for key, value in options.items() if key not in _KNOWN_OPTIONS and has_entries(value)
+    )
     if changed:
         return f"the model carries {', '.join(changed)}"
     for side in ("positive", "negative") if _has_cfg(guider) else ("positive",):
         if (reason := _why_not_plain(guider.conds[side], side)) is not None:
             return reason
     return None
-
-
-def _has_entries(nested: object) -> bool:
-    """Patches, wrappers and callbacks come as dicts of dicts of lists, often all empty."""
-    if isinstance(nested, dict):
-        return any(_has_entries(value) for value in nested.values())
-    if isinstance(nested, torch.Tensor):
-        return True
-    return bool(nested)
 
 
 def _why_not_plain(conds: list[dict], side: str) -> str | None:

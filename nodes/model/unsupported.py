@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ...parallel_backend.errors import RequestError
 
 # Effects that reach the network through transformer_options, in a user's words.
 _OPTION_EFFECTS = {
-    "patches": "a model patch (such as IP-Adapter, a style model or Flux KV Cache)",
+    "patches": "a model patch (such as IP-Adapter, a style model or a KV cache)",
     "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
-    "optimized_attention_override": "another attention function (such as a Sage Attention patch; Parallel Flux "
-    "Loader's input attention has that)",
+    "optimized_attention_override": "another attention function (such as a Sage Attention patch; {attention})",
 }
 
 
@@ -17,13 +18,27 @@ def refusal(effect: str, remedy: str = "take it out") -> RequestError:
     """The error for one effect; every one names the way that works."""
     return RequestError(
         f"The parallel model cannot honour {effect} yet, and does not ignore it silently; {remedy}, or use stock "
-        f"UNETLoader and KSampler for this graph."
+        f"loaders such as UNETLoader and KSampler for this graph."
     )
 
 
-def refuse_effects(options: dict, others: dict) -> None:
-    """Raises RequestError when a model call carries what the ranks cannot honour."""
-    effects = [words for key, words in _OPTION_EFFECTS.items() if options.get(key)]
+def refuse_effects(options: dict, others: dict, attention: str) -> None:
+    """Raises RequestError when a model call carries what the ranks cannot honour. `attention`: where this model's
+    attention is chosen instead, in words."""
+    effects = [
+        words.format(attention=attention)
+        for key, words in _OPTION_EFFECTS.items()
+        if has_entries(options.get(key))
+    ]
     effects += [f"the conditioning {key!r}" for key, value in others.items() if value is not None]
     if effects:
         raise refusal(" and ".join(effects))
+
+
+def has_entries(nested: object) -> bool:
+    """Patches, wrappers and callbacks come as dicts of dicts of lists, often all empty."""
+    if isinstance(nested, dict):
+        return any(has_entries(value) for value in nested.values())
+    if isinstance(nested, Tensor):
+        return True
+    return bool(nested)

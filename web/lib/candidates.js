@@ -1,4 +1,4 @@
-// What the latest run foresaw of each way to split it, as a table, the chosen one marked.
+// What is known of each way to split the latest run, as a table, the one that ran marked.
 import { addStyle, element } from "./dom.js";
 
 const EMPTY = "After a run: step time and memory of each way to split it.";
@@ -28,16 +28,18 @@ export function drawCandidates(into, rows) {
   }
   const table = document.createElement("table");
   table.createCaption().textContent = "A step of the latest run, by strategy";
-  const slowest = Math.max(...rows.map((r) => r.seconds));
+  const slowest = Math.max(...rows.map((r) => r.seconds ?? 0));
   for (const r of rows) {
     const tr = table.insertRow();
     tr.className = r.chosen ? "chosen" : r.possible ? "" : "impossible";
     if (r.chosen) tr.setAttribute("aria-current", "true");
     cell(tr, (r.chosen ? "→ " : "") + r.strategy, r.result);
     const time = cell(tr, r.step, r.how);
-    const meter = document.createElement("meter");
-    Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: `${r.step} a step` });
-    time.prepend(meter);
+    if (r.seconds !== null) {
+      const meter = document.createElement("meter");
+      Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: `${r.step} a step` });
+      time.prepend(meter);
+    }
     cell(tr, r.memory);
   }
   into.append(table);

@@ -172,7 +172,7 @@ export function groupCard(ask) {
     root.dataset.state = group.state;
     show(state, group.words);
     show(reason, group.reason);
-    show(model, group.model && `holds ${group.model}`);
+    show(model, group.models.length ? `holds ${group.models.join(", ")}` : "");
     for (const { name, text, hint, made } of buttons) {
       const starts = name === "restart" && NOT_STARTED.includes(group.state);
       show(made, starts ? "Start" : text);

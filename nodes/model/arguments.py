@@ -1,0 +1,131 @@
+"""A model call as ComfyUI makes it, as a ModuleCall: what the module reads, and nothing that is Python's alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
+from ...parallel_backend.requests import ROWS, ModuleCall
+from ...parallel_backend.wire.arguments import Tree
+from .options import OWN_OPTIONS
+from .unsupported import has_entries, refusal, refuse_effects
+
+# What ComfyUI's process alone does with a call: wrappers have run by then (those of EasyCache and of context windows
+# keep their state here), and weights are fetched elsewhere.
+_HOST_ONLY = OWN_OPTIONS | {
+    "wrappers",
+    "callbacks",
+    "uuids",
+    "prefetch_dynamic_vbars",
+    "multigpu_thread_device",
+    "multigpu_thread_pool",
+    "easycache",
+    "context_window",
+}
+# Objects that ComfyUI prepares for a module and that the module makes itself where they are missing.
+_MADE_BY_MODULE = {("minimax_payload", "layout")}
+_OPTIONS = "transformer_options"
+_ATTENTION = "ComfyUI's own flags, such as --use-sage-attention, reach the devices"
+_LATENT_AND_TIMESTEP = 2  # are positional in every call; the rest goes by name
+
+
+class ModuleSignature:
+    """The arguments of a module class's forward, by which wrappers get them as from the module itself."""
+
+    def __init__(self, forward: Callable[..., object]) -> None:
+        self._signature = inspect.signature(forward)
+        self._names = [
+            name
+            for name, parameter in list(self._signature.parameters.items())[1:]
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+
+    def positional(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same call with each argument that forward names in its place, as ComfyUI's modules call wrappers."""
+        bound = self._signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        given = tuple(bound.arguments[name] for name in self._names)
+        rest = {name: value for name, value in kwargs.items() if name not in self._names}
+        return given, rest
+
+    def by_name(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same call with all but latent and timestep by name."""
+        names = self._names[_LATENT_AND_TIMESTEP : len(args)]
+        named = dict(zip(names, args[_LATENT_AND_TIMESTEP:], strict=True))
+        return args[:_LATENT_AND_TIMESTEP], named | kwargs
+
+
+def module_call(module_class: str, verdict: Verdict, args: tuple, kwargs: Mapping[str, object]) -> ModuleCall:
+    """The call of a diffusion model's forward: (latent, timestep), the rest by name. `verdict`: on its class. Raises
+    RequestError, naming the effect, for what the ranks cannot honour."""
+    options = kwargs.get(_OPTIONS) or {}
+    refuse_model_options(options)
+    sent = {
+        name: as_tree(_without_made(name, value), f"the argument {name!r}")
+        for name, value in kwargs.items()
+        if name != _OPTIONS
+    }
+    sent[_OPTIONS] = {
+        key: as_tree(value, f"the model option {key!r}")
+        for key, value in options.items()
+        if key not in _HOST_ONLY and not _is_empty(value)
+    }
+    return ModuleCall(
+        args=tuple(as_tree(value, "the latent or the timestep") for value in args),
+        kwargs=sent,
+        rows=row_count(args[0]),
+        tokens=trusted_mode(module_class, sent, verdict),
+    )
+
+
+def _without_made(name: str, value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if (name, key) not in _MADE_BY_MODULE}
+
+
+def method_call(method: str, args: tuple, kwargs: Mapping[str, object]) -> ModuleCall:
+    """The call of another method of the module, such as one that prepares a prompt."""
+    return ModuleCall(
+        args=tuple(as_tree(value, f"an argument of {method}") for value in args),
+        kwargs={name: as_tree(value, f"the argument {name!r} of {method}") for name, value in kwargs.items()},
+        rows=row_count(args[0]),
+        tokens=ROWS,
+        method=method,
+    )
+
+
+def refuse_model_options(options: dict) -> None:
+    """Raises RequestError for transformer_options that change what the module computes by Python of this process."""
+    refuse_effects(options, {}, attention=_ATTENTION)
+
+
+def row_count(latent: Tensor | list[Tensor]) -> int:
+    """Of a latent, or of one that is in several parts (video and sound)."""
+    return len(latent) if isinstance(latent, Tensor) else len(latent[0])
+
+
+def as_tree(value: object, name: str) -> Tree:
+    """`value` of plain types only, tensors where they are, and the same ones, by which those that were sent are known.
+    Raises RequestError, by `name`, for an object of Python."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(as_tree(item, name) for item in value)
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        return {key: as_tree(item, name) for key, item in value.items()}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of NumPy's
+        return value.item()
+    raise refusal(f"{name}, which holds a {type(value).__name__}")
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, (dict, list, tuple, set)) and not has_entries(value)

@@ -1,0 +1,103 @@
+"""The facts of a model of ComfyUI's own that planning needs: its file's header, and what its module says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import comfy.model_base
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from torch import nn
+
+from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, inspect
+from ...parallel_backend.models.comfyui.proof import Verdict
+from ...parallel_backend.requests import ROWS
+
+# How ComfyUI's modules call these numbers.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
+_WIDTH = ("hidden_size", "inner_dim", "dim", "model_channels", "features")
+# The layer that reads a prompt before anything else does, by the module's class or one that it is made from: what has
+# another width than this takes cannot run. Left out are classes that may replace the prompt, or take several.
+_READS_PROMPT = {
+    "Flux": "txt_in",
+    "Chroma": "txt_in",
+    "MageFlowTransformer2DModel": "txt_in",
+    "QwenImageTransformer2DModel": "txt_in",
+    "HunyuanVideo": "txt_in.input_embedder",
+    "WanModel": "text_embedding.0",
+    "NextDiT": "cap_embedder.1",
+    "OpenAISignatureMMDITWrapper": "context_embedder",
+    "MMDiT": "cond_seq_linear",  # AuraFlow
+    "LTXVModel": "caption_projection.linear_1",
+    "CogVideoXTransformer3DModel": "patch_embed.text_proj",
+    "Kandinsky5": "text_embeddings.in_layer",
+    "ErnieImageModel": "text_proj",
+    "MiniTrainDIT": "blocks.0.cross_attn.k_proj",
+}
+_UNET_READS_PROMPT = ".attn2.to_k"
+
+
+def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) -> ComfyUIModelFile:
+    """Of the file behind `model`. `verdict`: on the class of its module. Raises CheckpointError for a file that is
+    refused."""
+    header = inspect(path)
+    module = model.diffusion_model
+    return replace(
+        header,
+        model=type(model).__name__,
+        module=type(module).__name__,
+        heads=_number(_candidates(module), _HEADS),
+        width=_number([module], _WIDTH) or header.width,
+        context_width=prompt_width(module),
+        pooled_width=int(model.adm_channels or 0),
+        channels=int(model.latent_format.latent_channels),
+        patch=_patch(module),
+        pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
+        splits_tokens=verdict.mode != ROWS,
+        is_transformer=not isinstance(module, UNetModel),
+    )
+
+
+def _candidates(module: nn.Module) -> Iterable[nn.Module]:
+    """The module itself, then what is in its lists: the first that has heads tells."""
+    yield module
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList):
+            yield from child.modules()
+
+
+def prompt_width(module: nn.Module) -> int:
+    """Of the only prompt that the module can read; 0 where it may take others, or none."""
+    prepared = hasattr(module, "preprocess_text_embeds")
+    if prepared or getattr(module, "caption_proj_before_connector", False):  # LTX's, where it is set
+        return 0
+    if isinstance(module, UNetModel):
+        layers = (layer for name, layer in module.named_modules() if name.endswith(_UNET_READS_PROMPT))
+        return int(getattr(next(layers, None), "in_features", 0))
+    names = (_READS_PROMPT[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _READS_PROMPT)
+    layer: object = module
+    for name in next(names, "").split("."):
+        layer = getattr(layer, name, None)
+    return int(getattr(layer, "in_features", 0))
+
+
+def _number(modules: Iterable[nn.Module], names: tuple[str, ...]) -> int:
+    for module in modules:
+        for name in names:
+            value = module.__dict__.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
+
+
+def _patch(module: nn.Module) -> tuple[int, int, int]:
+    """(frames, rows, columns) of the latent in a token; one each where the module does not say."""
+    size = getattr(module, "patch_size", getattr(module, "patch", None))
+    if size is None and hasattr(module, "patch_spatial"):  # Cosmos
+        size = (module.patch_temporal, module.patch_spatial, module.patch_spatial)
+    if isinstance(size, int):
+        return 1, size, size
+    if isinstance(size, (list, tuple)) and len(size) in (2, 3):
+        frames, rows, columns = (1, *size)[-3:]
+        return int(frames), int(rows), int(columns)
+    return 1, 1, 1

@@ -1,0 +1,81 @@
+"""A MODEL from its file's header: ComfyUI's own detection and dtypes over the mapped file, without reading weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models_base
+import comfy.utils
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...parallel_backend.errors import CheckpointError, RequestError
+
+_META = torch.device("meta")
+_LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
+
+
+def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.ModelPatcher:
+    """The MODEL that ComfyUI would make of `path`, its parameters on the meta device. `part`: as in ComfyUISource;
+    `options`: ComfyUI's model_options. Raises CheckpointError for a file that ComfyUI does not know."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        metadata = file.metadata() or {}
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
+    tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
+    if part == "diffusion_model":  # where a checkpoint may stand too
+        own = comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""}, filter_keys=True)
+        tensors, prefix = own or tensors, ""
+        tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
+    config = comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=metadata)
+    if config is None:
+        raise _unknown(path, tensors)
+    _choose_dtypes(config, tensors, prefix, options)
+    model = config.get_model(tensors, prefix, device=_META)
+    if config.quant_config is not None:  # such layers make their parameters as they load them
+        model.load_model_weights({name: _outline(name, value) for name, value in tensors.items()}, prefix)
+    return comfy.model_patcher.ModelPatcher(
+        model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+    )
+
+
+def _choose_dtypes(
+    config: comfy.supported_models_base.BASE, tensors: dict[str, Tensor], prefix: str, options: dict
+) -> None:
+    """As comfy.sd's loaders choose them."""
+    device = comfy.model_management.get_torch_device()
+    supported = list(config.supported_inference_dtypes)
+    quantised = config.quant_config is not None
+    dtype = options.get("dtype")
+    if dtype is None:
+        dtype = comfy.model_management.unet_dtype(
+            model_params=comfy.utils.calculate_parameters(tensors, prefix),
+            supported_dtypes=supported,
+            weight_dtype=None if quantised else comfy.utils.weight_dtype(tensors, prefix),
+        )
+    cast = comfy.model_management.unet_manual_cast(None if quantised else dtype, device, supported)
+    config.set_inference_dtype(dtype, cast, device=device)
+    if options.get("fp8_optimizations", False):
+        config.optimizations["fp8"] = True
+
+
+def _outline(name: str, tensor: Tensor) -> Tensor:
+    return tensor if name.endswith(_LAYER_FORMAT) else tensor.to(_META)
+
+
+def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | RequestError:
+    name = Path(path).name
+    if any(key.startswith(("transformer_blocks.", "down_blocks.")) for key in tensors):
+        return RequestError(
+            f"{name} is in diffusers' layout, whose weights ComfyUI rewrites as it loads them. Load it with Load "
+            f"Diffusion Model and put Parallel Model behind that."
+        )
+    return CheckpointError(
+        f"ComfyUI does not know what model {name} holds. Check that it is a diffusion model and not a LoRA, VAE or "
+        f"text encoder; for a new family of models, update ComfyUI."
+    )

@@ -1,0 +1,173 @@
+"""Stands for a module of ComfyUI's own: the same class and structure, each call answered by the ranks.
+
+It is the module's shadow with `RemoteModule` before its class, so whatever asks for its kind still finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NoReturn
+
+import comfy.patcher_extension
+import torch
+from torch import Tensor, nn
+
+from ...parallel_backend.models.comfyui.proof import Verdict
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.requests import (
+    ModelSpec,
+    ModuleCall,
+    Placement,
+    RunInfo,
+    check_numbers,
+    is_finite,
+)
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.arguments import Tree, map_tensors
+from ...parallel_backend.wire.payloads import check_module_inputs
+from ...parallel_backend.wire.weight_patches import NO_PATCHES
+from ..host.calls import RunRecord, interrupted, report_progress
+from ..host.memory import size_on, watch
+from .arguments import ModuleSignature, method_call, module_call
+from .options import PATCHES, RECORD
+from .plans import RunPlans
+from .shadow import shadow_of
+from .unsupported import refusal
+
+# Methods with weights that ComfyUI's BaseModel calls beside forward, before a run starts.
+_METHODS = ("preprocess_text_embeds",)
+
+
+class ModuleParameters:
+    """The parameters of a module by the names that its LoRAs go by, which are the ranks' too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def key_of(self, name: str) -> str:
+        return name
+
+    def read(self, key: str) -> NoReturn:
+        raise refusal(
+            f"a LoRA of a kind that only ComfyUI computes (for {key})",
+            "use one of the kinds LoRA, LoHa or LoKr",
+        )
+
+
+class RemoteModule(nn.Module):
+    """`options`: the transformer_options of the run that is being prepared, for calls that bring none."""
+
+    resident = False  # ComfyUI runs the loop
+
+    spec: ModelSpec
+    file: ModelFile
+    file_parameters: ModuleParameters
+
+    def stand_for(
+        self,
+        spec: ModelSpec,
+        file: ModelFile,
+        verdict: Verdict,
+        own: type[nn.Module],
+        options: Callable[[], dict],
+    ) -> None:
+        """Of a shadow of class `own`, on which `verdict` is."""
+        self.spec, self.file, self._verdict = spec, file, verdict
+        self.file_parameters = ModuleParameters(self)
+        self.plans = RunPlans(spec, file)
+        self._own = own
+        self._signature = ModuleSignature(own.forward)
+        self._options = options
+        watch(self, spec)
+
+    def size_on(self, device: torch.device, settings: StrategySettings) -> int:
+        """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
+        return size_on(device, self.spec, self.file, settings, self.plans.latest)
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | list[Tensor]:
+        """As its class's: wrappers first, with the arguments as that one hands them over."""
+        wrappers = comfy.patcher_extension.get_all_wrappers(
+            comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, kwargs.get("transformer_options") or {}
+        )
+        if not wrappers:
+            return self._forward_on_ranks(*args, **kwargs)
+        args, kwargs = self._signature.positional(args, kwargs)
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
+            self._forward_on_ranks, self, wrappers
+        )
+        return executor.execute(*args, **kwargs)
+
+    def _forward_on_ranks(self, *args: object, **kwargs: object) -> Tensor | list[Tensor]:
+        args, kwargs = self._signature.by_name(args, kwargs)
+        options = kwargs.get("transformer_options") or {}
+        check_module_inputs(args[0], kwargs.get("context"), self.file.inputs)
+        call = module_call(self._own.__name__, self._verdict, args, kwargs)
+        latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        answer = self._on_ranks(call, tuple(latent.shape), _text_tokens(kwargs), options)
+        for found in _tensors(answer):
+            if not is_finite(found):
+                when = f"at timestep {_tensors(call.args[1])[0].max().item():.4g}"
+                check_numbers(found, when, given=_tensors(call.args[0]))
+        return map_tensors(answer, lambda tensor: tensor.to(latent.device))
+
+    def method_on_ranks(self, method: str, args: tuple, kwargs: dict) -> Tree:
+        """A call of another method, made before the run's first step."""
+        call = method_call(method, args, kwargs)
+        shape = (call.rows, self.file.latent_channels, 1, 1)
+        answer = self._on_ranks(call, shape, args[0].shape[1], self._options())
+        return map_tensors(answer, lambda tensor: tensor.to(args[0].device))
+
+    def _on_ranks(self, call: ModuleCall, shape: tuple[int, ...], text: int, options: dict) -> Tree:
+        record: RunRecord | None = options.get(RECORD)
+        patches = options.get(PATCHES, NO_PATCHES)
+
+        def run(sidecar: Sidecar, placement: Placement) -> tuple[Tree, RunInfo]:
+            return sidecar.call(
+                self.spec,
+                call,
+                placement,
+                on_phase=report_progress,
+                should_cancel=interrupted,
+                patches=patches,
+            )
+
+        answer, plan, info = self.plans.run(options, shape, text, run, once=call.method != "forward")
+        if record is not None:
+            said = (self._verdict.words,) if self._verdict.words else ()
+            record.add_run(plan, replace(info, notes=(*info.notes, *said)))
+        return answer
+
+
+def remote_module(
+    module: nn.Module, spec: ModelSpec, file: ModelFile, verdict: Verdict, options: Callable[[], dict]
+) -> RemoteModule:
+    """The stand-in for `module`. `verdict`: on its class. Raises RequestError for a module that other code has
+    changed."""
+    own = type(module)
+    shadow = shadow_of(module)
+    methods = {name: _remote_method(name) for name in _METHODS if hasattr(own, name)}
+    shadow.__class__ = type(own.__name__, (RemoteModule, own), {"__module__": own.__module__, **methods})
+    shadow.stand_for(spec, file, verdict, own, options)
+    return shadow
+
+
+def _remote_method(name: str) -> Callable[..., Tree]:
+    def call(self: RemoteModule, *args: object, **kwargs: object) -> Tree:
+        return self.method_on_ranks(name, args, kwargs)
+
+    return call
+
+
+def _text_tokens(kwargs: dict) -> int:
+    context = kwargs.get("context")
+    return context.shape[-2] if isinstance(context, Tensor) and context.ndim > 1 else 0
+
+
+def _tensors(tree: Tree) -> list[Tensor]:
+    return [tree] if isinstance(tree, Tensor) else list(tree)

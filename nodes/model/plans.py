@@ -1,0 +1,131 @@
+"""A model's calls in ComfyUI's own loop: one plan for all like calls of a run, which may try strategies on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from ...parallel_backend.errors import OutOfMemory, RankFailed
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
+from ...parallel_backend.planner.decide import ExecutionPlan, job_from_latent
+from ...parallel_backend.planner.history.measurement_history import record_run
+from ...parallel_backend.planner.job import Job
+from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.requests import ModelSpec, Placement, RunInfo
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.trials import Trial, TrialRun
+from ..host.calls import plan_by_rule, plan_job, ranks_for
+from .options import COMPUTE_OPTIONS, SETTINGS
+
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class _Run:
+    """A sampling run: what tells it from others, its plan, the strategies that it tries, and the seconds of its calls.
+
+    `job`: as it was asked for; `plan.job`: with its options settled.
+    """
+
+    settings: StrategySettings
+    job: Job
+    sigmas: Tensor | None
+    plan: ExecutionPlan
+    trials: TrialRun | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def plan_now(self) -> ExecutionPlan:
+        """The plan with the strategy that the next call runs under."""
+        if self.trials is None:
+            return self.plan
+        return replace(self.plan, decision=replace(self.plan.decision, strategy=self.trials.strategy))
+
+    def took(self, info: RunInfo) -> RunInfo:
+        """A call has ended well. Nobody tells when a run is over: what was tried is kept when that is settled, and what
+        the calls took with as many of them as the run has steps."""
+        self.seconds += info.step_seconds
+        if self.trials is not None:
+            if not self.trials.is_settled:
+                self.trials.took(info.step_seconds[-1])
+                if self.trials.is_settled:
+                    info = replace(info, trials=self.trials.results)
+                    record_run(self.plan.devices, self.plan.job, info)
+        elif len(self.seconds) == self.plan.job.steps:
+            record_run(self.plan.devices, self.plan.job, replace(info, step_seconds=tuple(self.seconds)))
+        return info
+
+    def failed(self) -> None:
+        """Where that was in the middle of a trial, the next prompt goes without its strategy."""
+        trials = self.trials
+        if trials is None or trials.is_settled or not trials.current:
+            return
+        tried = RunInfo("native", self.plan.decision.strategy, trials=(Trial(trials.strategy),))
+        trials.settle()
+        record_run(self.plan.devices, self.plan.job, tried)
+
+
+class RunPlans:
+    """Of one model. What is measured meanwhile must not change a plan half-way through a run. `latest`: of its calls,
+    or of a job that ran on the ranks as a whole."""
+
+    def __init__(self, spec: ModelSpec, file: ModelFile) -> None:
+        self._spec = spec
+        self._file = file
+        self._run: _Run | None = None
+        self.latest: ExecutionPlan | None = None
+
+    def run(
+        self,
+        options: dict,
+        shape: Sequence[int],
+        text: int,
+        call: Callable[[Sidecar, Placement], tuple[Answer, RunInfo]],
+        *,
+        once: bool = False,
+    ) -> tuple[Answer, ExecutionPlan, RunInfo]:
+        """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
+
+        `text`: tokens of the prompt; `once`: it comes once in a run, for which the rule is good enough.
+        """
+        run = self._of_call(options, shape, text, once)
+        plan = run.plan_now
+        with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
+            try:
+                answer, info = call(*ranks)
+            except (RankFailed, OutOfMemory):  # a cancel or a refused prompt says nothing of a strategy
+                run.failed()
+                raise
+        return answer, run.plan, run.took(info) if run is self._run else info
+
+    def _of_call(self, options: dict, shape: Sequence[int], text: int, once: bool) -> _Run:
+        """The run that the call belongs to; for one that comes `once` a run of its own."""
+        rows, sigmas = options.get("cond_or_uncond", [0]), options.get("sample_sigmas")
+        settings = options.get(SETTINGS, StrategySettings())
+        job = job_from_latent(
+            CheckpointModel(self._file, self._spec.weight_dtype, compute_options(options)),
+            (max(1, shape[0] // len(rows)), *shape[1:]),
+            text=text,
+            has_cfg=len(set(rows)) > 1,
+            steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
+        )
+        run = self._run
+        if run is not None and (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
+            return run
+        if once:
+            return _Run(settings, job, sigmas, plan_by_rule(settings, job))
+        plan = plan_job(settings, job)
+        trials = TrialRun(plan.decision.strategy, plan.trials, job.steps) if plan.trials else None
+        self._run = _Run(settings, job, sigmas, plan, trials)
+        self.latest = plan
+        return self._run
+
+
+def compute_options(options: dict) -> ComputeOptions:
+    """How the ranks compute a call with these transformer_options."""
+    return options.get(COMPUTE_OPTIONS, DEFAULT_COMPUTE)

@@ -1,0 +1,30 @@
+"""The verdict on the module of a MODEL: how far the ranks may share out its tokens with this version of ComfyUI."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.errors import DeviceError
+from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.verdicts import ensure_verdict
+from ...parallel_backend.requests import ModelSpec
+from ..host.calls import errors_as_comfyuis, interrupted, report_progress
+
+
+def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:
+    """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all."""
+    if spec.comfyui is None or not _may_split_tokens(settings):
+        return UNKNOWN
+    with errors_as_comfyuis():
+        return ensure_verdict(spec.comfyui.root, type(module).__name__, report_progress, interrupted)
+
+
+def _may_split_tokens(settings: StrategySettings) -> bool:
+    if settings.mode == "manual":
+        return settings.strategy.sequence_degree > 1
+    try:
+        return len(resolve_devices(settings.devices)) > 1
+    except DeviceError:  # planning says so, in its place
+        return False

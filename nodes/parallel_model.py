@@ -1,0 +1,61 @@
+"""ParallelModel: any MODEL of ComfyUI's own loaders, over several devices; nodes before and after it keep working."""
+
+from __future__ import annotations
+
+import comfy.model_patcher
+from comfy_api.latest import io
+
+from ..parallel_backend.errors import RequestError
+from ..parallel_backend.planner.rules import StrategySettings
+from .host.settings import default_settings, fingerprint
+from .link_checks import check_links, refuse_literals
+from .links import CATEGORY, ModelLink, StrategyLink
+from .model.parallel_model import make_parallel
+from .model.patcher import StepwisePatcher
+from .model.source import spec_of
+
+
+class ParallelModelNode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelModel",
+            display_name="Parallel Model",
+            category=CATEGORY,
+            description="Has several devices compute a model that one of ComfyUI's own loaders has loaded: images or "
+            "videos of any family. The devices read the file themselves; LoRAs and other changes come along.",
+            search_aliases=["multi gpu model", "any model parallel", "distributed", "xdit", "split model"],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="From Load Diffusion Model or Load Checkpoint, also through LoRAs and other model nodes.",
+                ),
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
+                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+            ],
+        )
+
+    validate_inputs = refuse_literals("model", "strategy")
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(
+        cls, model: comfy.model_patcher.ModelPatcher, strategy: StrategySettings | None = None
+    ) -> io.NodeOutput:
+        check_links(model=model, strategy=strategy)
+        if isinstance(model, StepwisePatcher):
+            raise RequestError(
+                "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
+            )
+        parallel = make_parallel(model, spec_of(model), strategy or default_settings())
+        return io.NodeOutput(parallel.patcher, parallel)

@@ -1,0 +1,86 @@
+"""ParallelModelLoader: names any model's file for the ranks; ComfyUI's own process reads its header only."""
+
+from __future__ import annotations
+
+import folder_paths
+import torch
+from comfy_api.latest import io
+
+from ..parallel_backend.planner.rules import StrategySettings
+from .host.settings import default_settings, fingerprint
+from .link_checks import check_links, refuse_literals
+from .links import CATEGORY, ModelLink, StrategyLink
+from .model.header_model import open_model
+from .model.parallel_model import make_parallel
+from .model.source import make_spec
+
+# By the choices of ComfyUI's Load Diffusion Model: its model_options.
+_OPTIONS: dict[str, dict[str, object]] = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+# Folders of models by what ComfyUI loads from them (ComfyUISource.part).
+_FOLDERS = {"diffusion_models": "diffusion_model", "checkpoints": "checkpoint"}
+
+
+class ParallelModelLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        names = [
+            name
+            for folder in _FOLDERS
+            for name in folder_paths.get_filename_list(folder)
+            if name.endswith((".safetensors", ".sft"))
+        ]
+        return io.Schema(
+            node_id="ParallelModelLoader",
+            display_name="Parallel Model Loader",
+            category=CATEGORY,
+            description="Names a model of any family for sampling on several devices. The devices read the file "
+            "themselves when sampling starts; this reads only its header.",
+            search_aliases=["multi gpu loader", "load model parallel", "unet loader", "load diffusion model"],
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=list(dict.fromkeys(names)),
+                    tooltip="A .safetensors file from models/diffusion_models or models/checkpoints.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(_OPTIONS),
+                    default="default",
+                    tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
+                    "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
+                ),
+                StrategyLink.Input(
+                    "strategy",
+                    optional=True,
+                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
+                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+            ],
+        )
+
+    validate_inputs = refuse_literals("strategy")
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(
+        cls, model_name: str, weight_dtype: str, strategy: StrategySettings | None = None
+    ) -> io.NodeOutput:
+        check_links(strategy=strategy)
+        folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
+        path = folder_paths.get_full_path_or_raise(folder, model_name)
+        options = _OPTIONS[weight_dtype]
+        spec = make_spec(path, _FOLDERS[folder], options)
+        source = open_model(path, _FOLDERS[folder], options)
+        parallel = make_parallel(source, spec, strategy or default_settings())
+        return io.NodeOutput(parallel.patcher, parallel)

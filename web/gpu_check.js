@@ -1,0 +1,77 @@
+// "Run the GPU check": its progress as it goes, and its report to copy or to save; closing the dialog ends it.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { button } from "./lib/button.js";
+import { openDialog } from "./lib/dialog.js";
+
+const COMMAND = "parallel_sampling.gpu_check";
+const BEFORE = `Tries everything that a GPU is for, with the demo model: kernels, memory, every way to split a picture, faults.
+
+It takes some minutes, and longer on GPUs, where it compiles. It ends the ranks that are warm, kills ranks of its own on purpose,
+and for a moment takes all memory of the first GPU: save your work, run no prompt meanwhile, and unload ComfyUI's models.
+Closing this dialog ends it.
+`;
+
+function save(name, text) {
+  const link = Object.assign(document.createElement("a"), {
+    href: URL.createObjectURL(new Blob([text], { type: "application/octet-stream" })),
+    download: name,
+  });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+// Lines of JSON as they arrive.
+async function* messages(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let unread = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (unread + part.value).split("\n");
+    unread = lines.pop();
+    yield* lines.map((line) => JSON.parse(line));
+  }
+}
+
+async function run(text, buttons, signal) {
+  const answer = await api.fetchApi("/parallel_sampling/gpu_check", { method: "POST", signal });
+  if (!answer.ok) {
+    text.textContent = (await answer.json()).error;
+    return;
+  }
+  text.textContent = "";
+  for await (const { line, error, markdown, report } of messages(answer.body)) {
+    if (markdown === undefined) {
+      text.textContent += `${line ?? error}\n`;
+      text.scrollTop = text.scrollHeight;
+      continue;
+    }
+    text.textContent = markdown;
+    text.scrollTop = 0;
+    buttons.append(button("Save Markdown", () => save("gpu-check.md", markdown)));
+    buttons.append(button("Save JSON", () => save("gpu-check.json", JSON.stringify(report, null, 1))));
+  }
+}
+
+function open() {
+  const { dialog, text, buttons } = openDialog("GPU check of Parallel Sampling", BEFORE);
+  const ending = new AbortController();
+  dialog.addEventListener("close", () => ending.abort());
+  const start = button("Run", async () => {
+    start.remove();
+    buttons.querySelector("button").focus(); // else Escape would go to the page below
+    text.textContent = "Starting …";
+    try {
+      await run(text, buttons, ending.signal);
+    } catch (error) {
+      text.textContent += `\nComfyUI did not answer: ${error}`;
+    }
+  });
+  buttons.prepend(start);
+  start.focus();
+}
+
+app.registerExtension({
+  name: COMMAND,
+  commands: [{ id: COMMAND, label: "Run the GPU check of Parallel Sampling", icon: "pi pi-bolt", function: open }],
+  menuCommands: [{ path: ["Extensions", "Parallel Sampling"], commands: [COMMAND] }],
+});
