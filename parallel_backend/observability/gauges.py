@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from ..devices import is_cpu
-from ..host_memory import host_memory
-from ..planner.machine.fingerprint import cpu_name
-from ..planner.machine.probe import ask, visible_topology
-from ..planner.machine.topology import Topology
+from ..host_memory import available_memory, host_memory
+from ..machine.fingerprint import cpu_name
+from ..machine.probe import ask, visible_topology
+from ..machine.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -100,29 +99,3 @@ class DeviceGauges:
 def _host() -> Gauge:
     total = host_memory()
     return Gauge(cpu_name(), total, min(total, available_memory(total)), shared=True)
-
-
-def available_memory(
-    total: int, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Bytes that could be had without swapping; within a container no more than what its limit `total` leaves."""
-    found = _numbers(meminfo, ":").get("MemAvailable", 0) * 1024
-    try:
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # not in a container, or an older kind of limit
-        return found
-    cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # given back when it is needed
-    return min(found, max(0, total - used + cached))
-
-
-def _numbers(table: Path, separator: str) -> dict[str, int]:
-    """The first number of each line, by the line's name."""
-    found = {}
-    try:
-        for line in table.read_text().splitlines():
-            name, _, rest = line.partition(separator)
-            if (words := rest.split()) and words[0].isdigit():
-                found[name] = int(words[0])
-    except OSError:
-        pass
-    return found

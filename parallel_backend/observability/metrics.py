@@ -176,11 +176,12 @@ class _Groups:
         return iter(self._families())
 
     def collect(self) -> Iterator[Metric]:
-        state, memory, sent = families = self._families()
+        state, memory, sent, models = families = self._families()
         ranks: dict[str, RankStatus] = {}  # by device: a scrape with one series twice would be refused whole
         for group in self._statuses():
             for one in State:
                 state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
+            models.add_metric([_listed(group.devices)], len(group.models))
             ranks |= {rank.device: rank for rank in group.ranks}
         for device, rank in ranks.items():
             memory.add_metric([device, "weights"], rank.weight_bytes)
@@ -189,7 +190,7 @@ class _Groups:
         return iter(families)
 
     @staticmethod
-    def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily]:
+    def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
         return (
             GaugeMetricFamily(
                 PREFIX + "group_state", "1 for the state that a group is in", labels=("devices", "state")
@@ -201,6 +202,11 @@ class _Groups:
             ),
             CounterMetricFamily(
                 PREFIX + "sent_bytes", "Bytes that a rank sent to others since it began", labels=("device",)
+            ),
+            GaugeMetricFamily(
+                PREFIX + "held_models",
+                "Models that a group holds in its devices' memory",
+                labels=("devices",),
             ),
         )
 

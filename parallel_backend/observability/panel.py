@@ -92,6 +92,7 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
         "words": group_words(status),
         "reason": status.reason if status.state in (State.FAILED.value, State.BROKEN.value) else "",
         "model": status.model,
+        "models": list(status.models),
         "step_seconds": [round(seconds, 4) for seconds in status.step_seconds],
         "why_not": why_not(status, left_out),
         "ranks": ranks,

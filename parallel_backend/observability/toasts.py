@@ -38,11 +38,12 @@ class Notifier:
         elif isinstance(event, Started):
             self._show(Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF))
         elif isinstance(event, RequestFailed) and event.broken:
+            who = "all ranks" if event.rank is None else f"rank {event.rank} on {event.device}"
             self._show(
                 Toast(
                     "error",
                     "The ranks failed too often",
-                    f"On {names}; last rank {event.rank} on {event.device}: {event.cause}. They are not started again "
+                    f"On {names}; last {who}: {event.cause}. They are not started again "
                     f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
                 )
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ...errors import StrategyError
+from ...planner.candidates import enumerate_candidates, rule_key
 from ...planner.job import Job
-from ...planner.ranking import enumerate_candidates, rule_key
 from ...strategy import DEGREES, ParallelStrategy
 
 _DEGREES = {name.removesuffix("_degree"): name for name in DEGREES}

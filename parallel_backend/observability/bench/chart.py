@@ -9,7 +9,7 @@ from statistics import median
 
 from .outcome import Outcome
 
-_INK, _BAR, _BEST, _PREDICTED = "#222222", "#9db4c8", "#2f6f9f", "#c0562f"
+_INK, _BAR, _BEST = "#222222", "#9db4c8", "#2f6f9f"
 
 
 def can_draw() -> bool:
@@ -17,7 +17,7 @@ def can_draw() -> bool:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Writes `path`: a bar per strategy that ran, its least and most as a whisker, the prediction as a mark."""
+    """Writes `path`: a bar per strategy that ran, its least and most as a whisker."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     rows = [row for row in outcome.rows if row.step_seconds]
@@ -30,14 +30,10 @@ def draw(outcome: Outcome, path: Path) -> None:
         speedup = outcome.speedup(row)
         label = f"  {row.step_s:.3g} s" + (f"  ({speedup:.2f}×)" if speedup is not None else "")
         axes.text(max(row.step_seconds), place, label, va="center", color=_INK, fontsize=9)
-    predicted = [(row.predicted_s, place) for place, row in enumerate(rows) if row.predicted_s is not None]
-    if predicted:
-        axes.plot(*zip(*predicted, strict=True), "d", color=_PREDICTED, label="predicted")
-        axes.legend(loc="lower right", frameon=False, fontsize=8)
     names = [r.name + (f"  ·  {n} devices" if (n := r.strategy.world_size) > 1 else "") for r in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.invert_yaxis()
-    longest = max([max(row.step_seconds) for row in rows] + [seconds for seconds, _ in predicted])
+    longest = max(max(row.step_seconds) for row in rows)
     axes.set_xlim(0, 1.25 * longest)
     axes.set_xlabel("seconds per denoising step (median; line: least to most)", fontsize=9)
     for side in ("top", "right"):

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...planner.cost.model import Machine
 from ...planner.job import Job
+from ...planner.memory.fit import Capacity, MemoryCheck, fits
 from ...planner.memory.rank_memory import fullest_rank
 from ...strategy import ParallelStrategy
 
 
 def split_by_memory(
-    strategies: Sequence[ParallelStrategy], job: Job, machine: Machine
+    strategies: Sequence[ParallelStrategy],
+    job: Job,
+    devices: tuple[str, ...],
+    capacity: Capacity | None = None,
 ) -> tuple[list[ParallelStrategy], dict[ParallelStrategy, str]]:
-    """(what to run, why not for the rest). What does not fit runs with sharded weights, where that fits."""
+    """(what to run, why not for the rest). What does not fit runs with sharded weights, where that fits. `capacity`:
+    as in check_capacity."""
     run: list[ParallelStrategy] = []
     left_out: dict[ParallelStrategy, str] = {}
     for strategy in strategies:
-        needed = predicted_bytes(strategy, job)
-        if needed <= machine.usable:
+        check = MemoryCheck(job, strategy, devices[: strategy.world_size])
+        if fits(check, capacity):
             run.append(strategy)
             continue
-        left_out[strategy] = (
-            f"predicted not to fit: {needed / 1e9:.1f} GB a GPU, and {machine.usable / 1e9:.1f} GB can be used"
-        )
+        needed = fullest_rank(check.memories).private_bytes
+        left_out[strategy] = f"predicted not to fit: {needed / 1e9:.1f} GB on the fullest device"
         sharded = strategy.replace(shard_weights=True)
         if (
             strategy.world_size > 1
-            and not sharded.violations(job.model.shape, machine.count)
-            and predicted_bytes(sharded, job) <= machine.usable
+            and not sharded.violations(job.model.shape, len(devices))
+            and fits(MemoryCheck(job, sharded, check.devices), capacity)
         ):
             run.append(sharded)
     return list(dict.fromkeys(run)), left_out
-
-
-def predicted_bytes(strategy: ParallelStrategy, job: Job) -> float:
-    """On the fullest device."""
-    return fullest_rank(job.model.memory(job, strategy)).private_bytes

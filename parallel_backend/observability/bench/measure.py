@@ -1,4 +1,4 @@
-"""measure(): from a file and a few wishes to an Outcome, with predictions where the card is known."""
+"""measure(): from a file and a few wishes to an Outcome."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dataclasses import replace
 
 from ...devices import is_cpu, resolve_devices
 from ...errors import RequestError, StrategyError
+from ...machine.fingerprint import cores, cpu_name
+from ...machine.local import topology_of
+from ...machine.probe import read_topology
+from ...machine.topology import Topology
 from ...models.registry import inspect_model
-from ...planner.cost.machine import model_machine
-from ...planner.cost.model import Machine, predict
 from ...planner.decide import job_from_request
 from ...planner.history.measurement_history import MeasurementHistory
 from ...planner.job import Job
 from ...planner.job_models import CheckpointModel
-from ...planner.machine.fingerprint import cores, cpu_name
-from ...planner.machine.local import topology_of
-from ...planner.machine.probe import read_topology
-from ...planner.machine.topology import Topology
-from ...planner.ranking import BAND_WITH_ONE_GPU, BAND_WITHOUT
+from ...planner.memory.fit import MemoryCheck
+from ...planner.memory.rank_memory import fullest_rank
 from ...requests import WEIGHT_DTYPES, ModelSpec
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
 from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
-from .fitting import predicted_bytes, split_by_memory
+from .fitting import split_by_memory
 from .outcome import Outcome, Row
 from .rounds import Comparison, random_request, run_rounds
 
@@ -75,15 +74,12 @@ def measure(
         device_bytes=min((d.memory for d in topology.devices), default=0),
     )
     history = MeasurementHistory(names, seen)
-    machine = _machine(topology)
     left_out: dict[ParallelStrategy, str] = {}
-    if machine is not None and strategies.strip().lower() in _UNNAMED:  # what a person names is tried
-        wanted, left_out = split_by_memory(wanted, job, machine)
+    if strategies.strip().lower() in _UNNAMED:  # what a person names is tried
+        wanted, left_out = split_by_memory(wanted, job, names)
     rows, together, calibrations = run_rounds(comparison, wanted, history, say)
     rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
-    alone = next((r.step_s for r in rows if r.strategy.world_size == 1), None)
-    if machine is not None:
-        rows = [_predicted(row, job, machine, alone) for row in rows]
+    rows = [_with_memory(row, job, names) for row in rows]
     private = find_private()
     stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
@@ -95,7 +91,6 @@ def measure(
         software=history.fingerprint.software,
         rounds=rounds,
         interleaved=together,
-        band=None if machine is None else BAND_WITH_ONE_GPU if alone else BAND_WITHOUT,
         links=tuple(_links(c) for c in calibrations),
     )
 
@@ -115,18 +110,9 @@ def _wanted(text: str, job: Job, count: int, engine: str) -> Sequence[ParallelSt
     return wanted
 
 
-def _machine(topology: Topology) -> Machine | None:
-    """The devices as the cost model knows them; None for a CPU, or a card without a data sheet."""
-    try:
-        return model_machine(topology)[0]
-    except RequestError:
-        return None
-
-
-def _predicted(row: Row, job: Job, machine: Machine, alone: float | None) -> Row:
-    """With the predicted step time and memory. `alone`: one device's measured step, where it ran."""
-    found = predict(job, row.strategy, machine, one_gpu_s=alone, with_fixed=False)
-    return replace(row, predicted_s=found.step_s, memory_bytes=predicted_bytes(row.strategy, job))
+def _with_memory(row: Row, job: Job, devices: tuple[str, ...]) -> Row:
+    check = MemoryCheck(job, row.strategy, devices[: row.strategy.world_size])
+    return replace(row, memory_bytes=fullest_rank(check.memories).private_bytes)
 
 
 def _hardware(topology: Topology) -> tuple[str, ...]:

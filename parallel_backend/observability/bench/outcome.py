@@ -10,7 +10,7 @@ from ...strategy import ParallelStrategy
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `step_seconds`: all warm steps of all rounds; `predicted_s`: of a step, None where nobody can say.
+    """One strategy. `step_seconds`: all warm steps of all rounds; `memory_bytes`: predicted, of the fullest device.
 
     `difference`: largest from the first strategy's latent, relative to its largest value; `sent_bytes`: by all ranks in
     one step; `problem`: why it did not run, or empty.
@@ -19,7 +19,6 @@ class Row:
     strategy: ParallelStrategy
     engine: str = ""
     step_seconds: tuple[float, ...] = ()
-    predicted_s: float | None = None
     memory_bytes: float | None = None
     sent_bytes: float = 0.0
     difference: float | None = None
@@ -54,7 +53,6 @@ class Outcome:
     software: tuple[str, ...]
     rounds: int
     interleaved: bool
-    band: float | None = None
     links: tuple[str, ...] = ()
 
     @property
@@ -83,7 +81,6 @@ class Outcome:
             "software": list(self.software),
             "rounds": self.rounds,
             "interleaved": self.interleaved,
-            "predicted_band": self.band,
             "links": list(self.links),
             "best": self.best.name if self.best else None,
             "rows": [self._row(row) for row in self.rows],
@@ -103,7 +100,6 @@ class Outcome:
             "steps_measured": len(row.step_seconds),
             "speedup": speedup,
             "efficiency": None if speedup is None else speedup / row.strategy.world_size,
-            "predicted_step_s": row.predicted_s,
             "predicted_memory_bytes": row.memory_bytes,
             "sent_bytes_per_step": row.sent_bytes,
             "difference_from_one_device": row.difference,

@@ -10,7 +10,6 @@ import torch
 
 from ...errors import Cancelled, ParallelError
 from ...models.model_file import ModelFile
-from ...planner.calibrate import calibrate_once
 from ...planner.history.measurement_history import MeasurementHistory
 from ...planner.job import Job
 from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
@@ -99,8 +98,7 @@ def run_rounds(
                     try:
                         result = sidecar.sample(comparison.spec, comparison.request, placement)
                         if turn == 0 and s.world_size > 1:
-                            ids = history.ids[: s.world_size]
-                            calibrations.append(calibrate_once(sidecar, placement, history.store, ids))
+                            calibrations.append(sidecar.calibrate(placement))
                     except Cancelled:
                         raise
                     except ParallelError as error:

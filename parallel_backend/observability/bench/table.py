@@ -11,13 +11,12 @@ _WIDTH = 100
 
 
 def as_text(outcome: Outcome) -> str:
-    """The whole text; predictions are labelled."""
-    predicted = any(row.predicted_s is not None for row in outcome.rows)
+    """The whole text."""
     names = max(map(len, ["strategy", *(row.name for row in outcome.rows)]))
     head = f"  {'strategy':{names}s} {'devices':>7s} {'step s':>9s} {'least–most':>15s} {'speed-up':>8s}"
-    head += f" {'MiB/step':>9s}" + (f" {'predicted s':>11s}" if predicted else "")
+    head += f" {'MiB/step':>9s}"
     lines = [f"MEASURED: {outcome.model}, {outcome.request}", "", head]
-    lines += [_line(outcome, row, names, predicted) for row in outcome.rows]
+    lines += [_line(outcome, row, names) for row in outcome.rows]
     turns = (
         "taking turns in each round" if outcome.interleaved else "one after the other (no room side by side)"
     )
@@ -25,17 +24,13 @@ def as_text(outcome: Outcome) -> str:
         f"Medians of the warm steps of {outcome.rounds} rounds, {turns}. The text encoder and the VAE are not in it.",
         *_verdict(outcome),
     ]
-    if predicted and outcome.band is not None:
-        notes.append(
-            f"Predicted: from data sheets and one device's step, ± {outcome.band:.0%}, see docs/selector.md."
-        )
     notes += [f"Links: {line}" for line in outcome.links]
     notes += [f"On: {'; '.join(outcome.hardware)}. With: {', '.join(outcome.software)}."]
     wrapped = [line for note in notes for line in textwrap.wrap(note, _WIDTH)]
     return "\n".join([*lines, "", *wrapped])
 
 
-def _line(outcome: Outcome, row: Row, names: int, predicted: bool) -> str:
+def _line(outcome: Outcome, row: Row, names: int) -> str:
     mark = "→" if row is outcome.best else " "
     start = f"{mark} {row.name:{names}s} {row.strategy.world_size:7d}"
     if row.step_s is None:
@@ -43,8 +38,7 @@ def _line(outcome: Outcome, row: Row, names: int, predicted: bool) -> str:
     span = f"{min(row.step_seconds):.3g}–{max(row.step_seconds):.3g}"
     speedup = outcome.speedup(row)
     line = f"{start} {row.step_s:9.4g} {span:>15s} {'' if speedup is None else f'{speedup:.2f}x':>8s}"
-    line += f" {row.sent_bytes / 2**20:9.1f}"
-    return line + (f" {row.predicted_s:11.4g}" if predicted and row.predicted_s is not None else "")
+    return f"{line} {row.sent_bytes / 2**20:9.1f}"
 
 
 def _verdict(outcome: Outcome) -> list[str]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
-from ...errors import Cancelled, DeviceError, ParallelError
-from ...planner.machine.fingerprint import cpu_name
-from ...planner.machine.probe import read_topology
-from ...planner.machine.topology import Topology
-from ...wire.calibration import Calibration, RankFacts
+from ...errors import Cancelled, ParallelError
+from ...machine.fingerprint import cpu_name
+from ...machine.probe import read_topology
+from ...machine.topology import Topology
+from ...wire.calibration import Calibration
 from .gpus import check_devices
 from .kernels import check_kernels
 from .links import GROUP as LINKS
-from .links import check_links
+from .links import check_links, of_ranks
 from .parity import GROUP as SAMPLING
 from .parity import check_parity, failed_start
 from .privacy import find_private, scrubbed
@@ -47,16 +47,13 @@ def examine(
     platform_verdict = check_platform(sys.platform, platform.release())
     if platform_verdict.status == "broken":
         return scrubbed(Report((platform_verdict,)), find_private())
-    versions = probe_versions()
-    torch_problem = probe_torch()
-    topology, driver_problem = _probe_topology(torch_problem)
-    gpus = len(topology.devices)
-    devices = devices or _usual_devices(gpus)
+    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
+    devices = devices or _usual_devices(len(topology.devices))
     on_gpus = devices[0].startswith("cuda")
-    verdicts = [platform_verdict, *check_versions(versions, gpus, torch_problem)]
-    verdicts += check_system(probe_system(), len(devices), on_gpus)
-    verdicts.append(check_leftovers(probe_leftovers()))
-    verdicts += check_devices(topology, cpu_name(), driver_problem)
+    verdicts = [
+        platform_verdict,
+        *_look_at_installation(devices, topology, torch_problem, driver_problem),
+    ]
     if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
         verdicts.append(
             Verdict(SAMPLING, "ranks", "skipped", "the ranks cannot start without what is missing")
@@ -65,6 +62,22 @@ def examine(
     else:
         verdicts += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
     return scrubbed(Report(tuple(verdicts)), find_private())
+
+
+def look_at_installation(devices: tuple[str, ...]) -> list[Verdict]:
+    """The verdicts that need no rank: software, limits, devices. `devices`: of the ranks that are to run."""
+    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
+    found = _look_at_installation(devices, topology, torch_problem, driver_problem)
+    return [check_platform(sys.platform, platform.release()), *found]
+
+
+def _look_at_installation(
+    devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
+) -> list[Verdict]:
+    verdicts = check_versions(probe_versions(), len(topology.devices), torch_problem)
+    verdicts += check_system(probe_system(), len(devices), devices[0].startswith("cuda"))
+    verdicts.append(check_leftovers(probe_leftovers()))
+    return verdicts + check_devices(topology, cpu_name(), driver_problem)
 
 
 def _with_ranks(
@@ -96,7 +109,7 @@ def _with_ranks(
             verdicts.append(failed_start(len(devices), _cause(error)))
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
-            verdicts += check_links(calibrations, _of_ranks(topology, facts) if on_gpus else None)
+            verdicts += check_links(calibrations, of_ranks(topology, facts) if on_gpus else None)
         elif calibrations:
             verdicts.append(Verdict(LINKS, "links", "skipped", "one rank has none"))
         verdicts += check_kernels(probe_kernels(), facts, on_gpus)
@@ -137,14 +150,6 @@ def _usual_devices(gpus: int) -> tuple[str, ...]:
         if len(found) > 1:  # else torch sees fewer than NVML does
             return found
     return ("cpu:0", "cpu:1")
-
-
-def _of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
-    """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
-    try:
-        return topology.select([f.device_uuid for f in facts])
-    except DeviceError:
-        return None
 
 
 def _cause(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...planner.machine.topology import Device, Topology
+from ...machine.topology import Device, Topology
 from .verdict import Verdict
 
 GROUP = "Devices"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...planner.machine.topology import Topology
+from ...errors import DeviceError
+from ...machine.topology import Topology
 from ...wire.calibration import (
     ALL_TO_ALL,
     PAIR,
@@ -25,6 +26,14 @@ _CORRUPT = (
     "set NCCL_P2P_DISABLE=1, which avoids the direct path; then switch off the IOMMU or ACS in the BIOS, or update "
     "it"
 )
+
+
+def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
+    """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
+    try:
+        return topology.select([f.device_uuid for f in facts])
+    except DeviceError:
+        return None
 
 
 def check_links(ranks: Sequence[Calibration], topology: Topology | None) -> list[Verdict]:

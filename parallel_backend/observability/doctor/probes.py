@@ -10,7 +10,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...planner.machine.fingerprint import cores, installed_version
+from ...machine.fingerprint import cores, installed_version
 from .kernels import KERNELS
 from .system import VARIABLES, Leftovers, System
 from .versions import NEEDS, SHOWN
