@@ -134,6 +134,10 @@ class ComfyUIClient:
         """Ask for memory, as the UI's "free model and node cache" does; ComfyUI acts when its queue is idle."""
         self._request("/free", {"unload_models": unload_models, "free_memory": free_memory})
 
+    def clear_history(self) -> None:
+        """Have ComfyUI forget the prompts that have ended."""
+        self._request("/history", {"clear": True})
+
     @contextmanager
     def listen(self) -> Iterator[Events]:
         """Collect progress, previews and messages of prompts that are queued inside the block."""

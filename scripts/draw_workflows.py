@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +30,23 @@ DEMO_PICTURES = ROOT / "docs" / "images" / "demo_contact_sheet.jpg"
 # The two nodes that a thumbnail shows large; the demo's first is its pictures.
 LARGE = {
     "demo_no_downloads": (None, "ParallelSampler"),
+    "flux2_dev_parallel": ("UNETLoader", "EmptyFlux2LatentImage"),
     "flux_dev_controlnet": ("ControlNetApplyAdvanced", "ParallelSampler"),
     "flux_dev_high_resolution": ("EmptySD3LatentImage", "ParallelVAEDecode"),
     "flux_dev_img2img": ("LoadImage", "ParallelSampler"),
     "flux_dev_inpaint": ("SetLatentNoiseMask", "ParallelSampler"),
     "flux_dev_lora_parallel": ("ParallelLoraLoader", "ParallelSampler"),
+    "hunyuan_video_1_5_text_to_video_parallel": ("UNETLoader", "EmptyHunyuanVideo15Latent"),
+    "ltx2_text_to_video_parallel": ("CheckpointLoaderSimple", "EmptyLTXVLatentVideo"),
+    "minimax_h3_text_to_video_parallel": ("UNETLoader", "MiniMaxH3ImageToVideo"),
+    "qwen_image_edit_parallel": ("UNETLoader", "TextEncodeQwenImageEditPlus"),
+    "sdxl_parallel": ("CheckpointLoaderSimple", "KSampler"),
     "stock_ksampler_parallel_model": ("ParallelFluxLoader", "KSampler"),
+    "wan2_2_text_to_video_parallel": ("UNETLoader", "KSamplerAdvanced"),
 }
 # Help page -> the workflow and the nodes that its picture shows.
 HELP = {
+    "ParallelModel": ("wan2_2_text_to_video_parallel", ("UNETLoader", "ParallelModel")),
     "StrategySelector": (
         "flux_dev_sharded_weights",
         ("StrategySelector", "ParallelFluxLoader", "PreviewAny"),
@@ -208,7 +217,8 @@ def _shown(node: dict[str, Any], info: dict[str, Any]) -> list[tuple[str, Any, b
 
 def _draw_note(sheet: Sheet, node: dict[str, Any]) -> None:
     (x, y), (width, height) = node["pos"], node["size"]
-    text = node["widgets_values"][0].replace("**", "").replace("`", "").replace("*", "")
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", node["widgets_values"][0])  # links by their words
+    text = text.replace("**", "").replace("`", "").replace("*", "")
     _draw_lines(sheet, x + 14, y + 14, width - 28, height - 28, text, 15)
 
 

@@ -18,6 +18,8 @@ def main() -> NoReturn:
     environment = prepare()
     # Ranks and workers share the cores; torch's default of one thread per core each would stall all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Tests start hundreds of processes; without bytecode each would compile the pack and ComfyUI anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     arguments = sys.argv[1:]
     parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
     if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):

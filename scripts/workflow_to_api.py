@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+# A combo whose options can have inputs of their own, such as SaveVideo's codec.
+_DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
+_WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", _DYNAMIC_COMBO}
 _CONTROL_VALUES = {"fixed", "increment", "decrement", "randomize"}
 _NOTES = {"Note", "MarkdownNote"}
 _MUTED, _BYPASSED = 2, 4  # LiteGraph's node modes
@@ -95,6 +97,8 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
                 continue
             raise WorkflowError(f"node {node['id']} ({node['type']}): no saved value for {name!r}")
         yield name, saved[position]
+        if kind == _DYNAMIC_COMBO:
+            _check_plain_choice(node, name, saved[position], options)
         position += 1
         follows = saved[position] if position < len(saved) else None
         has_control = options.get("control_after_generate") or (
@@ -109,6 +113,16 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
         raise WorkflowError(f"node {node['id']} ({node['type']}): saved values that fit no input: {unused}")
 
 
+def _check_plain_choice(node: dict[str, Any], name: str, chosen: str, options: dict[str, Any]) -> None:
+    """Raises WorkflowError where the option that was chosen has inputs of its own."""
+    for option in options["options"]:
+        if option["key"] == chosen and any(option["inputs"].values()):
+            raise WorkflowError(
+                f"node {node['id']} ({node['type']}): {name} {chosen!r} has inputs of its own, which this converter "
+                f"does not resolve"
+            )
+
+
 def widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, type and options of the inputs that the editor shows as widgets, in its order."""
     for group in ("required", "optional"):
@@ -116,6 +130,7 @@ def widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for name in info.get("input_order", {}).get(group, inputs):
             kind, *rest = inputs[name]
             options = rest[0] if rest else {}
-            kind = "COMBO" if isinstance(kind, list) else kind
+            # A socket that takes several types says which one its widget edits.
+            kind = "COMBO" if isinstance(kind, list) else options.get("widgetType", kind)
             if kind in _WIDGET_TYPES and not options.get("forceInput"):
                 yield name, kind, options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -24,6 +25,12 @@ LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
 
 def pytest_configure() -> None:
     supervisor.subprocess = FORKED
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: each collection of garbage would look through it, and in a forked rank copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,9 +17,10 @@ ROOMS = {
     "sampling": {"engine"},
     "rank": {"sampling", "engine", "models", "wire"},
     "sidecar": {"wire"},
-    "planner": {"sidecar", "models", "wire"},
-    "observability": {"planner", "sidecar", "models", "wire"},
-    "nodes": {"observability", "planner", "sidecar", "models", "wire"},
+    "machine": {"wire"},
+    "planner": {"sidecar", "machine", "models", "wire"},
+    "observability": {"planner", "sidecar", "machine", "models", "wire"},
+    "nodes": {"observability", "planner", "sidecar", "machine", "models", "wire"},
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms that know no family of models: what is one family's lives in its folder below models/.

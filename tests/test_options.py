@@ -18,6 +18,6 @@ def test_by_default_nothing_is_compiled_and_the_kernel_is_chosen():
 )
 def test_a_misspelt_choice_is_refused_with_the_right_ones(name, choice):
     with pytest.raises(
-        RequestError, match=rf"{name} .* is unknown; choose one of (off, blocks|auto, .*sage)"
+        RequestError, match=rf"{name} .* is unknown; choose one of (auto, off, blocks|auto, .*sage)"
     ):
         ComputeOptions(**choice)

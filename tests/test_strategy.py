@@ -123,3 +123,47 @@ def test_an_unknown_engine_is_named():
 
 def test_a_strategy_that_keeps_all_rules_has_no_violations():
     assert ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2).violations(FLUX, 8) == []
+
+
+ANY = ModelShape(4, 30, "wan.safetensors", splits_layers=False, pipelines=False, uneven_heads=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "words", "inputs"),
+    [
+        (
+            ANY,
+            {"ulysses_degree": 5},
+            "ulysses_degree 5 is more than the 4 attention heads",
+            {"ulysses_degree"},
+        ),
+        (
+            ANY,
+            {"pipefusion_degree": 2},
+            "the nearest valid setting is pipefusion_degree 1",
+            {"pipefusion_degree"},
+        ),
+        (ANY, {"tensor_degree": 2}, "setting is tensor_degree 1, with shard_weights", {"tensor_degree"}),
+        (
+            ModelShape(8, 0, "sdxl.safetensors", splits_tokens=False, splits_layers=False, pipelines=False),
+            {"ulysses_degree": 3, "ring_degree": 2},
+            "ring_degree 2 with ulysses_degree 3: the tokens of one image of sdxl.safetensors cannot be shared out",
+            {"ring_degree", "ulysses_degree"},
+        ),
+    ],
+)
+def test_what_a_model_does_not_have_is_named_once_with_what_it_has(shape, strategy, words, inputs):
+    (problem,) = ParallelStrategy(**strategy).problems(shape, device_count=8)
+    assert words in problem.message and set(problem.inputs) == inputs
+
+
+@pytest.mark.parametrize("strategy", [{"ulysses_degree": 3}, {"ring_degree": 7}, {"cfg_degree": 2}])
+def test_heads_need_not_divide_where_ranks_may_take_different_numbers(strategy):
+    assert ParallelStrategy(**strategy).violations(ANY, 8) == []
+
+
+def test_the_sequence_is_split_as_far_as_the_heads_go():
+    assert ANY.split_sequence(3) == (3, 1)
+    assert ANY.split_sequence(6) == (3, 2)
+    assert FLUX.split_sequence(16) == (8, 2)
+    assert ModelShape(8, 2, splits_tokens=False).split_sequence(4) == (1, 1)

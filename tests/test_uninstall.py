@@ -27,10 +27,10 @@ def uninstall(cache: Path) -> str:
 
 def test_measurements_go_and_with_them_the_folder(tmp_path):
     folder = tmp_path / FOLDER
-    folder.mkdir()
-    for name in ("measurements-1234.json", "measurements-1234.lock"):
+    (folder / "compiled" / "fxgraph").mkdir(parents=True)
+    for name in ("measurements-1234.json", "measurements-1234.lock", "self-tests.json", "self-tests.lock"):
         (folder / name).write_text("{}")
-    assert "2 files" in uninstall(tmp_path)
+    assert "4 files" in uninstall(tmp_path)
     assert not folder.exists()
     assert "0 files" in uninstall(tmp_path)
 

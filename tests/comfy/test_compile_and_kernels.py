@@ -70,8 +70,12 @@ def test_compiled_blocks_give_the_stock_latent_both_ways_and_are_kept(comfy, une
     assert torch.equal(second, first) and "compile: blocks (were compiled)" in report
     assert relative_difference(stepwise(comfy, unet, compile="blocks", ring=True), stock) <= TOLERANCE
     assert said(comfy) == before + 1
-    _, report = resident(comfy, unet, ring=True)
-    assert "compile" not in report
+
+
+def test_auto_compiles_nothing_on_a_cpu(comfy, unet):
+    for mode in ({}, {"compile": "auto"}):
+        _, report = resident(comfy, unet, ring=True, **mode)
+        assert "compile" not in report
 
 
 def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):

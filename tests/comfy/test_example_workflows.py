@@ -12,7 +12,18 @@ from comfyui_client import PromptRejected
 from draw_workflows import SIDE, outline
 from workflow_to_api import widgets, workflow_to_api
 
+# Of any model: each with Parallel Model behind stock loaders.
+ANY_MODEL = (
+    "flux2_dev_parallel",
+    "hunyuan_video_1_5_text_to_video_parallel",
+    "ltx2_text_to_video_parallel",
+    "minimax_h3_text_to_video_parallel",
+    "qwen_image_edit_parallel",
+    "sdxl_parallel",
+    "wan2_2_text_to_video_parallel",
+)
 EXAMPLES = (
+    *ANY_MODEL,
     "demo_no_downloads",
     "flux_dev_cfg_negative",
     "flux_dev_controlnet",
@@ -27,7 +38,10 @@ EXAMPLES = (
 )
 
 # Checkpoints that a test machine does not have: the one reason for which a valid example may be rejected here.
-_FILE_INPUTS = {"unet_name", "vae_name", "clip_name1", "clip_name2", "lora_name", "control_net_name"}
+_FILE_INPUTS = {
+    *("unet_name", "ckpt_name", "vae_name", "lora_name", "control_net_name"),
+    *("clip_name", "clip_name1", "clip_name2", "text_encoder"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +89,63 @@ def test_example_says_what_it_shows_and_where_its_models_are(name):
             assert model["name"] in node["widgets_values"]
             assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(model["name"])
             assert f"{model['directory']}/{model['name']}" in note["widgets_values"][0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_sockets_of_an_example_are_those_of_its_nodes(comfy, name):
+    """The prompt that the server checks has neither the types that a file keeps nor its outputs."""
+    info = comfy.client.object_info()
+    workflow = _workflow(name)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for node in nodes.values():
+        if node["type"] not in info:
+            continue
+        known = info[node["type"]]
+        shown = {widget for widget, *_ in widgets(known)}
+        wanted = {
+            socket: kind[0]
+            for group in ("required", "optional")
+            for socket, kind in known["input"].get(group, {}).items()
+            if socket not in shown
+        }
+        assert {socket["name"]: socket["type"] for socket in node["inputs"]} == wanted, node["type"]
+        assert [socket["type"] for socket in node["outputs"]] == known["output"], node["type"]
+    for link, source, out, target, into, kind in workflow["links"]:
+        leaves, enters = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
+        assert link in leaves["links"] and enters["link"] == link
+        assert kind == leaves["type"] and enters["type"] in (kind, "*")
+
+
+@pytest.mark.parametrize("name", ANY_MODEL)
+def test_example_of_any_model_puts_parallel_model_between_a_stock_loader_and_all_else(name):
+    workflow = _workflow(name)
+    kinds = {node["id"]: node["type"] for node in workflow["nodes"]}
+    loaders = [node for node, kind in kinds.items() if kind in ("UNETLoader", "CheckpointLoaderSimple")]
+    ours = [node for node, kind in kinds.items() if kind == "ParallelModel"]
+    models = [(link[1], link[3]) for link in workflow["links"] if link[5] == "MODEL"]
+    assert sorted(source for source, target in models if target in ours) == sorted(loaders)
+    assert all(target in ours for source, target in models if source in loaders)
+    strategies = [
+        kinds[link[1]] for link in workflow["links"] if link[3] in ours and link[5] == "PARALLEL_STRATEGY"
+    ]
+    assert strategies == ["StrategySelector"] * len(ours)
+
+
+@pytest.mark.parametrize("name", ANY_MODEL)
+def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_gpus(name):
+    workflow = _workflow(name)
+    (note,) = [node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
+    files = [model for node in workflow["nodes"] for model in node["properties"].get("models", [])]
+    assert files and all(f"({model['url']})" in note for model in files)
+    for part in (
+        "## Parallel Model",
+        "## Strategy Selector",
+        "**2 GPUs:**",
+        "**4 GPUs:**",
+        "`shard_weights`",
+    ):
+        assert part in note
+    assert ("`ulysses_degree` 2" in note) == (name != "sdxl_parallel"), "SDXL has no tokens to share out"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

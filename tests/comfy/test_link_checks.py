@@ -25,6 +25,7 @@ class Wired(Graph):
                 self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto"),
                 0,
             ],
+            "MODEL": lambda: [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0],
             "PARALLEL_STRATEGY": lambda: self.strategy("cpu:1"),
             "CONDITIONING": lambda: self.text(1),
             "LATENT": self.latent,
@@ -74,9 +75,9 @@ def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: o
             inputs[field] = graph.source(kind, unet)
         elif kind == "COMBO":
             known = options.get("options", options["choices"])
-            inputs[field] = {"unet_name": unet, "lora_name": lora}.get(field) or options.get(
-                "default", known[0]
-            )
+            inputs[field] = {"unet_name": unet, "model_name": unet, "lora_name": lora}.get(
+                field
+            ) or options.get("default", known[0])
         else:
             inputs[field] = options.get("default", 0)
     graph.add("PreviewAny", source=[graph.add(node, **inputs), 0])

@@ -48,6 +48,8 @@ OUR_NODES = {
         "step_cache",
         "cache_threshold",
     ],
+    "ParallelModel": ["model", "strategy"],
+    "ParallelModelLoader": ["model_name", "weight_dtype", "strategy"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
 }
@@ -56,6 +58,8 @@ OUTPUTS = {
     "StrategySelector": ["PARALLEL_STRATEGY", "STRING"],
     "ParallelLoraLoader": ["PARALLEL_MODEL"],
     "ParallelSampler": ["LATENT", "STRING"],
+    "ParallelModel": ["MODEL", "PARALLEL_MODEL"],
+    "ParallelModelLoader": ["MODEL", "PARALLEL_MODEL"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
     "ParallelVAEDecode": ["IMAGE", "STRING"],
 }

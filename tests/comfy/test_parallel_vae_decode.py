@@ -206,7 +206,7 @@ def test_weights_that_change_in_place_are_sent_again(comfy):
     scaled = [graph.add("TestScaledVAE", vae=vae), 0]
     expected, after = images(comfy, graph, graph.stock(latent, scaled), graph.ours(latent, scaled))
     assert (after - before).abs().max() > 0.01
-    assert (after - expected).abs().max() <= TOLERANCE
+    assert (after - expected).abs().max() <= 3 * TOLERANCE  # larger weights, larger sums
 
 
 def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
@@ -217,10 +217,10 @@ def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
     assert "the latent has 4 channels and the VAE decodes 16" in failed.value.exception_message
 
 
-def _long(vaes, draw) -> tuple[DecodeGraph, list]:
+def _long(vaes, draw, batch=30) -> tuple[DecodeGraph, list]:
     """A decode of many seconds."""
     graph = DecodeGraph()
-    return graph, graph.ours(graph.drawn(48, 48, batch=30, draw=draw), graph.vae(vaes["flux"]))
+    return graph, graph.ours(graph.drawn(48, 48, batch=batch, draw=draw), graph.vae(vaes["flux"]))
 
 
 def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
@@ -242,17 +242,16 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
     assert torch.equal(again[0], before[0])
 
 
-def test_a_killed_rank_is_named_and_the_next_prompt_works(comfy, vaes):
+def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy, vaes):
     graph = DecodeGraph()
     expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
     ranks = comfy.ranks()
     killer = threading.Timer(2.0, ranks[1].kill)
-    long, output = _long(vaes, draw=42)
+    long, output = _long(vaes, draw=42, batch=12)
     killer.start()
-    with pytest.raises(PromptFailed) as failed:
-        images(comfy, long, output)
+    found = images(comfy, long, output)
     killer.join()
-    assert "rank" in failed.value.exception_message and "SIGKILL" in failed.value.exception_message
+    assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()
     comfy.client.free()
     graph = DecodeGraph()
     again = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))

@@ -96,6 +96,26 @@ def test_two_models_in_one_graph_share_the_ranks(comfy, unet):
     assert (ours - stock).abs().max() <= 1e-4 * stock.abs().max()
 
 
+def test_two_models_in_one_graph_are_loaded_once_and_take_turns_in_every_prompt(comfy, unet):
+    other = comfy.write_flux("tiny_expert.safetensors", seed=4)
+    reports = []
+    for _ in range(2):
+        graph = Graph()
+        first, second = (graph.parallel_loader(name, "cpu:2") for name in (unet, other))
+        high = graph.parallel_sampler(
+            first, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS), steps=2
+        )
+        low = graph.parallel_sampler(
+            second, graph.text(1), graph.text(2), [high[0], 0], seed=next(_SEEDS), steps=2
+        )
+        graph.add("TestSaveText", text=[high[0], 1], path="high.txt")
+        _, report = comfy.sample_with_text(graph.prompt, low, [low[0], 1])
+        reports.append((comfy.output("high.txt").read_text(), report))
+    for report, name in zip(reports[1], (unet, other), strict=True):
+        assert WARM in report and f"switched to {name} (held, " in report
+    assert "switched to" not in reports[0][1] and WARM not in reports[0][1]
+
+
 def _states(comfy) -> list[str]:
     """Of the groups of ranks in ComfyUI's process."""
     graph = Graph()

@@ -179,6 +179,9 @@ def _gpu(rank: int, **changes) -> dict:
     } | changes
 
 
+LONG_NAME = "flux1-dev-a-very-long-name-of-a-fine-tune-without-any-spaces-in-it-fp8_e4m3fn.safetensors"
+
+
 def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -> dict:
     enabled = {"ready": {"sleep", "restart", "stop"}, "broken": {"reset"}, "failed": {"restart"}}.get(
         state, set()
@@ -189,7 +192,8 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
         "state": state,
         "words": said,
         "reason": reason,
-        "model": "flux1-dev-a-very-long-name-of-a-fine-tune-without-any-spaces-in-it-fp8_e4m3fn.safetensors",
+        "model": LONG_NAME,
+        "models": [LONG_NAME, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors"],
         "step_seconds": [0.52, 0.5, 0.55, 0.51, 0.9, 0.52, 0.5],
         "why_not": {name: "" if name in enabled else "a prompt is using the ranks" for name in buttons},
         "ranks": [_gpu(i, **rank) for i in devices],

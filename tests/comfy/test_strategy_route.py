@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from parallel_backend.planner.preview.form import LIMITS, SelectorInputs
+from parallel_backend.observability.preview.form import LIMITS, SelectorInputs
 
 ROUTE = "/parallel_sampling/check_strategy"
 UNET = "tiny_check.safetensors"  # two attention heads
@@ -53,6 +53,15 @@ def test_the_rules_are_those_of_the_loaders_model(comfy):
         comfy, {**inputs, "devices": "cpu:16", "ulysses_degree": 16}, node="ParallelDemoLoader"
     )["problems"]
     assert "attention heads of transformer.safetensors" in problem["message"]
+
+
+def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
+    comfy.write_flux(UNET)
+    inputs = {"mode": "manual", "devices": "cpu:3"}
+    for loader in ({"node": "ParallelModel"}, {"node": "ParallelModelLoader", "unet_name": UNET}):
+        assert _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"] == []
+        (problem,) = _check(comfy, {**inputs, "pipefusion_degree": 2}, **loader)["problems"]
+        assert problem["inputs"] == ["pipefusion_degree"] and "Flux" not in problem["message"]
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])

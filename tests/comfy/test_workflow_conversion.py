@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from workflow_to_api import workflow_to_api
+import pytest
+
+from workflow_to_api import WorkflowError, workflow_to_api
 
 
 def saved_workflow(unet: str) -> dict:
@@ -62,3 +64,24 @@ def test_a_saved_workflow_becomes_a_prompt_that_runs(comfy):
     }
     assert without_titles == expected_prompt(unet)
     assert comfy.sample(prompt, ["5", 0]).isfinite().all()
+
+
+def saved_video(codec: str, *more) -> dict:
+    values = ["video/clip", "auto", codec, *more]
+    return {"nodes": [{"id": 1, "type": "SaveVideo", "inputs": [], "widgets_values": values}], "links": []}
+
+
+def test_a_choice_that_can_have_inputs_of_its_own_is_kept_where_it_has_none(comfy):
+    prompt = workflow_to_api(saved_video("auto"), comfy.client.object_info())
+    assert prompt["1"]["inputs"] == {"filename_prefix": "video/clip", "format": "auto", "codec": "auto"}
+
+
+def test_a_choice_with_inputs_of_its_own_is_refused_by_its_name(comfy):
+    with pytest.raises(WorkflowError, match="codec 'h264' has inputs of its own"):
+        workflow_to_api(saved_video("h264", 23), comfy.client.object_info())
+
+
+def test_a_socket_of_several_types_is_the_widget_that_it_names(comfy):
+    node = {"id": 1, "type": "LTXVEmptyLatentAudio", "inputs": [], "widgets_values": [121, 24.0, 1]}
+    prompt = workflow_to_api({"nodes": [node], "links": []}, comfy.client.object_info())
+    assert prompt["1"]["inputs"] == {"frames_number": 121, "frame_rate": 24.0, "batch_size": 1}

@@ -91,7 +91,7 @@ def test_a_refused_file_leaves_the_group_and_its_model_alone(two_real_ranks, flu
 
 @pytest.mark.parametrize("strategy", [SHARDED, SLICED], ids=lambda s: s.describe())
 def test_memory_that_ends_on_one_rank_leaves_the_group_usable(no_leaks, flux, tmp_path, strategy):
-    large = ModelSpec(shutil.copy(flux.path, tmp_path / "too large.safetensors"))
+    large = ModelSpec(str(shutil.copy(flux.path, tmp_path / "too large.safetensors")))
     sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="tests.support.rank_programs.short_of_memory_rank")
     try:
         expected = sidecar.sample(flux, request(), Placement(strategy)).latent

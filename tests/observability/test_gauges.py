@@ -1,8 +1,8 @@
 """Gauges as NVML gives them, where it gives them, and the machine's memory on the CPU."""
 
 from fake_nvml import GIB, h100_nvswitch, two_4090
+from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.gauges import DeviceGauges, available_memory
-from parallel_backend.planner.machine.probe import read_topology
 
 
 def gauges_of(nvml):

@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fake_nvml import h100_nvswitch, two_4090
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
+from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.gauges import DeviceGauges
 from parallel_backend.observability.metrics import CONTENT_TYPE, PREFIX, Metrics, pack_version
 from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
-from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.requests import PredictRequest
 from parallel_backend.sidecar import events, pool
 from parallel_backend.sidecar.events import Ended, Stepped, listen
@@ -144,6 +144,9 @@ def test_states_memory_and_bytes_are_those_of_the_moment(story):
     assert warm("device_memory_bytes", device="cpu:1", kind="weights") == 0  # a scripted model has none
     assert warm("sent_bytes_total", device="cpu:0") >= 0
     assert PREFIX + "device_memory_bytes" not in after.names
+    assert (
+        warm("held_models", devices="cpu:0,cpu:1") == 1 and after("held_models", devices="cpu:0,cpu:1") == 0
+    )
 
 
 def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story):

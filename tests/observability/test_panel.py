@@ -73,3 +73,10 @@ def test_only_buttons_that_do_something_can_be_pressed():
     }
     assert why_not(GROUP, left_out=("cuda:1",))["reset"] == ""
     assert "cancel" in why_not(STATES["decoding"])["stop"]
+
+
+def test_all_models_that_are_held_are_named_the_one_in_use_first():
+    group = replace(GROUP, model="low.safetensors", models=("low.safetensors", "high.safetensors"))
+    (shown,) = show_groups([group], {})["groups"]
+    assert shown["model"] == "low.safetensors"
+    assert shown["models"] == ["low.safetensors", "high.safetensors"]

@@ -9,26 +9,25 @@ import pytest
 import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner import decide as module
-from parallel_backend.planner.candidate_table import expected, table
+from parallel_backend.machine import device_shares, local
+from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.planner.decide import (
     find_machine,
     job_from_latent,
     job_from_request,
-    plan_by_trial_runs,
     plan_execution,
 )
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory, open_history
 from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.job_models import CheckpointModel
-from parallel_backend.planner.machine import device_shares, local
-from parallel_backend.planner.machine.local import LOWVRAM, NOVRAM, order_devices
-from parallel_backend.planner.machine.probe import read_topology
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import RunInfo
 from parallel_backend.sidecar.device_health import FAILING
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import SWITCH_CPU
 
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
 
@@ -40,7 +39,7 @@ def work(tensor_bytes=BF16, has_cfg=False, side=128, batch=1):
 
 def plan(settings, job, memory_flag=""):
     machine = find_machine(settings, memory_flag)
-    return plan_execution(settings, job, machine, open_history(machine.devices))
+    return plan_execution(settings, job, machine, open_history(machine.devices), tries=True)
 
 
 @pytest.fixture
@@ -62,17 +61,15 @@ def box(tmp_path, monkeypatch, store):
     return pretend
 
 
-def test_on_gpus_predictions_choose_and_every_candidate_is_told(box):
+def test_on_gpus_the_rule_chooses_among_what_fits_and_every_candidate_is_told(box):
     box(fake_nvml.h100_nvswitch())
     decided = plan(StrategySettings(), work(has_cfg=True))
     assert decided.decision.strategy.world_size == len(decided.devices) == 8
     assert decided.decision.strategy.cfg_degree == 2
-    assert "h100" in decided.decision.reason and not decided.trials
-    candidate = expected(decided.candidates, decided.decision.strategy)
-    assert candidate.strategy.exact and candidate.fits and candidate.band > 0
+    candidate = decided.candidates[0]
+    assert candidate.strategy == decided.decision.strategy and candidate.fits and candidate.step_s is None
     assert candidate.memory_bytes == decided.memory.private_bytes
-    shown = table(decided.candidates, decided.decision.strategy)
-    assert len(shown) == 8 and shown[0] == candidate and shown[-1].strategy == ONE
+    assert ONE in [c.strategy for c in decided.candidates]
 
 
 def test_what_was_measured_overrules_and_is_expected_again(box):
@@ -82,12 +79,11 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
         seen.record(work(FP8), RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
     decided = plan(StrategySettings(), work(FP8))
     assert decided.decision.strategy == ONE and decided.devices == ("cuda:0",)
-    candidate = expected(decided.candidates, ONE)
-    assert candidate.measured and candidate.step_s == pytest.approx(1.0)
+    assert decided.candidates[0].strategy == ONE and decided.candidates[0].step_s == 1.0
     # By hand it is as asked for, and what was seen of it is told.
     manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))
     assert manual.decision.strategy == ULYSSES
-    assert expected(manual.candidates, ULYSSES).step_s == pytest.approx(1.5)
+    assert [(c.strategy, c.step_s) for c in manual.candidates] == [(ULYSSES, 1.5)]
 
 
 def test_weights_that_do_not_fit_are_sharded_exactly(box):
@@ -145,17 +141,19 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
     assert shared.devices == names[: len(shared.devices)]
 
 
-def test_on_the_cpu_only_a_trial_can_tell(store):
+def test_a_first_job_tries_and_the_next_one_knows(store):
     settings = StrategySettings(devices="cpu:2")
     decided = plan(settings, work(FP8, has_cfg=True, side=8))
     assert decided.decision.strategy == CFG  # the rule, until something was tried
-    assert decided.trials == (CFG, ULYSSES, ParallelStrategy(ring_degree=2), ONE)
+    assert decided.trials.others == (ULYSSES, ParallelStrategy(ring_degree=2), ONE)
+    assert decided.trials.switch_s == SWITCH_CPU
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
     for strategy, seconds in ((CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6)):
         info = RunInfo("native", strategy, step_seconds=(9.0, seconds))
         seen.record(work(FP8, has_cfg=True, side=8), info)
     after = plan(settings, work(FP8, has_cfg=True, side=8))
     assert after.decision.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
+    assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
     # Another size is another matter.
     assert plan(settings, work(FP8, has_cfg=True, side=16)).trials
 
@@ -170,12 +168,13 @@ def test_nothing_is_tried_by_hand_on_one_rank_or_where_nothing_is_kept(store, mo
 
 
 @pytest.mark.parametrize(
-    ("broken", "name"), [(measurement_history, "MeasurementHistory"), (module, "rank_strategies")]
+    ("broken", "name"),
+    [(measurement_history, "MeasurementHistory"), (MeasurementHistory, "steps")],
 )
 def test_measurements_that_cannot_be_read_leave_it_to_the_rule(store, monkeypatch, broken, name):
     monkeypatch.setattr(broken, name, lambda *arguments: 1 / 0)
     decided = plan(StrategySettings(devices="cpu:2"), work(FP8, side=8))
-    assert decided.decision.strategy == ULYSSES and decided.candidates == () == decided.trials
+    assert decided.decision.strategy == ULYSSES and decided.candidates[0].step_s is None
 
 
 def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
@@ -189,28 +188,6 @@ def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
         assert manual.devices == ("cuda:0", "cuda:1")
     finally:
         FAILING.clear()
-
-
-def test_trials_are_run_once_kept_and_told(store):
-    settings, small = StrategySettings(devices="cpu:2"), work(FP8, has_cfg=True, side=8)
-    times, tried, said = {CFG: 0.5, ULYSSES: 0.6, ONE: 0.4}, [], []
-
-    def try_out(strategy, devices):
-        tried.append((strategy, devices))
-        seconds = times.get(strategy, 0.7)
-        return RunInfo("native", strategy, step_seconds=(9.0, seconds))
-
-    def decide():
-        machine = find_machine(settings)
-        history = open_history(machine.devices)
-        return plan_by_trial_runs(settings, small, machine, history, try_out, said.append)
-
-    decided = decide()
-    assert [strategy for strategy, _ in tried] == [CFG, ULYSSES, ParallelStrategy(ring_degree=2), ONE]
-    assert tried[-1][1] == ("cpu:0",) and said[0] == "trying CFG 2 (1 of 4)"
-    assert decided.decision.strategy == ONE and not decided.trials
-    assert "4 strategies were tried for a few steps each" in decided.decision.notes[-1]
-    assert decide().decision.strategy == ONE and len(tried) == 4
 
 
 def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
@@ -233,3 +210,10 @@ def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
     assert job_from_request(model, replace(request, cache_threshold=0.1)).step_cache
     bf16 = flux_job(FP8, weight_dtype="bfloat16").model
     assert bf16.weight_bytes == 2 * model.weight_bytes
+
+
+def test_a_model_with_one_way_to_run_is_not_tried(store):
+    whole = CheckpointModel(replace(TYPICAL, splits_tokens=False))
+    job = job_from_latent(whole, (1, 4, 8, 8), text=77, has_cfg=False, steps=20)
+    decided = plan(StrategySettings(devices="cpu:2"), job)
+    assert decided.decision.strategy == ONE and not decided.trials

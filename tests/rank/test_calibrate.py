@@ -1,11 +1,13 @@
 """What ranks measure of their links: on real gloo ranks, within the budget, and through a real sidecar."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallel_backend.engine.attention import kernels as attention
+from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.attention import kernel_choice as attention
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.errors import StrategyError
 from parallel_backend.rank import calibrate as rank_calibrate
@@ -85,6 +87,64 @@ def test_a_spent_budget_leaves_out_what_is_left_on_all_ranks_alike():
     assert first["transfers"] == second["transfers"] == []
     assert first["collective_s"] > 0  # what is cheap is measured once in any case
     assert time.monotonic() - begun < 60
+
+
+def _slow_to_connect(world, strategy, thorough):
+    """A clock of its own, which only the first exchange of each group advances: by far more than the budget."""
+    now, met = [0.0], set()
+    rank_calibrate.time = SimpleNamespace(perf_counter=lambda: now[0])
+    makers = {name: getattr(rank_calibrate, name) for name in ("_to_next", "_to_all", "_there_and_back")}
+    for name in makers:
+
+        def made(*arguments, name=name, make=makers[name]):
+            exchange, expected, sent = make(*arguments)
+
+            def connecting():
+                # `arguments` without the size: the group, or the pair
+                key = name, *(getattr(a, "ranks", a) for a in arguments[1:-1])
+                now[0] += 0.001 if key in met else 30.0
+                met.add(key)
+                return exchange()
+
+            return connecting, expected, sent
+
+        setattr(rank_calibrate, name, made)
+    return _calibrate(world, strategy, 2.0, thorough)
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_connections_that_come_up_slowly_take_nothing_from_the_budget(thorough, monkeypatch):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536))
+    kinds = {POINT_TO_POINT, ALL_TO_ALL} | ({PAIR} if thorough else set())
+    for found in run_ranks(_slow_to_connect, 2, ParallelStrategy(ring_degree=2), thorough):
+        assert {(kind, size) for kind, size, *_ in found["transfers"]} == {
+            (kind, size) for kind in kinds for size in (4096, 65536)
+        }
+
+
+def _groups_used(world, strategy):
+    """The communicators that stand after calibration, and those that stand without it."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    rank_calibrate.calibrate(world, layout, Calibrate(strategy, 5.0, False))
+    axes = {"ulysses": layout.ulysses, "row": layout.row, "pipe": layout.pipe}
+    groups = {"world": world.group} | {
+        name: axis.group for name, axis in axes.items() if axis.group is not None
+    }
+    return {name: sorted(group.connected) for name, group in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "used"),
+    [
+        ({"cfg_degree": 2, "ulysses_degree": 2}, {"ulysses": ["group"]}),
+        ({"cfg_degree": 2, "pipefusion_degree": 2}, {"row": ["group"], "pipe": ["0-1"]}),
+    ],
+)
+def test_only_groups_that_the_strategy_uses_are_connected(degrees, used, monkeypatch):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096,))
+    for found in run_ranks(_groups_used, 4, ParallelStrategy(**degrees), backend=NCCL_SEMANTICS):
+        assert {name: groups for name, groups in found.items() if groups} == used
 
 
 def _calibrate_without_memory(world, strategy):

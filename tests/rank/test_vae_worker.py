@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fault_injection import fault
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
 from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
@@ -71,13 +72,23 @@ def test_the_weights_go_once_and_then_only_latents(ranks):
     assert first.info.compute_dtype == "float32"
 
 
+class Steps:
+    """Nobody who hears of them."""
+
+    def __call__(self, step, latent):
+        pass
+
+    def finish(self):
+        pass
+
+
 def _decode_again_and_again(world):
     """Descriptors of this rank after each decode with a VAE sent anew, of a latent that leaves a rank without rows."""
     worker, latent, counts = VaeWorker(world, lambda error: error is None), random_latent(FLUX, 2, 3), []
     tensors = ldm_tensors(random_vae(FLUX), FLUX)
     for number in range(5):
         worker.load(LoadVae(str(number)), tensors)
-        worker.decode(Decode(str(number), ()), {"latent": latent}, lambda step, latent: None)
+        worker.decode(Decode(str(number), ()), {"latent": latent}, Steps())
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     return counts
 
@@ -122,6 +133,20 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
     assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
     assert ranks.load(spec).cached and ranks.pids == pids
+
+
+@pytest.mark.parametrize("point", ["an exchange of edge rows", "an all-gather"])
+def test_a_decode_whose_rank_dies_is_made_again(tmp_path, point):
+    vae, latent, texts = Weights(FLUX), random_latent(FLUX, 6, 4), []
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    try:
+        with fault("kill", point, once=tmp_path / "fired"):
+            result = sidecar.decode(vae.weights, latent, on_phase=texts.append)
+        assert (tmp_path / "fired").exists() and vae.asked == 2
+        assert is_right(result.image, vae.image(latent))
+        assert any("rank 1 on cpu:1 failed" in text for text in texts)
+    finally:
+        sidecar.stop()
 
 
 def other_network():
@@ -175,16 +200,19 @@ def test_a_cancel_ends_it_within_an_image_and_the_group_lives_on(ranks):
     assert ranks.pids == pids
 
 
-def test_a_killed_rank_is_named_and_the_next_decode_works(ranks):
+def test_a_second_killed_rank_is_named_and_the_next_decode_works(ranks):
     vae, latent = Weights(FLUX), random_latent(FLUX, 16, 16)
     ranks.decode(vae.weights, latent)
-    pids = ranks.pids
+    killed = []
 
     def kill(step, steps):
-        os.kill(pids[1], signal.SIGKILL)
+        if ranks.pids[1] not in killed:
+            killed.append(ranks.pids[1])
+            os.kill(killed[-1], signal.SIGKILL)
 
     with pytest.raises(RankFailed, match=r"rank 1 failed: killed by SIGKILL"):
         ranks.decode(vae.weights, latent, on_step=kill)
+    assert len(killed) == 2
     assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
-    assert vae.asked == 2
-    assert not set(ranks.pids) & set(pids)
+    assert vae.asked == 3
+    assert not set(ranks.pids) & set(killed)

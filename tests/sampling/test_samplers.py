@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from parallel_backend.requests import RESIDENT_SAMPLERS
-from parallel_backend.sampling.samplers import STEPS, model_calls, run, start_history
+from parallel_backend.sampling.samplers import STEPS, Sigmas, model_calls, run, start_history
 
 
 def _run(name, model, x, sigmas, seed=0):
-    history = start_history(seed, x.device)
+    history, sigmas = start_history(seed, x.device), Sigmas(sigmas, x.device)
     for i in range(len(sigmas) - 1):
         x, _ = run(STEPS[name](x, sigmas, i, history), model)
     return x
@@ -26,7 +26,8 @@ def test_the_list_offered_to_the_nodes_is_the_list_that_runs():
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_call_the_model_as_often_as_the_planner_counts(name):
-    counts = [len(model_calls(STEPS[name], _grid(5), i)) for i in range(5)]
+    sigmas = Sigmas(_grid(5), torch.device("cpu"))
+    counts = [len(model_calls(STEPS[name], sigmas, i)) for i in range(5)]
     assert counts[:-1] == [RESIDENT_SAMPLERS[name]] * 4 and counts[-1] == 1
 
 

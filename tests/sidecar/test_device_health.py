@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_backend.sidecar import pool
+from fault_injection import fault
+from parallel_backend.errors import RankFailed
+from parallel_backend.sidecar import exchange, group, pool
 from parallel_backend.sidecar.device_health import FAILING, FailingDevices, left_out
+from parallel_backend.wire import deadlines
 from parallel_backend.wire.deadlines import BROKEN_WINDOW
+from scripted import scripted_request, two_ranks
 
 GPUS = ("cuda:0", "cuda:1", "cuda:2")
 
@@ -65,3 +69,19 @@ def test_a_reset_takes_them_back():
 def test_the_report_names_them_and_what_to_do():
     assert "cuda:0, cuda:2 left out" in left_out(("cuda:0", "cuda:2"))
     assert "Try again" in left_out(("cuda:0",))
+
+
+def test_ranks_that_hang_together_are_ended_and_none_is_blamed(sidecar, weights, monkeypatch):
+    """As where a link between two devices fails: all are in the same collective."""
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
+    monkeypatch.setattr(exchange, "find_laggard", lambda beats, silent: None)
+    failing = FailingDevices()
+    monkeypatch.setattr(group, "FAILING", failing)
+    with (
+        fault("sleep", "an all-reduce", step=2),
+        pytest.raises(RankFailed, match=r"^the ranks failed: .*none of them behind the others") as caught,
+    ):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert (caught.value.rank, caught.value.crashed, caught.value.reason) == (None, True, "hang")
+    assert not failing._failures
+    sidecar.sample(weights, scripted_request(), two_ranks())

@@ -13,7 +13,7 @@ from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.sidecar.supervisor import PACK_ROOT
-from scripted import is_running, ranks_of
+from scripted import is_held, is_running, ranks_of
 from tiny_flux import write_tiny_flux
 
 
@@ -75,7 +75,7 @@ def test_ranks_stopped_while_they_give_their_memory_back_are_no_warning(tmp_path
     sidecar = pool.get_sidecar(("cpu:0",))
     sidecar.load(spec)
 
-    def stopped(**_):
+    def stopped(*_, **__):
         raise Cancelled("The ranks were stopped while they worked on the request.")
 
     monkeypatch.setattr(sidecar, "sleep", stopped)
@@ -87,14 +87,14 @@ def test_ranks_that_hold_a_model_give_it_back_and_others_keep_theirs(tmp_path):
     specs = [ModelSpec(str(write_tiny_flux(tmp_path / f"{name}.safetensors"))) for name in "ab"]
     sidecars = [pool.get_sidecar((f"cpu:{i}",)) for i in range(2)]
     for sidecar, spec in zip(sidecars, specs, strict=True):
-        assert not pool.is_held(spec)
+        assert not is_held(spec)
         sidecar.load(spec)
-        assert sidecar.model == spec and pool.is_held(spec)
+        assert sidecar.model == spec and is_held(spec)
     pool.put_to_sleep(specs[0])
     assert [sidecar.state for sidecar in sidecars] == [State.ASLEEP, State.READY]
-    assert not pool.is_held(specs[0]) and pool.is_held(specs[1])
+    assert not is_held(specs[0]) and is_held(specs[1])
     assert pool.running_within(("cpu:0",)) is sidecars[0]
-    assert not sidecars[0].load(specs[0]).cached and pool.is_held(specs[0])
+    assert not sidecars[0].load(specs[0]).cached and is_held(specs[0])
     pool.put_to_sleep(ModelSpec("/nowhere"))
     assert all(sidecar.state is State.READY for sidecar in sidecars)
 

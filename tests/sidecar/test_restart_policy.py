@@ -27,6 +27,14 @@ def test_three_failures_in_ten_minutes_are_too_many_and_three_in_eleven_are_not(
     assert not history.is_broken and history.count == 0
 
 
+def test_ranks_that_failed_together_are_named_together():
+    history = CrashHistory(Clock())
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        history.add(RankFailed(None, "gave no sign of life"), None)
+    text = str(history.refusal())
+    assert "0 s ago, all ranks: gave no sign of life" in text and "Leave the device that fails out" in text
+
+
 def test_the_refusal_has_the_history_and_what_to_do():
     clock = Clock()
     history = CrashHistory(clock)

@@ -20,6 +20,7 @@ from parallel_backend.requests import Placement
 from parallel_backend.sidecar import exchange as client
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.arena import ArenaWriter
 from scripted import (
     is_running,
     predict_request,
@@ -86,10 +87,9 @@ def test_a_model_call_gives_the_velocity(sidecar, weights):
 
 def test_a_prompt_is_sent_once_and_again_when_it_changes(sidecar, weights, monkeypatch):
     sent = []
+    place = ArenaWriter.place
     monkeypatch.setattr(
-        client,
-        "pack_tensors",
-        lambda tensors, pack=client.pack_tensors: sent.append(set(tensors)) or pack(tensors),
+        ArenaWriter, "place", lambda arena, tensors: sent.append(set(tensors)) or place(arena, tensors)
     )
     x = torch.ones(1, 4, 6, 6)
     for scale in (1.0, 1.0, 3.0, 1.0, 3.0):

@@ -15,6 +15,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
     never_started, sidecar = Sidecar(("cpu:0",)).status(), two_real_ranks
     assert (never_started.state, never_started.ranks) == ("down", ())
+    sidecar.sleep(level=2)  # what other tests left there
     seen = []
     request = SampleRequest(
         noise=torch.randn(1, 16, 8, 8),

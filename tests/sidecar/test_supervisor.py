@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, EVERYTHING_PAUSES, REAPING_THREAD, run_script
 from parallel_backend.errors import PlatformError, RankFailed
 from parallel_backend.sidecar import supervisor as supervisor_module
 from parallel_backend.sidecar.environment import rank_environment
+from parallel_backend.sidecar.exchange import Exchange
 from parallel_backend.sidecar.handshake import join_ranks
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
@@ -244,6 +246,14 @@ def test_a_rank_has_the_flags_and_starts_with_them(spawn, monkeypatch):
     join_ranks(group, lambda: False)
     command = Path(f"/proc/{group.pids[0]}/cmdline").read_bytes().split(b"\0")
     assert {b"-u", b"-s", b"-E"} <= set(command)
+
+
+def test_ranks_are_told_that_comfyui_is_deterministic(spawn, monkeypatch):
+    sent, send = [], Exchange.send_to
+    monkeypatch.setattr(Exchange, "send_to", lambda self, rank, m: (sent.append(m), send(self, rank, m)))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    join_ranks(spawn("tests.support.rank_programs.scripted_rank", count=1), lambda: False)
+    assert [setup.deterministic for setup in sent] == [True]
 
 
 def test_threads_are_shared_out_unless_the_user_set_them(monkeypatch):

@@ -84,14 +84,15 @@ def require_comfyui() -> Path:
 
 
 def start_comfyui(
-    base_directory: Path, *, pack_folder: str = PACK_FOLDER, **options: object
+    base_directory: Path, *, pack_folder: str = PACK_FOLDER, comfyui: Path | None = None, **options: object
 ) -> ComfyUIServer:
-    """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own."""
+    """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own.
+    `comfyui`: its folder, where it is not the real one's."""
     packs = {pack_folder: ROOT, "parallel_test_nodes": ROOT / "tests" / "comfy" / "inject_nodes"}
     arguments = ["--preview-method", "latent2rgb", *options.pop("arguments", [])]
     environment = {"OMP_NUM_THREADS": "1", **options.pop("environment", {})}
     return ComfyUIServer(
-        require_comfyui(),
+        comfyui or require_comfyui(),
         base_directory,
         packs,
         cpu=True,

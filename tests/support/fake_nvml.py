@@ -28,6 +28,7 @@ class Board:
     link_version: int = 0
     slices: list[tuple[str, float]] | None = None  # MIG: (profile name, GiB)
     uuid: str = ""
+    used_gib: float = 0.0  # by all programs
 
 
 class FakeNvml:
@@ -74,7 +75,8 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle):
         board = self.boards[handle[0]]
         size = board.memory_gib if handle[1] is None else board.slices[handle[1]][1]
-        return SimpleNamespace(total=int(size * GIB), free=int(size * GIB), used=0)
+        used = int(board.used_gib * GIB)
+        return SimpleNamespace(total=int(size * GIB), free=int(size * GIB) - used, used=used)
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         for i, board in enumerate(self.boards):

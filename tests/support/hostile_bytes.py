@@ -120,7 +120,7 @@ def parse_heartbeat(data: bytes) -> None:
     try:
         os.pwrite(page.descriptor, data[:PAGE_BYTES], 0)
         notes = [page.read(rank) for rank in range(MOST_RANKS)]
-        in_words(notes, find_laggard(notes))
+        in_words(notes, find_laggard(notes) or 0)
     finally:
         page.close()
 

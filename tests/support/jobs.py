@@ -6,11 +6,8 @@ from parallel_backend.models.catalog import find_family
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV, FluxFile
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.auto import rank_strategies
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CatalogModel, CheckpointModel
-from parallel_backend.planner.rules import StrategySettings
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000  # bytes of a published Flux.1
 
@@ -33,9 +30,3 @@ def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job
 def catalog_job(name="flux1-dev", storage=2.0, compiled=False, **job):
     options = ComputeOptions("blocks" if compiled else "off")
     return Job(CatalogModel(find_family(name), storage, options), **job)
-
-
-def rank_on(topology, job):
-    """The ranking of `auto` on all devices of `topology`, where nothing was measured."""
-    devices = tuple(f"cuda:{i}" for i in range(len(topology.devices) or 1))
-    return rank_strategies(StrategySettings(), job, MeasurementHistory(devices, topology))

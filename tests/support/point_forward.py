@@ -24,6 +24,9 @@ class PointForward:
             (row.x - row.conditioning.context.view(-1, 1, 1, 1)) / row.sigma.view(-1, 1, 1, 1) for row in rows
         ]
 
+    def from_first(self, tensor):
+        return tensor
+
 
 def point_prompt(value):
     return Conditioning(

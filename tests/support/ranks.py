@@ -1,4 +1,4 @@
-"""Runs a function on N real gloo ranks and brings back what they return; every distributed test uses it."""
+"""Runs a function on N real ranks and brings back what they return; every distributed test uses it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
+import nccl_semantics
 from parallel_backend.engine.groups import World
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, backend: str = "gloo"
+) -> list[Any]:
     """Results of `fn(world, *args)` in rank order (tensors, numbers, strings, lists, dicts of them).
 
     Ranks are forked, so torch is not imported again. Raises RankError with the traceback of the first rank that
-    failed; a rank that does not answer within `timeout` seconds is ended and named.
+    failed; a rank that does not answer within `timeout` seconds is ended and named. `backend`: gloo, or NCCL_SEMANTICS.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -28,7 +31,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank, args=(fn, rank, world_size, store, pipes[rank][1], args), daemon=True
+                target=_rank, args=(fn, rank, world_size, store, pipes[rank][1], args, backend), daemon=True
             )
             for rank in range(world_size)
         ]
@@ -69,11 +72,12 @@ def _collect(pipes, timeout: float) -> list[Any]:
     return results
 
 
-def _rank(fn, rank, world_size, store, writer, args) -> None:
+def _rank(fn, rank, world_size, store, writer, args, backend) -> None:
     torch.set_num_threads(1)
     try:
+        nccl_semantics.register()
         world = World(
-            rank=rank, world_size=world_size, device=torch.device("cpu"), backend="gloo", store_path=store
+            rank=rank, world_size=world_size, device=torch.device("cpu"), backend=backend, store_path=store
         )
         buffer = io.BytesIO()
         torch.save(fn(world, *args), buffer)

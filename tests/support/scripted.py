@@ -14,6 +14,7 @@ from parallel_backend.requests import (
     PredictRequest,
     SampleRequest,
 )
+from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
@@ -58,6 +59,11 @@ def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
         sampler="euler",
         seed=0,
     )
+
+
+def is_held(spec: ModelSpec) -> bool:
+    """Whether any ranks of this process hold `spec`."""
+    return any(spec in sidecar.models for sidecar in pool.all_sidecars())
 
 
 def two_ranks() -> Placement:

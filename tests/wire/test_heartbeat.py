@@ -1,6 +1,8 @@
 """Who keeps whom waiting, from the notes of ranks that hang; and what a note costs nothing to leave."""
 
 import os
+import threading
+import time
 
 import pytest
 
@@ -81,8 +83,10 @@ def test_an_observer_meets_a_collective_before_it_is_entered(page):
             ],
             1,
         ),
-        # all in the same one
-        ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=7)], 0),
+        # all in the same one, and none behind the others: a link between them may hang
+        ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=7)], None),
+        ([outside(entered=9), outside(entered=9)], None),
+        ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=6)], 1),
         # none in any: a device hangs, and the host that is behind has entered fewer
         ([outside(entered=9), outside(entered=8)], 1),
         # a circle
@@ -112,3 +116,104 @@ def test_words_name_the_collective_and_who_waits_there():
     )
     assert in_words(notes, 0) == "inside an all-to-all, after 2 steps"
     assert in_words([outside(""), outside("")], 0) == ""
+
+
+class Stream:
+    """A device's work: `passed` of its marks lie behind it."""
+
+    def __init__(self):
+        self.marks, self.passed, self.broken = 0, 0, False
+
+    def mark(self):
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self):
+        self.stream.marks += 1
+        self.number = self.stream.marks
+
+    def query(self):
+        if self.stream.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.number <= self.stream.passed
+
+
+def followed(page, rank, monkeypatch):
+    monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self: None)  # the test looks
+    one, stream = Heartbeat(), Stream()
+    one.share(os.dup(page.descriptor), rank)
+    one.follow(stream.mark)
+    return one, stream
+
+
+def test_on_a_gpu_a_rank_is_where_its_device_is(page, monkeypatch):
+    rank, stream = followed(page, 0, monkeypatch)
+    for name in ("an all-to-all", "a ring step"):
+        with rank.inside(name, (0, 1)):
+            pass
+    rank.look()
+    assert (page.read(0).inside, page.read(0).entered) == (False, 0)  # the host has left both
+    places = []
+    for passed in range(1, stream.marks + 1):
+        stream.passed = passed
+        rank.look()
+        beat = page.read(0)
+        places.append((beat.inside, beat.collective, beat.entered))
+    assert places == [
+        (True, "an all-to-all", 1),
+        (False, "an all-to-all", 1),
+        (True, "a ring step", 2),
+        (False, "a ring step", 2),
+    ]
+
+
+def test_the_device_that_does_not_come_to_a_collective_is_found(page, monkeypatch):
+    """All hosts have given their devices the same; one device computes for ever before its second collective."""
+    ranks = [followed(page, rank, monkeypatch) for rank in range(3)]
+    for rank, _ in ranks:
+        for _ in range(2):
+            with rank.inside("an all-to-all", (0, 1, 2)):
+                pass
+        rank.steps_done(1)
+    for number, (rank, stream) in enumerate(ranks):
+        stream.passed = 2 if number == 2 else 3
+        rank.look()
+    assert find_laggard([page.read(rank) for rank in range(3)]) == 2
+    ranks[2][1].passed = 3
+    ranks[2][0].look()
+    assert find_laggard([page.read(rank) for rank in range(3)]) is None
+
+
+def test_a_host_that_waits_is_shown_unless_its_device_holds_it_up(page, monkeypatch):
+    rank, stream = followed(page, 0, monkeypatch)
+    with rank.inside("an all-to-all", (0, 1)):
+        pass
+    with rank.inside("the agreement after a step", (0, 1)):
+        assert (page.read(0).inside, page.read(0).collective) == (True, "the agreement after a step")
+        stream.passed = 1
+        rank.look()
+        assert (page.read(0).inside, page.read(0).collective) == (True, "an all-to-all")
+        stream.passed = 2
+        rank.look()
+        assert (page.read(0).inside, page.read(0).collective) == (True, "the agreement after a step")
+
+
+def test_a_device_is_looked_at_without_being_asked_until_it_fails(page):
+    rank, stream, before = Heartbeat(), Stream(), set(threading.enumerate())
+    rank.share(os.dup(page.descriptor), 0)
+    rank.follow(stream.mark)
+    (looking,) = set(threading.enumerate()) - before
+    with rank.inside("an all-to-all", (0, 1)):
+        pass
+    stream.passed = 1
+    deadline = time.monotonic() + 60
+    while not page.read(0).inside:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stream.broken = True
+    looking.join(60)
+    assert not looking.is_alive()

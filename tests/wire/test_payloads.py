@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallel_backend.errors import RequestError, TransportError
-from parallel_backend.requests import Conditioning, Extras, PredictRequest
-from parallel_backend.wire.payloads import predict_parts, predict_tensors
+from parallel_backend.requests import Conditioning, Extras, InputShapes, PredictRequest
+from parallel_backend.wire.payloads import check_inputs, check_module_inputs, predict_parts, predict_tensors
 
 TEXT, IMAGE, REFERENCE = 3, 6, 4  # tokens
 SIZE = TEXT + IMAGE + REFERENCE
@@ -77,3 +77,32 @@ def test_tensors_that_nobody_sends_are_refused(name):
     tensors = predict_tensors(replace(request(), extras=Extras()), with_conditioning=True)
     with pytest.raises(TransportError):
         predict_parts({**tensors, name: torch.zeros(1)})
+
+
+TAKES = InputShapes("m.safetensors", 8, 4, 16, 16, "t5xxl", "Empty Latent")
+
+
+def test_a_call_of_comfyuis_own_module_is_refused_in_the_same_words():
+    right = request()
+    check_module_inputs(right.x, right.conditioning.context, TAKES)
+    for x, context in ((right.x, torch.zeros(1, TEXT, 9)), (right.x[:, :4], right.conditioning.context)):
+        with pytest.raises(RequestError) as asked:
+            check_inputs(
+                replace(right, x=x, conditioning=replace(right.conditioning, context=context)), TAKES
+            )
+        with pytest.raises(RequestError) as called:
+            check_module_inputs(x, context, TAKES)
+        assert str(called.value) == str(asked.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "context"),
+    [
+        (torch.zeros(1, 36, 2, 2), torch.zeros(1, 3, 8)),  # an image and its mask beside the latent
+        ([torch.zeros(1, 4, 2), torch.zeros(1, 2, 2)], None),  # a latent in parts, and no prompt
+        (torch.zeros(1, 16, 2), [torch.zeros(1, 3, 5)]),  # prompts of its own kind
+    ],
+)
+def test_what_a_module_may_take_beside_is_let_through(x, context):
+    check_module_inputs(x, context, TAKES)
+    check_module_inputs(torch.zeros(1, 1), torch.zeros(1, 1), replace(TAKES, context=0))

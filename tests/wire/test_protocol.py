@@ -25,10 +25,12 @@ from parallel_backend.wire.protocol import (
     Failed,
     Hello,
     KeepFactors,
+    KeepModels,
     Load,
     LoadVae,
     Predict,
     Progress,
+    RankModels,
     RankPatch,
     RankRun,
     Ready,
@@ -62,11 +64,13 @@ MESSAGES = [
         Load(
             ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16"),
             ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)),
+            model=3,
+            keep=(2, 1),
         ),
         0,
     ),
     (Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True), 1),
-    (Predict(placement=PLACEMENT, conditioning=3, forget=(1, 2)), 1),
+    (Predict(placement=PLACEMENT, conditioning=3, forget=(1, 2), model=3), 1),
     (Cancel(), 0),
     (Progress(step=1, steps=20, seconds=0.25), 0),
     (Progress(step=1, steps=20, seconds=0.25), 1),
@@ -77,8 +81,10 @@ MESSAGES = [
     (Compiling(), 0),
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
     (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
-    (KeepFactors(), 1),
-    (ApplyPatches("1f"), 1),
+    (KeepModels((2, 1)), 0),
+    (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
+    (KeepFactors(3), 1),
+    (ApplyPatches(3, "1f"), 1),
     (Done(patch=RankPatch(seconds=0.5, touched=3)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
@@ -123,8 +129,8 @@ def test_a_whole_number_goes_out_as_a_float_where_the_field_is_one():
         (changed(request=True), "request: expected int"),
         (changed(body={"step": 1, "steps": 2}), "expected the fields"),
         (changed(body={"step": 1, "steps": 2, "seconds": 0.5, "more": 0}), "expected the fields"),
-        (changed(body={"step": 1.0, "steps": 2, "seconds": 0.5}), "step: expected int"),
-        (changed(body={"step": 1, "steps": 2, "seconds": 1}), "seconds: expected float"),
+        (changed(body={"step": 1.0, "steps": 2, "seconds": 0.5, "strategy": 0}), "step: expected int"),
+        (changed(body={"step": 1, "steps": 2, "seconds": 1, "strategy": 0}), "seconds: expected float"),
         (changed(body=None), "expected the fields"),
         (encode(Envelope(1, 1, Cancel())).replace(b"{}", b'{"a":NaN}'), "NaN"),
         (b'{"version":1}' + b" " * MAX_MESSAGE_BYTES, "limit"),
@@ -150,7 +156,7 @@ def test_a_message_comes_with_the_payloads_it_must_have(message, payloads):
 
 def test_a_message_over_the_limit_is_not_sent():
     with pytest.raises(TransportError, match=str(MAX_MESSAGE_BYTES)):
-        encode(Envelope(1, 1, Load(ModelSpec(path="x" * MAX_MESSAGE_BYTES), ParallelStrategy())))
+        encode(Envelope(1, 1, Load(ModelSpec(path="x" * MAX_MESSAGE_BYTES), ParallelStrategy(), 1, ())))
 
 
 def test_a_number_that_is_none_is_not_sent():

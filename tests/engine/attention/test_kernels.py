@@ -1,4 +1,4 @@
-"""Kernel choice as a table, and attention in parts against attention over all keys at once."""
+"""Attention in parts against attention over all keys at once, by every kernel that returns the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -6,75 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.engine.attention.kernels import (
-    KERNELS,
-    attend,
-    attend_with_lse,
-    choose_kernel,
-    dispatched,
-    kernel_for,
-    merge,
-    why_not,
-)
-from parallel_backend.errors import RequestError
-from parallel_backend.options import APPROXIMATE_KERNELS, ATTENTION_KERNELS
-
-BLACKWELL, HOPPER, AMPERE, TURING = (10, 0), (9, 0), (8, 6), (7, 5)
-FLASH_2, FLASH_3 = {"flash_attn"}, {"flash_attn", "flash_attn_interface"}
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "capability", "installed", "kernel"),
-    [
-        ("cpu", torch.bfloat16, HOPPER, FLASH_3, "torch"),
-        ("cuda", torch.float32, HOPPER, FLASH_3, "torch"),
-        ("cuda", torch.bfloat16, HOPPER, FLASH_3, "flash_3"),
-        ("cuda", torch.float16, HOPPER, FLASH_2, "cudnn"),
-        ("cuda", torch.bfloat16, HOPPER, set(), "cudnn"),
-        ("cuda", torch.bfloat16, BLACKWELL, FLASH_3, "cudnn"),
-        ("cuda", torch.bfloat16, AMPERE, FLASH_3, "flash"),
-        ("cuda", torch.bfloat16, AMPERE, {"sageattention"}, "torch"),
-        ("cuda", torch.float16, TURING, FLASH_3, "torch"),
-    ],
-)
-def test_the_fastest_exact_kernel_that_can_run_is_chosen(device, dtype, capability, installed, kernel):
-    assert choose_kernel(device, dtype, capability, installed) == kernel
-
-
-EVERYTHING = {kernel.package for kernel in KERNELS}
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype", "capability", "installed", "words"),
-    [
-        ("sage", "cpu", torch.bfloat16, (0, 0), EVERYTHING, "needs a GPU"),
-        ("cudnn", "cuda", torch.float32, HOPPER, EVERYTHING, "weight_dtype bfloat16"),
-        ("flash_3", "cuda", torch.bfloat16, AMPERE, EVERYTHING, "9.x (Hopper), and this GPU has 8.6"),
-        ("flash_3", "cuda", torch.bfloat16, BLACKWELL, EVERYTHING, "has 10.0"),
-        ("flash", "cuda", torch.float16, TURING, EVERYTHING, "8.0 or more, and this GPU has 7.5"),
-        ("sage", "cuda", torch.float16, AMPERE, FLASH_3, "pip install sageattention"),
-        ("sage", "cuda", torch.float16, AMPERE, EVERYTHING, None),
-    ],
-)
-def test_what_a_kernel_lacks_is_said(name, device, dtype, capability, installed, words):
-    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    reason = why_not(kernel, device, dtype, capability, installed)
-    assert reason is None if words is None else words in reason
-
-
-def test_a_kernel_that_cannot_run_here_is_refused_with_the_remedy():
-    cpu = torch.device("cpu")
-    assert [kernel_for(cpu, torch.float32, wish) for wish in ("auto", "torch")] == ["torch", "torch"]
-    for wish in ATTENTION_KERNELS[2:]:
-        with pytest.raises(
-            RequestError, match=rf"attention {wish} cannot run on cpu: .* Choose attention auto"
-        ):
-            kernel_for(cpu, torch.float32, wish)
-
-
-def test_every_kernel_that_a_person_can_choose_is_known():
-    assert {kernel.name for kernel in KERNELS} | {"auto", "torch"} == set(ATTENTION_KERNELS)
-    assert not {kernel.name for kernel in KERNELS if kernel.auto} & set(APPROXIMATE_KERNELS)
+from parallel_backend.engine.attention import kernels
+from parallel_backend.engine.attention.kernels import KERNELS, attend, attend_with_lse, dispatched, merge
 
 
 def _tensors(keys: int, queries: int = 5):
@@ -101,3 +34,73 @@ def test_a_kernel_of_diffusers_gives_the_same_as_torchs_own():
     query, key, value = _tensors(keys=7)
     expected = attend(query, key, value, None, "torch")
     torch.testing.assert_close(dispatched(query, key, value, "_native_math"), expected, rtol=1e-5, atol=1e-6)
+
+
+def _lse(query, key):
+    return (query @ key.mT / query.shape[-1] ** 0.5).logsumexp(-1)
+
+
+def _as_diffusers(query, key, value, *, backend, attention_kwargs):
+    """FlashAttention through diffusers: tokens before heads, and in FlashAttention 3's log-sum-exp too."""
+    assert attention_kwargs == {"return_lse": True}
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    lse = _lse(query, key)
+    out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    return out, lse.transpose(1, 2) if backend == "_flash_3" else lse
+
+
+def _cudnn(*, trailing):
+    def attend(query, key, value, bias, compute_lse):
+        lse = _lse(query, key)
+        return F.scaled_dot_product_attention(query, key, value), lse.unsqueeze(-1) if trailing else lse
+
+    return attend
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if kernel.with_lse])
+@pytest.mark.parametrize("trailing", [False, True])  # cuDNN's log-sum-exp before torch 2.9, and since
+def test_parts_of_every_kernel_merge_to_attention_over_all_keys(monkeypatch, name, trailing):
+    monkeypatch.setattr(kernels, "dispatch_attention_fn", _as_diffusers)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", _cudnn(trailing=trailing))
+    query, key, value = _tensors(
+        keys=11, queries=3
+    )  # as many queries as heads: a wrong order would not show by shape
+    parts = [
+        attend_with_lse(query, key[:, :, a:b], value[:, :, a:b], kernel=name)
+        for a, b in ((0, 1), (1, 8), (8, 11))
+    ]
+    assert {lse.shape for _, lse in parts} == {query.shape[:3]}
+    expected = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(merge(parts, torch.float32), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "operator"),
+    [
+        ((8, 6), None, torch.bfloat16, "flash"),
+        ((8, 0), None, torch.float16, "flash"),
+        ((7, 5), None, torch.float16, "efficient"),
+        ((9, 0), None, torch.float32, "efficient"),
+        ((9, 4), "6.4", torch.bfloat16, "efficient"),
+    ],
+)
+def test_a_ring_below_ampere_takes_the_memory_efficient_operator(
+    monkeypatch, capability, hip, dtype, operator
+):
+    called = []
+
+    def stand_in(name):
+        def attend(query, key, value, *rest):
+            called.append(name)
+            rows = 32  # both pad
+            return value[:, :, : query.shape[2]], torch.zeros(*query.shape[:2], rows, device="meta")
+
+        return attend
+
+    for name in ("flash", "efficient"):
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", stand_in(name))
+    monkeypatch.setattr(kernels, "capability_of", lambda device: capability)  # the tensors are on no GPU
+    monkeypatch.setattr(torch.version, "hip", hip)
+    query = torch.empty(1, 2, 5, 64, dtype=dtype, device="meta")
+    _, lse = attend_with_lse(query, query, query)
+    assert called == [operator] and lse.shape == (1, 2, 5)

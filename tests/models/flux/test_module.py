@@ -170,7 +170,7 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
         # An accelerator gets what it computes with, or fp8.
         (BF16, "auto", META, BF16, BF16, BF16, BF16),
         (F16, "auto", META, F16, F16, F16, F16),
-        (F32, "auto", META, F32, F32, F32, F32),
+        (F32, "auto", META, BF16, BF16, BF16, BF16),
         (FP8, "auto", META, BF16, FP8, FP8, FP8),
         (F32, "bfloat16", META, BF16, BF16, BF16, BF16),
         (FP8, "float16", META, F16, F16, F16, F16),

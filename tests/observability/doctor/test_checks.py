@@ -6,6 +6,8 @@ import math
 import pytest
 
 import fake_nvml
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.topology import Topology
 from parallel_backend.observability.doctor.gpus import check_devices
 from parallel_backend.observability.doctor.kernels import check_kernels
 from parallel_backend.observability.doctor.links import check_links
@@ -19,8 +21,6 @@ from parallel_backend.observability.doctor.versions import (
     check_versions,
     parse,
 )
-from parallel_backend.planner.machine.probe import read_topology
-from parallel_backend.planner.machine.topology import Topology
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import (
     ALL_TO_ALL,

@@ -6,7 +6,7 @@ import pytest
 
 from jobs import flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.planner.memory.fit import MemoryCheck, check_capacity, fits
+from parallel_backend.planner.memory.fit import Capacity, MemoryCheck, check_capacity, fits
 from parallel_backend.strategy import ParallelStrategy
 
 GIB = 2**30
@@ -18,16 +18,20 @@ def plan(strategy=ULYSSES, devices=None, **job) -> MemoryCheck:
     return MemoryCheck(flux_job(**job), strategy, names)
 
 
+def gib(*sizes: float, others: tuple[float, ...] = ()) -> Capacity:
+    return Capacity(tuple(int(size * GIB) for size in sizes), tuple(int(size * GIB) for size in others))
+
+
 def refusal(size_gib: float, **what) -> str:
     subject = plan(**what)
     with pytest.raises(StrategyError) as refused:
-        check_capacity(subject, (int(size_gib * GIB),) * len(subject.devices))
-    assert not fits(subject, (int(size_gib * GIB),) * len(subject.devices))
+        check_capacity(subject, gib(*(size_gib,) * len(subject.devices)))
+    assert not fits(subject, gib(*(size_gib,) * len(subject.devices)))
     return str(refused.value)
 
 
 def test_what_fits_gives_its_fullest_rank():
-    assert check_capacity(plan(), (48 * GIB, 48 * GIB)).private_bytes > 22 * GIB
+    assert check_capacity(plan(), gib(48, 48)).private_bytes > 22 * GIB
 
 
 def test_two_small_cards_are_told_to_share_the_weights():
@@ -54,17 +58,26 @@ def test_what_no_change_saves_is_told_so():
 
 def test_the_smallest_card_of_several_counts():
     with pytest.raises(StrategyError, match=r"on cuda:1, which has 12\.0 GiB"):
-        check_capacity(plan(), (80 * GIB, 12 * GIB))
+        check_capacity(plan(), gib(80, 12))
+
+
+def test_what_other_programs_hold_now_is_not_there_to_take():
+    assert fits(plan(), gib(48, 48, others=(0, 10)))
+    with pytest.raises(
+        StrategyError, match=r"on cuda:1, which has 48\.0 GiB, of which other programs hold 25\.0 now\."
+    ) as refused:
+        check_capacity(plan(), gib(48, 48, others=(0, 25)))
+    assert "smallest change that would fit: shard_weights on" in str(refused.value)
 
 
 def test_what_nobody_could_measure_is_not_refused():
-    assert check_capacity(plan(), (0, 0)).private_bytes > 0
+    assert check_capacity(plan(), gib(0, 0)).private_bytes > 0
 
 
 def test_ranks_on_the_cpu_share_the_computers_memory():
     cpus = ("cpu:0", "cpu:1")
-    assert check_capacity(plan(devices=cpus), (64 * GIB,)).mapped > 20 * GIB
+    assert check_capacity(plan(devices=cpus), gib(64)).mapped > 20 * GIB
     with pytest.raises(
         StrategyError, match=r"2 rank\(s\) on the CPU need about .* this computer has 2.00 GiB"
     ):
-        check_capacity(plan(devices=cpus, width=4096, height=4096), (2 * GIB,))
+        check_capacity(plan(devices=cpus, width=4096, height=4096), gib(2))

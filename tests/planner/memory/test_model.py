@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
@@ -21,6 +23,7 @@ from parallel_backend.models.flux.tensor_parallel import slice_layers
 from parallel_backend.models.flux.weight_bytes import held_weights, kept_dtype
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.memory.communicators import COMMUNICATOR_BYTES
 from parallel_backend.planner.memory.model import predict_memory
 from parallel_backend.planner.memory.rank_memory import fullest_rank
 from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, ModelSpec, Placement, SampleRequest
@@ -157,7 +160,8 @@ def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_paralle
     assert peak() < peak(height=256)
     assert peak() < peak(text=1024)
     assert peak() < peak(prompts=2)
-    assert peak(ParallelStrategy(cfg_degree=2), prompts=2) == peak()
+    # Beside the two devices' communicator, which one device has not.
+    assert peak(ParallelStrategy(cfg_degree=2), prompts=2) == peak() + COMMUNICATOR_BYTES
 
 
 def test_fp8_halves_the_blocks_and_says_so_in_words():
@@ -190,6 +194,7 @@ class Boundary:
 
 
 def live_bytes(run) -> int:
+    gc.collect()  # what an earlier job left in cycles would be freed while this one is measured, and count against it
     # oneDNN reorders bfloat16 weights into memory of its own, on processors that multiply them.
     with (
         torch.backends.mkldnn.flags(enabled=False),
@@ -233,20 +238,20 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "job"),
     [
-        (ParallelStrategy(), job_of(64, 64, 64, steps=2)),
-        (ParallelStrategy(), job_of(64, 64, 64, steps=3, step_cache=True)),
-        (ParallelStrategy(), job_of(32, 64, 600, batch=2, prompts=2, steps=1)),
-        (ParallelStrategy(cfg_degree=2), job_of(64, 64, 64, prompts=2, steps=2)),
-        (ParallelStrategy(ring_degree=2), job_of(64, 64, 64, steps=2)),
-        (ParallelStrategy(ring_degree=3), job_of(64, 64, 64, steps=2)),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(64, 64, 64, steps=3)),
-        (ParallelStrategy(pipefusion_degree=2), job_of(64, 64, 64, steps=5)),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(64, 64, 64, batch=3, steps=3)),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=2)),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True)),
+        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1)),
+        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2)),
+        (ParallelStrategy(ring_degree=2), job_of(32, 48, 64, steps=2)),
+        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2)),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(32, 48, 64, steps=3)),
+        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=5)),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=3), job_of(32, 48, 64, batch=3, steps=3)),
         (
             ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5, warmup_steps=0),
-            job_of(64, 64, 600, steps=4),
+            job_of(32, 48, 300, steps=4),
         ),
-        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(64, 64, 64, prompts=2, steps=4)),
+        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(32, 48, 64, prompts=2, steps=4)),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -68,6 +68,27 @@ class ScriptedForward:
         self.bytes_sent += share.nbytes
         return [row.x.float() * share * row.conditioning.context.float().mean() for row in rows]
 
+    def from_first(self, tensor):
+        return tensor  # ranks of one machine's processors draw the same
+
+
+class ScriptedModule(ScriptedForward):
+    """What a module's call gives: x times the scale, the rank's share of which is summed, and what it was told."""
+
+    @property
+    def model(self):
+        return SimpleNamespace(module=self)
+
+    def __call__(self, call):
+        self.calls += 2
+        behave(call.kwargs.get("behaviour", 0), self.world.rank, self.calls)
+        share = torch.tensor([self.scale / self.world.world_size])
+        dist.all_reduce(share, group=self.world.control)
+        (x,) = call.args
+        if "context" in call.kwargs:
+            x = x * call.kwargs["context"].mul_(2).mean()  # in place: no other call may see it
+        return [x * share, (call.method, call.tokens, call.rows, call.kwargs.get("names"))]
+
 
 def behave(code, rank, calls):
     if code == SLOW:
@@ -89,12 +110,22 @@ def behave(code, rank, calls):
 
 
 class ScriptedJobs(RankWorker):
+    def load(self, message):
+        info, script = super().load(message), Path(message.spec.path).read_text().split()
+        return replace(info, device_bytes=int(script[1]) if script[0] == "weighs" else 0)
+
     def _read_model(self, spec, strategy):
         script = Path(spec.path).read_text().split()
         if script[0] == "refused" and self.world.rank == int(script[1]):
             raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")
-        if script[0] == "no-memory" and (script[1] == "always" or self._model is not None):
-            raise MemoryError("tried to load a lot")
+        if script[0] == "no-memory-then-refused" and self.world.rank == int(script[1]):
+            if len(self.models) > 1:
+                raise MemoryError("tried to load a lot")
+            raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")
+        if script[0] == "no-memory":  # always, beside any other model, or beside more than that many
+            most = {"always": -1, "beside": 0}.get(script[1], script[1])
+            if len(self.models) > int(most):
+                raise MemoryError("tried to load a lot")
         scale = float(script[-1])
         return SimpleNamespace(
             scale=scale,
@@ -110,6 +141,9 @@ class ScriptedJobs(RankWorker):
 
     def _make_forward(self, model, placement):
         return ScriptedForward(scale=model.scale, world=self.world)
+
+    def _module_forward(self, held, placement):
+        return ScriptedModule(scale=held.model.scale, world=self.world)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Writes docs/models.md: every model that ComfyUI knows, and how its calls are shared out. `--check` only compares.
+
+ComfyUI says which module a configuration builds by building it, so each one's own `get_model` is called and stopped
+where it names the class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from comfyui_source import comfyui_version, find_comfyui
+from parallel_backend.models.comfyui.proof import entry_digest, is_proven
+from parallel_backend.models.comfyui.table import TABLE
+from parallel_backend.requests import BLOCK, ROWS, STAY
+from steps import SetupError
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+_VERSION = "ComfyUI {}."
+
+_CONVOLUTIONS = "its convolutions look at neighbours, so the positions of an image cannot be apart"
+_INJECTORS = "Wan's blocks with others between them, which are not described yet"
+_NO_SAMPLING = "looks at pictures and samples none"
+_WHY = {  # of classes that the table does not have
+    "UNetModel": _CONVOLUTIONS,
+    "StageB": _CONVOLUTIONS,
+    "StageC": _CONVOLUTIONS,
+    "AsymmDiTJoint": "crops the text inside of attention, whose tokens then are others",
+    "CausalWanModel": "keeps keys and values from call to call",
+    "CameraWanModel": _INJECTORS,
+    "HumoWanModel": _INJECTORS,
+    "AnimateWanModel": _INJECTORS,
+    "WanModel_S2V": _INJECTORS,
+    "SCAILWanModel": _INJECTORS,
+    "SCAIL2WanModel": _INJECTORS,
+    "WanDancerModel": _INJECTORS,
+    "RTv4": _NO_SAMPLING,
+    "SAM3Model": _NO_SAMPLING,
+    "DepthAnything3Net": _NO_SAMPLING,
+}
+_UNDESCRIBED = "its blocks are not described yet"
+
+_PAGE = """# Models
+
+Written by `scripts/list_models.py` from the models that ComfyUI itself knows (comfy.supported_models), here of
+{version} Any of them runs on several devices behind **Parallel Model**. What differs is how far one image or video can
+be split, and that depends on the module class that computes it.
+
+| state | the sequence axes (Ulysses, Ring) | CFG and data |
+| --- | --- | --- |
+| **stay** | tokens stay apart from the first block to the last; a call with other arguments is as in *block* | yes |
+| **block** | each block gathers what it gives: exact whatever lies between blocks, with more traffic | yes |
+| **rows** | none: whole images and prompts only | yes |
+
+**By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
+`comfy/ldm` that it imports (`models/comfyui/proven.json`). With any other version of ComfyUI the class is tested before
+it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
+finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, or *block* where
+only tokens that stay apart are wrong, and the report of a run says so. `scripts/prove_models.py` tests all of them.
+
+## {described} classes that can be split
+
+| module | models | state | tokens stay with | proven |
+| --- | --- | --- | --- | --- |
+{split}
+
+## {others} classes of which only rows are shared out
+
+| module | models | why |
+| --- | --- | --- |
+{rows}
+"""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model that ComfyUI knows. `module`: its diffusion model's class, empty where ComfyUI does not tell."""
+
+    name: str
+    module: str
+
+    @property
+    def state(self) -> str:
+        entry = TABLE.get(self.module)
+        if entry is None:
+            return ROWS
+        return STAY if entry.stays_with else BLOCK
+
+
+class _Named(Exception):
+    """Carries the class of a module out of the building of it."""
+
+
+class _AnyTensor(dict[str, Any]):
+    """A file that has every tensor."""
+
+    def __missing__(self, name: str) -> Any:
+        import torch
+
+        return torch.empty(1)
+
+
+class _AnyNumber(dict[str, Any]):
+    """What detection would have found in a file, beside what a configuration is known by."""
+
+    def __missing__(self, name: str) -> int:
+        return 1
+
+
+def configurations() -> list[Configuration]:
+    """Of the ComfyUI that is imported, in its order."""
+    import comfy.supported_models
+
+    with _module_named():
+        return [Configuration(one.__name__, _module_of(one)) for one in comfy.supported_models.models]
+
+
+def _module_of(configuration: Any) -> str:
+    try:
+        one = configuration(_AnyNumber(configuration.unet_config))
+        one.unet_config = _AnyNumber(one.unet_config)  # it was copied
+        one.get_model(_AnyTensor(), "", device="cpu")
+    except _Named as found:
+        return str(found)
+    except Exception:  # it asks a file for more than that: nobody knows, so rows
+        return ""
+    return ""
+
+
+@contextmanager
+def _module_named() -> Iterator[None]:
+    """Inside, building a model raises _Named with the class of its module."""
+    from comfy.model_base import BaseModel
+
+    stock = BaseModel.__init__
+    signature = inspect.signature(stock)
+
+    def stop(*args: Any, **kwargs: Any) -> NoReturn:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        raise _Named(bound.arguments["unet_model"].__name__)
+
+    BaseModel.__init__ = stop
+    try:
+        yield
+    finally:
+        BaseModel.__init__ = stock
+
+
+def page(root: Path, found: list[Configuration]) -> str:
+    """docs/models.md for the ComfyUI in folder `root`."""
+    models: dict[str, list[str]] = {}
+    for one in found:
+        models.setdefault(one.module, []).append(one.name)
+    split = [module for module in models if module in TABLE]
+    rows = [module for module in models if module not in TABLE]
+    return _PAGE.format(
+        version=_VERSION.format(comfyui_version(root)),
+        described=len(split),
+        others=len(rows),
+        split="\n".join(_split_line(root, module, models[module]) for module in sorted(split)),
+        rows="\n".join(_rows_line(module, models[module]) for module in sorted(rows)),
+    )
+
+
+def _split_line(root: Path, module: str, models: list[str]) -> str:
+    entry = TABLE[module]
+    state = Configuration("", module).state
+    words = ", ".join(f"`{name}`" for name in sorted(entry.stays_with)) or "nothing"
+    proven = "yes" if is_proven(module, entry_digest(str(root), module)) else "when first used"
+    return f"| {module} | {', '.join(models)} | **{state}** | {words} | {proven} |"
+
+
+def _rows_line(module: str, models: list[str]) -> str:
+    why = _WHY.get(module, _UNDESCRIBED) if module else "ComfyUI does not tell which module it builds"
+    return f"| {module or '?'} | {', '.join(models)} | {why} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("comfyui", nargs="?", help="ComfyUI's folder; else as scripts/test finds it")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 where the page is another"
+    )
+    arguments = parser.parse_args()
+    root = find_comfyui(arguments.comfyui)
+    if root is None:
+        raise SetupError("no ComfyUI found: name its folder, or set COMFYUI_PATH")
+    import torch
+
+    from parallel_backend.models.comfyui.environment import import_comfyui
+    from parallel_backend.requests import ComfyUISource
+
+    import_comfyui(ComfyUISource(str(root)), torch.device("cpu"))
+    text = page(root, configurations())
+    if arguments.check:
+        return int(not PAGE.is_file() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    print(f"{PAGE} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""Where the nodes stand in the menu."""
+
+CATEGORY = "parallel/testing"

@@ -1,0 +1,112 @@
+"""Looks at the pack's ranks from inside ComfyUI's process, and changes what they stand on."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import comfy.model_management
+from comfy.cli_args import args
+from comfy_api.latest import io
+
+from .category import CATEGORY
+
+FREE_MEMORY = comfy.model_management.get_free_memory
+
+
+class TestRankStates(io.ComfyNode):
+    """The states of the pack's groups of ranks in this process, in words."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestRankStates",
+            category=CATEGORY,
+            inputs=[io.Int.Input("nonce", min=0, max=2**31, tooltip="another number, another look")],
+            outputs=[io.String.Output()],
+        )
+
+    @classmethod
+    def execute(cls, nonce) -> io.NodeOutput:
+        return io.NodeOutput(" ".join(rank_states()))
+
+
+class TestUnload(io.ComfyNode):
+    """Unloads a MODEL as ComfyUI does where another one needs room; the states of ranks before, after an attempt under
+    --highvram, and after one without."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestUnload",
+            category=CATEGORY,
+            inputs=[io.Model.Input("model")],
+            outputs=[io.String.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model) -> io.NodeOutput:
+        states = rank_states()
+        for highvram in (True, False):
+            args.highvram = highvram
+            model.partially_unload(model.offload_device, 1)
+            states += rank_states()
+        return io.NodeOutput(" ".join(states))
+
+
+class TestNoFreeMemory(io.ComfyNode):
+    """Passes a LATENT on; from then on ComfyUI believes that its device has no memory left, or again what is true."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestNoFreeMemory",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent"), io.Boolean.Input("pretend")],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent, pretend) -> io.NodeOutput:
+        comfy.model_management.get_free_memory = (lambda *args, **kwargs: 1) if pretend else FREE_MEMORY
+        return io.NodeOutput(latent)
+
+
+class TestOtherPlatform(io.ComfyNode):
+    """Passes a LATENT on; from then on the pack believes that it runs on Windows, or again where it does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestOtherPlatform",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent"), io.Boolean.Input("pretend")],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent, pretend) -> io.NodeOutput:
+        (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
+        sys.modules[name].sys = SimpleNamespace(platform="win32") if pretend else sys
+        return io.NodeOutput(latent)
+
+
+def rank_states() -> list[str]:
+    """Of the pack's groups of ranks in this process."""
+    (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.sidecar.pool"))
+    return [sidecar.state.value for sidecar in pool.all_sidecars()]
+
+
+def fork_ranks(prompt: dict) -> dict:
+    """Has the pack's ranks forked from a prepared process from the first prompt on (tests/support/forked_ranks.py)."""
+    (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
+    supervisor = sys.modules[name]
+    if supervisor.subprocess is subprocess:
+        path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"
+        spec = importlib.util.spec_from_file_location("forked_ranks", path)
+        sys.modules["forked_ranks"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        supervisor.subprocess = module.ForkedSubprocess(supervisor)
+    return prompt

@@ -1,0 +1,88 @@
+"""Tiny text encoders and VAEs, and VAEs that another pack has changed."""
+
+from __future__ import annotations
+
+import comfy.sd
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.taesd.taesd import TAESD
+from comfy_api.latest import io
+
+from .category import CATEGORY
+
+
+class TestClip(io.ComfyNode):
+    """A CLIP of one weight under a name that text encoders' LoRAs go by, for loaders that want one beside a MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="TestClip", category=CATEGORY, inputs=[], outputs=[io.Clip.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        encoder = torch.nn.Module()
+        encoder.__dict__["dtype"] = torch.float32
+        path = "clip_l.transformer.text_model.encoder.layers.0.mlp"
+        module = encoder
+        for name in path.split("."):
+            module.add_module(name, torch.nn.Module())
+            module = module.get_submodule(name)
+        module.add_module("fc1", torch.nn.Linear(8, 8))
+        clip = comfy.sd.CLIP(no_init=True)
+        clip.cond_stage_model, clip.tokenizer, clip.layer_idx = encoder, None, None
+        clip.patcher = ModelPatcher(encoder, torch.device("cpu"), torch.device("cpu"))
+        clip.tokenizer_options, clip.use_clip_schedule, clip.apply_hooks_to_conds = {}, False, None
+        return io.NodeOutput(clip)
+
+
+class TestTinyVAE(io.ComfyNode):
+    """A random TAESD for 16 channels, as VAELoader makes one of its file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="TestTinyVAE", category=CATEGORY, inputs=[], outputs=[io.Vae.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
+        sd = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return io.NodeOutput(comfy.sd.VAE(sd=sd))
+
+
+class TestCircularVAE(io.ComfyNode):
+    """A VAE whose convolutions wrap round the image, as packs for seamless textures make it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestCircularVAE",
+            category=CATEGORY,
+            inputs=[io.Vae.Input("vae")],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae) -> io.NodeOutput:
+        for layer in vae.first_stage_model.modules():
+            if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
+                layer.padding_mode = "circular"
+        return io.NodeOutput(vae)
+
+
+class TestScaledVAE(io.ComfyNode):
+    """A VAE with one of its weights doubled, in place."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestScaledVAE",
+            category=CATEGORY,
+            inputs=[io.Vae.Input("vae")],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae) -> io.NodeOutput:
+        vae.first_stage_model.decoder.conv_out.weight.mul_(2)
+        return io.NodeOutput(vae)

@@ -1,0 +1,68 @@
+"""The GPU check's button in a real browser: what it says before, its progress, its report, and its end."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import psutil
+import pytest
+
+COMMAND = "() => void app.extensionManager.command.execute('parallel_sampling.gpu_check')"
+ROUTE = "**/parallel_sampling/gpu_check"
+
+
+@pytest.fixture
+def dialog(page):
+    page.evaluate(COMMAND)
+    found = page.get_by_role("dialog", name="GPU check of Parallel Sampling")
+    found.wait_for(timeout=10_000)
+    return found
+
+
+def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dialog):
+    page.route(ROUTE, lambda route: route.fulfill(status=409, json={"error": "a prompt uses the devices"}))
+    dialog.get_by_role("button", name="Run").click()
+    dialog.get_by_text("a prompt uses the devices").wait_for(timeout=10_000)
+    page.unroute(ROUTE)
+    dialog.get_by_role("button", name="Close").click()
+    page.evaluate(COMMAND)
+    dialog.wait_for(timeout=10_000)
+    asked = []
+    lines = [
+        {"line": "[1/2] device …"},
+        {"markdown": "# GPU check\n\nall is well", "report": {"exit_status": 0}},
+    ]
+
+    def answer(route):
+        asked.append(route.request.method)
+        route.fulfill(status=200, body="".join(json.dumps(line) + "\n" for line in lines))
+
+    page.route(ROUTE, answer)
+    assert "It takes some minutes" in dialog.inner_text() and not asked
+    dialog.get_by_role("button", name="Run").click()
+    page.wait_for_function(
+        "() => document.querySelector('dialog.parallel-doctor pre').textContent.startsWith('# GPU')"
+    )
+    assert asked == ["POST"] and "all is well" in dialog.inner_text()
+    for name, file in (("Save Markdown", "gpu-check.md"), ("Save JSON", "gpu-check.json")):
+        with page.expect_download() as saved:
+            dialog.get_by_role("button", name=name).click()
+        assert saved.value.suggested_filename == file
+    assert json.loads(saved.value.path().read_text()) == {"exit_status": 0}
+
+
+def test_closing_the_dialog_ends_the_check(page, dialog, measuring):
+    def running() -> list[int]:
+        words = [(p.pid, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+        return [pid for pid, line in words if "--gpu" in line and str(measuring[0].server.pid) in line]
+
+    dialog.get_by_role("button", name="Run").click()
+    dialog.get_by_text("[1/25] installation").wait_for(timeout=120_000)
+    assert running()
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached", timeout=10_000)
+    deadline = time.monotonic() + 120
+    while running():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,50 @@
+"""Every family of models behind Parallel Model, each under strategies for 2, 3 and 4 devices, against the stock latent.
+
+Sizes and frames do not divide. On 2 devices a single image runs with CFG, on 3 a batch of two without, on 4 one with.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import MODELS
+from any_runs import assert_same, both
+
+# By family: the strategies on 2, 3 and 4 devices.
+ULYSSES, RING, CFG, DATA = {"ulysses": 2}, {"ring": 2}, {"cfg": 2}, {"data": 2}
+RING_3, ULYSSES_3, DATA_3 = {"ring": 3}, {"ulysses": 3}, {"data": 3}
+SHARDED = {"shard_weights": True}
+FAMILIES = {
+    "flux": (ULYSSES, RING_3, CFG | ULYSSES),
+    "flux2": (ULYSSES, RING_3, RING | ULYSSES),
+    "wan_t2v": (ULYSSES | SHARDED, RING_3, CFG | RING),
+    "wan_i2v": (ULYSSES, RING_3 | SHARDED, DATA | ULYSSES),
+    "wan_ti2v": (RING, DATA_3, CFG | ULYSSES),
+    "wan_vace": (ULYSSES, RING_3, RING | ULYSSES),
+    "wan_fp8": (ULYSSES, DATA_3, CFG | RING),
+    "hunyuan_video": (RING, ULYSSES_3, DATA | ULYSSES | SHARDED),
+    "hunyuan_video_15": (ULYSSES, RING_3, CFG | ULYSSES),
+    "skyreels_i2v": (ULYSSES, ULYSSES_3, RING | ULYSSES),
+    "sd3": (RING, ULYSSES_3, CFG | RING),
+    "ltx_video": (RING, ULYSSES_3, {"ulysses": 4}),
+    "ltx_sound": (ULYSSES, RING_3, CFG | ULYSSES),
+    "cogvideo": (RING, ULYSSES_3, RING | ULYSSES),
+    "qwen_image": (ULYSSES, RING_3, CFG | RING),
+    "minimax": (ULYSSES, RING_3, DATA | RING),
+    "unet": (CFG, DATA_3, CFG | DATA),
+    "sound": (CFG, DATA_3, {"data": 4}),
+}
+# What ComfyUI's own module refuses (more than one row), or what takes its width of 3,072 too long.
+SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}}
+REQUESTS = {2: {"batch": 1, "cfg": 3.0}, 3: {"batch": 2, "cfg": 1.0}, 4: {"batch": 2, "cfg": 3.0}}
+
+
+def test_every_family_has_its_strategies():
+    assert set(FAMILIES) == set(MODELS)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)  # devices vary slowest: a group of ranks starts once
+@pytest.mark.parametrize("devices", REQUESTS)
+def test_a_family_gives_the_stock_latent(comfy, devices, kind):
+    request = REQUESTS[devices] | SMALLER.get(kind, {})
+    assert_same(both(comfy, kind, FAMILIES[kind][devices - 2], **request))

@@ -1,0 +1,55 @@
+"""Parallel Model in a ComfyUI whose sources the pack does not know: it is tested, and no picture is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from comfy_harness import Comfy, relative_difference, start_comfyui
+from comfyui_client import ComfyUIClient, PromptFailed
+from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
+from graphs import Graph
+from parallel_backend.planner.history.self_tests import NAME
+
+SENTENCE = "this version of ComfyUI computes Flux in another way than the pack knows: only whole images"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A ComfyUI in which the image comes before the text, and the folder where outcomes are kept."""
+    folder = tmp_path_factory.mktemp("other")
+    copy = copy_of_comfyui(folder / "ComfyUI", IMAGE_BEFORE_TEXT)
+    environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(folder / "kept"), "PARALLEL_TEST_FORKED_RANKS": "1"}
+    server = start_comfyui(folder / "base", comfyui=copy, environment=environment)
+    with server:
+        yield Comfy(server=server, client=ComfyUIClient(server.url)), folder / "kept"
+
+
+def prompt(comfy, **choice):
+    """(graph, stock latent, Parallel Sampler)"""
+    graph = Graph()
+    stock = graph.model("stock", comfy.write_flux("any_flux.safetensors"))
+    parallel = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2", **choice))
+    request = graph.text(1), graph.text(2), graph.latent()
+    expected = graph.ksampler(stock, *request, cfg=3.0)
+    sampler = graph.parallel_sampler(parallel, *request, cfg=3.0)
+    graph.prompt[sampler[0]]["inputs"]["parallel_model"] = [parallel, 1]
+    return graph, expected, sampler
+
+
+@pytest.mark.slow
+def test_whole_images_and_prompts_are_shared_out_and_the_report_says_why(other):
+    comfy, kept = other
+    graph, expected, sampler = prompt(comfy)
+    latent, report = comfy.sample_with_text(graph.prompt, sampler, [sampler[0], 1])
+    stock = comfy.sample(graph.prompt, expected)
+    assert relative_difference(latent, stock) <= 1e-4
+    assert f"note: {SENTENCE}" in report and "Ulysses" not in report.splitlines()[0]
+    assert '"mode": "rows"' in (kept / NAME).read_text()
+
+
+@pytest.mark.slow
+def test_a_person_who_asks_for_more_is_told(other):
+    comfy, _ = other
+    graph, _, sampler = prompt(comfy, ulysses=2)
+    with pytest.raises(PromptFailed, match=f"(?s)cannot be shared out, only whole.*{SENTENCE}"):
+        comfy.sample(graph.prompt, sampler)

@@ -1,0 +1,270 @@
+"""Any model behind its stock loader: stock loader and KSampler against the same through Parallel Model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import save_file
+
+from any_graphs import ROWS_ONLY, AnyGraph
+from any_runs import TOLERANCE, assert_same, both, latents
+from comfy_harness import relative_difference
+from graphs import Graph
+from lora_files import pair
+
+
+@pytest.mark.parametrize(
+    ("choice", "batch", "cfg"),
+    [({"cfg": 2}, 1, 4.0), ({"data": 2}, 2, 1.0), ({"ring": 2}, 1, 1.0), ({"data": 2}, 3, 3.0)],
+)
+def test_every_way_to_split_gives_the_stock_latent(comfy, choice, batch, cfg):
+    assert_same(both(comfy, "wan_t2v", choice, batch=batch, cfg=cfg))
+
+
+@pytest.mark.parametrize("choice", [{"cfg": 2}, {"ulysses": 2}])
+def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
+    assert_same(both(comfy, "wan_t2v", choice, uneven=True))
+
+
+@pytest.mark.parametrize("kind", ["sd3", "unet"])
+def test_auto_chooses_by_itself(comfy, kind):
+    assert_same(both(comfy, kind, {}, devices="cpu:2"))
+
+
+def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_tolerance(comfy):
+    """What the comparisons could not see is not there."""
+    graph = AnyGraph(comfy, "wan_t2v")
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    positive, negative, latent = graph.request()
+    found = latents(
+        comfy,
+        graph,
+        {
+            "one": graph.ksampler(ours, positive, negative, latent, steps=2),
+            "other": graph.ksampler(ours, negative, negative, latent, steps=2),
+        },
+    )
+    assert relative_difference(found["one"], found["other"]) > 100 * TOLERANCE
+
+
+def test_parallel_sampler_runs_the_loop_in_comfyui_and_says_so(comfy):
+    graph = AnyGraph(comfy, "wan_t2v")
+    stock = graph.stock()
+    ours = graph.parallel(stock, ulysses=2)
+    request = graph.request()
+    sampler = graph.add(
+        "ParallelSampler",
+        parallel_model=[ours, 1],
+        positive=request[0],
+        negative=request[1],
+        latent_image=request[2],
+        seed=7, steps=2, cfg=3.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+    )  # fmt: skip
+    found = latents(
+        comfy,
+        graph,
+        {"stock": graph.ksampler(stock, *request, steps=2, cfg=3.0), "ours": [sampler, 0]},
+        {"report": [sampler, 1]},
+    )
+    assert_same(found)
+    assert "way: stepwise (the loop of this model runs in ComfyUI)" in found["report"]
+    assert "Ulysses 2" in found["report"] and "result: exact" in found["report"]
+
+
+def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
+    """Else CFG parallelism would have nothing to share out on the very cards that need it."""
+    graph = AnyGraph(comfy, "wan_t2v")
+    ours = graph.parallel(graph.stock(), cfg=2)
+    positive, negative, latent = graph.request()
+    full = [graph.add("TestNoFreeMemory", latent=latent, pretend=True), 0]
+    settings = {
+        "seed": 7,
+        "steps": 2,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "denoise": 1.0,
+    }
+    sampler = graph.add(
+        "ParallelSampler",
+        parallel_model=[ours, 1],
+        positive=positive,
+        negative=negative,
+        latent_image=full,
+        **settings,
+    )
+    after = [graph.add("TestNoFreeMemory", latent=[sampler, 0], pretend=False), 0]
+    found = latents(comfy, graph, {"ours": after}, {"report": [sampler, 1]})
+    assert "CFG 2" in found["report"] and "would idle" not in found["report"]
+
+
+@pytest.mark.parametrize("kind", ["wan_t2v", "wan_fp8", "ltx_sound", "sd3", "unet", "sound"])
+def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, kind):
+    graph = AnyGraph(comfy, kind)
+    choice = {"cfg": 2} if kind in ROWS_ONLY else {"ulysses": 2}
+    strategy = graph.strategy("cpu:2", **choice)
+    ours = graph.add("ParallelModelLoader", model_name=graph.file, weight_dtype="default", strategy=strategy)
+    request = graph.request()
+    found = latents(
+        comfy,
+        graph,
+        {
+            "stock": graph.ksampler(graph.stock(), *request, steps=2, cfg=3.0),
+            "ours": graph.ksampler([ours, 0], *request, steps=2, cfg=3.0),
+        },
+        {"places": [graph.add("TestPlacesOfWeights", model=[ours, 0]), 0]},
+    )
+    assert_same(found)
+    assert set(json.loads(found["places"])) == {"meta"}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_nodes_change_before_and_after_it_counts(comfy, before):
+    """Another shift of the sampling, a wrapper around the network, RescaleCFG."""
+
+    def changed(graph: AnyGraph, model: list) -> list:
+        shifted = [graph.add("ModelSamplingSD3", model=model, shift=2.0), 0]
+        wrapped = [graph.add("TestWrapper", model=shifted, scale=0.5), 0]
+        return [graph.add("RescaleCFG", model=wrapped, multiplier=0.6), 0]
+
+    graph = AnyGraph(comfy, "wan_t2v")
+    plain = graph.stock()
+    stock = changed(graph, plain)
+    ours = (
+        [graph.parallel(stock, ulysses=2), 0]
+        if before
+        else changed(graph, [graph.parallel(plain, ulysses=2), 0])
+    )
+    request = graph.request()
+    found = latents(
+        comfy,
+        graph,
+        {
+            name: graph.ksampler(model, *request, steps=2, cfg=3.0)
+            for name, model in (("stock", stock), ("ours", ours), ("plain", plain))
+        },
+    )
+    assert_same(found)
+    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "steps"),
+    [
+        ("ContextWindowsManual", {"dim": "2", "context_length": 2, "context_overlap": 1}, 2),
+        (
+            "EasyCache",
+            {"reuse_threshold": 3.0, "start_percent": 0.2, "end_percent": 0.9, "verbose": False},
+            6,
+        ),
+    ],
+)
+def test_what_keeps_its_state_in_the_options_works_as_in_stock(comfy, name, inputs, steps):
+    graph = AnyGraph(comfy, "wan_t2v")
+    plain = graph.stock()
+    defaults = {
+        field: entry[1]["default"]
+        for field, entry in comfy.client.object_info()[name]["input"]["required"].items()
+        if len(entry) > 1 and "default" in entry[1]
+    }
+    stock, ours = (
+        [graph.add(name, **{**defaults, **inputs, "model": model}), 0]
+        for model in (plain, [graph.parallel(plain, ulysses=2), 0])
+    )
+    request = graph.request()
+    found = latents(
+        comfy,
+        graph,
+        {
+            way: graph.ksampler(model, *request, steps=steps, cfg=3.0)
+            for way, model in (("stock", stock), ("ours", ours), ("plain", plain))
+        },
+    )
+    assert_same(found)
+    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
+
+
+# Layers of the tiny Wan model by what a LoRA's file calls them: rows, columns.
+LORA_LAYERS = {"blocks.0.self_attn.q": (256, 256), "blocks.1.ffn.0": (256, 256), "head.head": (64, 256)}
+
+
+@pytest.fixture(scope="module")
+def loras(comfy) -> list[str]:
+    """Names of two LoRAs: of low rank, and differences of whole weights."""
+    folder = comfy.server.base_directory / "models" / "loras"
+    folder.mkdir(parents=True, exist_ok=True)
+    low, whole = {}, {}
+    for seed, (layer, (rows, columns)) in enumerate(LORA_LAYERS.items()):
+        up, down = pair(rows, columns, 4, seed)
+        low |= {
+            f"diffusion_model.{layer}.lora_up.weight": up,
+            f"diffusion_model.{layer}.lora_down.weight": down,
+        }
+        whole[f"diffusion_model.{layer}.diff"] = up @ down
+    save_file(low, folder / "any_low.safetensors")
+    save_file(whole, folder / "any_whole.safetensors")
+    return ["any_low.safetensors", "any_whole.safetensors"]
+
+
+@pytest.mark.parametrize(("choice", "kind"), [({"ulysses": 2}, "wan_t2v"), ({"cfg": 2}, "wan_fp8")])
+def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, kind):
+    def with_lora(model: list, name: str, strength: float) -> list:
+        return [graph.add("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=strength), 0]
+
+    graph = AnyGraph(comfy, kind)
+    plain = graph.stock()
+    before = with_lora(plain, loras[0], 0.8)
+    ours = graph.parallel(before, **choice)
+    lora_loader = graph.add("ParallelLoraLoader", parallel_model=[ours, 1], lora_name=loras[1], strength=-0.5)
+    request = graph.request()
+    settings = {"steps": 2, "cfg": 3.0}
+    found = latents(
+        comfy,
+        graph,
+        {
+            "stock": graph.ksampler(with_lora(before, loras[1], -0.5), *request, **settings),
+            "ours": graph.ksampler(with_lora([ours, 0], loras[1], -0.5), *request, **settings),
+            "sampler": graph.parallel_sampler(lora_loader, *request, **settings),
+            "plain": graph.ksampler(plain, *request, **settings),
+        },
+    )
+    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
+    tolerance = TOLERANCE if kind == "wan_t2v" else 1e-3  # a changed fp8 weight is rounded anew, by chance
+    for way in ("ours", "sampler"):
+        assert relative_difference(found[way], found["stock"]) <= tolerance, way
+
+
+def _thirds(found: list[str]) -> tuple[list[str], ...]:
+    size = len(found) // 3
+    return found[:size], found[size : 2 * size], found[2 * size :]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--port 8190 --lowvram --preview-method auto", ""),
+        ("--fp8_e4m3fn-unet --use-split-cross-attention", "--fp8_e4m3fn-unet --use-split-cross-attention"),
+        ("--fast fp16_accumulation autotune --cpu", "--fast autotune fp16_accumulation"),
+        ("--dont-upcast-attention --force-fp16 --novram", "--force-fp16 --dont-upcast-attention"),
+    ],
+)
+def test_ranks_get_the_flags_that_change_numbers_and_no_others(comfy, line, wanted):
+    graph = Graph()
+    flags = graph.add("TestNumericFlags", line=line)
+    graph.add("TestSaveText", text=[flags, 0], path="any-flags.txt")
+    comfy.run(graph.prompt)
+    assert comfy.output("any-flags.txt").read_text() == wanted
+
+
+def test_comfyui_can_have_the_devices_memory_back(comfy):
+    graph = AnyGraph(comfy, "wan_t2v")
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    graph.save(graph.ksampler(ours, *graph.request(), steps=1), "any-awake.safetensors")
+    comfy.run(graph.prompt, timeout=300)
+    unload = graph.add("TestUnload", model=ours)
+    graph.add("TestSaveText", text=[unload, 0], path="any-states.txt")
+    comfy.run(graph.prompt, timeout=300)
+    states = comfy.output("any-states.txt").read_text().split()
+    before, under_highvram, after = _thirds(states)
+    assert before == under_highvram and "asleep" in after

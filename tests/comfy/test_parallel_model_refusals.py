@@ -1,0 +1,106 @@
+"""What Parallel Model refuses, in which words, and that the ranks do not suffer from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import MODELS, AnyGraph
+from comfyui_client import PromptFailed
+from graphs import Graph
+
+
+def fails(comfy, graph: Graph, latent: list) -> str:
+    with pytest.raises(PromptFailed) as raised:
+        comfy.sample(graph.prompt, latent)
+    message = raised.value.exception_message
+    assert "lux" not in message, "words of another model"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "words"),
+    [
+        ("PerturbedAttentionGuidance", {"scale": 3.0}, "replaced attention block"),
+        ("TestForeignOption", {"name": "my_pack"}, "'my_pack', which holds a SimpleNamespace"),
+        ("ModelComputeDtype", {"dtype": "bf16"}, "another dtype to compute in"),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_cannot_be_honoured_is_refused_by_its_name(comfy, name, inputs, words, before):
+    graph = AnyGraph(comfy, "wan_t2v")
+    model = graph.stock()
+    if before:
+        model = [graph.parallel([graph.add(name, model=model, **inputs), 0], ulysses=2), 0]
+    else:
+        model = [graph.add(name, model=[graph.parallel(model, ulysses=2), 0], **inputs), 0]
+    assert words in fails(comfy, graph, graph.ksampler(model, *graph.request(), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "words"),
+    [
+        ("unet", {"ulysses": 2}, "ring_degree 1 and ulysses_degree 1"),
+        ("wan_t2v", {"ulysses": 3}, "more than the 2 attention heads"),
+        ("wan_t2v", {"pipefusion": 2}, "the nearest valid setting is pipefusion_degree 1"),
+        ("wan_t2v", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),
+    ],
+)
+def test_a_strategy_that_the_model_does_not_have_is_refused(comfy, kind, choice, words):
+    graph = AnyGraph(comfy, kind)
+    ours = [graph.parallel(graph.stock(), **choice), 0]
+    assert words in fails(comfy, graph, graph.ksampler(ours, *graph.request(), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("notes", "words"), [(True, "TestUnknownLoader"), (False, "does not say which file it was loaded from")]
+)
+def test_a_model_of_another_packs_loader_is_refused_with_those_that_work(comfy, notes, words):
+    graph = AnyGraph(comfy, "flux")
+    model = [graph.add("TestUnknownLoader", model=graph.stock(), notes=notes), 0]
+    ours = [graph.parallel(model, ulysses=2), 0]
+    message = fails(comfy, graph, graph.ksampler(ours, *graph.request(), steps=1))
+    assert words in message and "Load Diffusion Model or Load Checkpoint" in message
+
+
+# Widths of prompts and channels of latents that belong to other models; how long text is says nothing.
+WRONG = [
+    ("wan_t2v", {"width": 48}, None, "a prompt of width 48 came, and any_wan_t2v.safetensors takes"),
+    ("hunyuan_video", {"width": 4096}, None, "prompts of width 48"),
+    ("cogvideo", {"width": 4096}, None, "prompts of width 48"),
+    ("unet", {"width": 2048}, None, "prompts of width 768"),
+    ("sd3", {}, "1,4,11,9", "latent_image: a latent of 4 channels came, and any_sd3.safetensors takes 16"),
+    ("unet", {}, "1,16,8,6", "UNetModel cannot compute with what it was given"),  # the module's own words
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "latent", "words"), WRONG)
+def test_what_is_made_for_another_model_is_refused_and_leaves_the_ranks_warm(
+    comfy, kind, text, latent, words
+):
+    graph = AnyGraph(comfy, kind)
+    stock = graph.stock()
+    ours = [graph.parallel(stock, **({"cfg": 2} if kind == "unet" else {"ulysses": 2})), 0]
+    right = graph.request()
+    comfy.sample(graph.prompt, graph.ksampler(ours, *right, steps=1, cfg=3.0))
+    ranks = {rank.pid for rank in comfy.ranks()}
+
+    prompt = graph.text(1, **MODELS[kind]["text"] | text)
+    wrong = [graph.add("TestShapedLatent", shape=latent, draw=5), 0] if latent else right[2]
+    assert words in fails(comfy, graph, graph.ksampler(ours, prompt, prompt, wrong, steps=1, cfg=3.0))
+    with pytest.raises(PromptFailed):
+        comfy.sample(graph.prompt, graph.ksampler(stock, prompt, prompt, wrong, steps=1, cfg=3.0))
+    assert {rank.pid for rank in comfy.ranks()} == ranks
+
+
+def test_saving_it_is_refused(comfy):
+    graph = AnyGraph(comfy, "wan_t2v")
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    graph.add("ModelSave", model=ours, filename_prefix="any")
+    with pytest.raises(PromptFailed, match="saving the model"):
+        comfy.run(graph.prompt)
+
+
+def test_a_parallel_model_is_not_made_parallel_twice(comfy):
+    graph = AnyGraph(comfy, "flux")
+    twice = [graph.parallel([graph.parallel(graph.stock(), ulysses=2), 0], ulysses=2), 0]
+    assert "parallel already" in fails(comfy, graph, graph.ksampler(twice, *graph.request(), steps=1))

@@ -1,0 +1,89 @@
+"""No step looks at a device's numbers: on a GPU the host would wait for all that it has given to the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flux_requests import CONTEXT, POOLED, SIZES, request
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.models.flux import load as _load_flux  # noqa: F401  # once, before ranks are forked
+from parallel_backend.requests import RESIDENT_SAMPLERS, ModelSpec, Placement
+from parallel_backend.sampling import denoise as loop
+from parallel_backend.strategy import ParallelStrategy
+from point_forward import Boundary
+from ranks import run_ranks
+from tiny_flux import write_tiny_flux
+
+CASE = request(SIZES["odd sides"], 4.0, 1, positive_tokens=8, negative_tokens=5)
+# In inference mode the first two are not taken apart into the third.
+_aten = torch.ops.aten
+LOOKS = (_aten.item, _aten.is_nonzero, _aten._local_scalar_dense, _aten.equal, _aten.nonzero)
+STRATEGIES = [
+    ParallelStrategy(ulysses_degree=2),
+    ParallelStrategy(ring_degree=2),
+    ParallelStrategy(cfg_degree=2),
+    ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=3),
+]
+
+
+class Looks(TorchDispatchMode):
+    """Counts looks at tensors' numbers while `watching`: between the preparation of a job and its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.watching, self.count = False, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += self.watching and func.overloadpacket in LOOKS
+        return func(*args, **(kwargs or {}))
+
+
+class AtTheBoundary:
+    """Whatever looks here is the boundary's own, of which tests/rank/test_step_boundary.py knows more."""
+
+    def __init__(self, looks, call):
+        self._looks, self._call = looks, call
+
+    def __call__(self, *arguments):
+        self._looks.watching = False
+        try:
+            return self._call(*arguments)
+        finally:
+            self._looks.watching = True
+
+
+def count_looks(world, path, strategies):
+    found, check = {}, loop.NumbersCheck.__call__
+    for strategy in strategies:
+        layouts = Layouts(world)
+        forward = make_forward(load_under(ModelSpec(path), layouts, strategy), layouts, Placement(strategy))
+        for sampler in RESIDENT_SAMPLERS:
+            looks, case = Looks(), replace(CASE, sampler=sampler)
+            loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(
+                *arguments
+            )
+            on_step = Boundary()
+            on_step.passed = AtTheBoundary(looks, on_step.passed)
+            with looks:
+                loop.denoise(forward, case, on_step)
+            found[f"{strategy.describe()}, {sampler}"] = looks.count
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("syncs")
+    sizes = dict(heads=2, double_blocks=1, single_blocks=1, context_dim=CONTEXT, pooled_dim=POOLED)
+    return str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
+
+
+def test_no_sampler_under_no_strategy_looks_at_a_devices_numbers_within_a_step(path):
+    for found in run_ranks(count_looks, 2, path, STRATEGIES):
+        assert found == dict.fromkeys(found, 0)
+        assert len(found) == len(STRATEGIES) * len(RESIDENT_SAMPLERS)

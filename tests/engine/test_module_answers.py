@@ -1,0 +1,134 @@
+"""Calls of modules that a forward answers in another way: other methods, what it refuses, and what it only notes."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.errors import RequestError
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.options import ComputeOptions
+from parallel_backend.requests import ROWS, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import RankError, run_ranks
+
+ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
+
+
+def test_other_methods_run_whole_on_every_rank():
+    model = TinyModel(_WithMethods())
+
+    def answers(world):
+        forward = make_module_forward(model, Layouts(world), Placement(ULYSSES_2))
+        answer = forward(ModuleCall((torch.ones(2),), {"scale": 3.0}, 1, method="preprocess"))
+        refusals = []
+        for method in ("load_state_dict", "_private", "missing", "weight"):
+            with pytest.raises(RequestError) as refusal:
+                forward(ModuleCall((), {}, 1, method=method))
+            refusals.append(str(refusal.value))
+        return [answer, refusals]
+
+    for answer, refusals in run_ranks(answers, 2):
+        assert answer.tolist() == [3.0, 3.0]
+        assert all("_WithMethods has no" in refusal for refusal in refusals)
+
+
+class _WithMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def preprocess(self, x, scale):
+        return x * scale
+
+    def _private(self):
+        raise AssertionError("a call must not reach it")
+
+
+def test_a_model_that_is_in_no_table_says_so_before_anything_is_sent():
+    model = TinyModel(nn.Linear(2, 2))
+
+    def refused(world):
+        forward = make_module_forward(model, Layouts(world), Placement(ULYSSES_2))
+        with pytest.raises(RequestError, match="tokens of Linear cannot be shared out"):
+            forward(ModuleCall((torch.ones(2, 2),), {}, 2))
+        return forward.bytes_sent
+
+    assert run_ranks(refused, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["pipefusion_degree", "tensor_degree"])
+def test_degrees_that_no_module_can_be_split_by_are_refused(name):
+    strategy = ParallelStrategy(**{name: 2})
+    with pytest.raises(RequestError, match=f"{name} 2 cannot split"):
+        make_module_forward(TinyModel(nn.Linear(2, 2)), None, Placement(strategy))
+
+
+def test_wishes_that_change_nothing_are_noted():
+    model = TinyModel(nn.Linear(2, 2))
+
+    def notes(world):
+        options = ComputeOptions(compile="blocks")
+        placement = Placement(ParallelStrategy(shard_weights=True), "xfuser", options)
+        return make_module_forward(model, Layouts(world), placement).notes
+
+    (found,) = run_ranks(notes, 1)
+    assert [
+        words for note in found for words in ("shard_weights", "xfuser", "uncompiled") if words in note
+    ] == ["shard_weights", "xfuser", "uncompiled"]
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(cfg_degree=2), ULYSSES_2], ids=["cfg", "ulysses"])
+def test_layers_that_scale_by_the_largest_value_are_not_exact_over_ranks(strategy):
+    model = TinyModel(nn.Linear(2, 2))
+    model.scales_by_largest = True
+
+    def forward(world, strategy):
+        made = make_module_forward(model, Layouts(world), Placement(strategy))
+        return [made.exact, made.notes]
+
+    for exact, (note,) in run_ranks(forward, 2, strategy):
+        assert (exact, "not equal" in note) == (False, True)
+    assert run_ranks(forward, 1, ParallelStrategy()) == [[True, []]]
+
+
+def test_an_answer_that_has_no_rows_is_refused():
+    class Summed(nn.Module):
+        def forward(self, x, **kwargs):
+            return x.sum()
+
+    model = TinyModel(Summed())
+
+    def refused(world):
+        forward = make_module_forward(model, Layouts(world), Placement(ParallelStrategy(data_degree=2)))
+        return forward(ModuleCall((torch.ones(2, 2),), {}, 2, ROWS))
+
+    with pytest.raises(RankError, match="cannot be put together"):
+        run_ranks(refused, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "attention", "said"),
+    [
+        (ParallelStrategy(ring_degree=2), "sage", True),
+        (ParallelStrategy(ring_degree=2), "pytorch", False),
+        (ULYSSES_2, "sage", False),
+    ],
+)
+def test_a_ring_says_that_it_attends_by_another_kernel_than_comfyui_chose(strategy, attention, said):
+    model = _Attending(nn.Linear(2, 2), attention)
+
+    def notes(world):
+        return make_module_forward(model, Layouts(world), Placement(strategy)).notes
+
+    for found in run_ranks(notes, 2):
+        assert [("attends by torch and not by sage" in note) for note in found] == [True] * said
+
+
+class _Attending(TinyModel):
+    attention = ""
+
+    def __init__(self, module, attention):
+        super().__init__(module)
+        self.attention = attention

@@ -1,0 +1,331 @@
+"""Calls of ComfyUI's own modules by several ranks against the same module in one process, for every family."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
+from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.attention.uneven import UnevenAttention
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.table import token_mode
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
+from parallel_backend.models.comfyui.tiny.video import ltxav, ltxav_inputs, wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+# Batch, latent height and width: tokens that divide, and tokens of two rows that do not.
+EVEN, ODD = (1, 8, 8), (2, 9, 7)
+ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
+# Families with two streams, one, grouped keys, tokens in three dims, sound beside, masks.
+SOME = [
+    "flux1 + full mask",
+    "qwen-image + text mask",
+    "wan2.1 i2v",
+    "krea2 + reference, gqa",
+    "ltx-2 (video + sound)",
+    "cosmos predict2",
+]
+OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+class Reference:
+    """A tiny model, a call of it and its answer in one process, which forked ranks then have too."""
+
+    def __init__(self, build, inputs, size, options=None):
+        self.model = _model(build)
+        self.args, self.kwargs = inputs(*size)
+        self.kwargs["transformer_options"] = dict(options or {})
+        self.rows = size[0]
+        with torch.inference_mode():
+            args, kwargs = copy.deepcopy((self.args, self.kwargs))
+            self.answer = self.model.module(*args, **kwargs)
+
+    @property
+    def mode(self):
+        return token_mode(type(self.model.module).__name__, self.kwargs)
+
+    @torch.inference_mode()
+    def difference(self, forward, tokens):
+        """Of the ranks' answer, relative to the largest value."""
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        answer = forward(ModuleCall(args, kwargs, self.rows, tokens))
+        pairs = zip(_tensors(answer), _tensors(self.answer), strict=True)
+        return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+
+
+@functools.cache
+def _model(build):
+    return TinyModel(fill(build()))
+
+
+def _tensors(answer):
+    return answer if isinstance(answer, (list, tuple)) else [answer]
+
+
+def _differences(world, strategy, calls):
+    """Of each (reference, token mode) in turn."""
+    layouts = Layouts(world)
+    return [
+        reference.difference(make_module_forward(reference.model, layouts, Placement(strategy)), tokens)
+        for reference, tokens in calls
+    ]
+
+
+def _worst(strategy, calls, backend="gloo"):
+    found = run_ranks(_differences, strategy.world_size, strategy, calls, backend=backend)
+    return max(max(of_rank) for of_rank in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ulysses_matches_one_process(name):
+    references = [Reference(*CASES[name], size) for size in (EVEN, ODD)]
+    calls = [(one, tokens) for one in references for tokens in dict.fromkeys((one.mode, BLOCK))]
+    assert _worst(ULYSSES_2, calls) <= EXACT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_heads_and_tokens_that_three_ranks_do_not_divide(name):
+    one = Reference(*CASES[name], (1, 10, 6))
+    assert _worst(ParallelStrategy(ulysses_degree=3), [(one, one.mode)]) <= EXACT
+
+
+def test_proven_call_shapes_let_tokens_stay():
+    modes = {
+        name: token_mode(type(build()).__name__, inputs(*EVEN)[1]) for name, (build, inputs) in CASES.items()
+    }
+    assert {name for name, mode in modes.items() if mode != STAY} == {"hidream"}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParallelStrategy(ring_degree=2),
+        ParallelStrategy(ring_degree=2, ulysses_degree=2),
+        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+    ],
+    ids=["ring", "ulysses x ring", "uneven devices", "cfg x ulysses"],
+)
+def test_other_layouts_of_the_sequence_axis(strategy):
+    references = [
+        Reference(*CASES[name], ODD, OPTIONS)
+        for name in SOME
+        if strategy.cfg_degree == 1 or "ltx" not in name
+    ]
+    assert _worst(strategy, [(one, tokens) for one in references for tokens in (STAY, BLOCK)]) <= EXACT
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2}, {"cfg_degree": 2}], ids=str)
+def test_modules_communicate_in_an_order_that_nccl_takes(degrees):
+    references = [Reference(*CASES[name], ODD, OPTIONS) for name in ("flux1 + full mask", "wan2.1 i2v")]
+    calls = [(one, tokens) for one in references for tokens in (STAY, BLOCK)]
+    assert _worst(ParallelStrategy(**degrees), calls, NCCL_SEMANTICS) <= EXACT
+
+
+def test_more_ranks_than_heads():
+    one = Reference(lambda: wan(num_heads=2), wan_inputs, EVEN)
+    calls = [(one, STAY), (one, BLOCK)]
+    assert _worst(ParallelStrategy(ulysses_degree=3), calls) <= EXACT
+
+
+def one_word(args, kwargs):
+    return args, kwargs | {"context": kwargs["context"][:, :1]}
+
+
+def test_fewer_tokens_than_ranks():
+    """An empty negative prompt is a handful of tokens, and a preview may be as small."""
+    build, inputs = CASES["qwen-image + text mask"]
+
+    def two_words(*size):
+        args, kwargs = inputs(*size)
+        return args, kwargs | {name: kwargs[name][:, :2] for name in ("context", "attention_mask")}
+
+    calls = [
+        (one, tokens)
+        for one in (
+            Reference(wan, lambda b, h, w: wan_inputs(b, h, w, frames=1), (1, 2, 4)),
+            Reference(build, two_words, ODD),
+            Reference(flux, lambda b, h, w: one_word(*flux_control(b, h, w)), ODD),
+        )
+        for tokens in (STAY, BLOCK)
+    ]
+    assert _worst(ParallelStrategy(ulysses_degree=3), calls) <= EXACT
+    assert _worst(ParallelStrategy(ring_degree=3), calls) <= EXACT
+
+
+def test_without_the_exchange_the_answer_is_another():
+    """The tolerance above tells a rank's own tokens from everybody's."""
+    calls = [(Reference(*case, EVEN), BLOCK) for case in CASES.values()]
+
+    def apart(world):
+        UnevenAttention._attend = lambda self, original, q, k, v, mask, queries, keys, others: original(
+            q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True
+        )
+        return _differences(world, ULYSSES_2, calls)
+
+    assert min(run_ranks(apart, 2)[0]) > 100 * EXACT
+
+
+def test_a_reference_at_timestep_zero_needs_whole_tokens_between_blocks():
+    build, inputs = CASES["flux2 + reference"]
+
+    def at_zero(*size):
+        args, kwargs = inputs(*size)
+        return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
+
+    one = Reference(build, at_zero, EVEN)
+    assert one.mode == BLOCK
+    assert _worst(ULYSSES_2, [(one, BLOCK)]) <= EXACT
+    assert _worst(ULYSSES_2, [(one, STAY)]) > 100 * EXACT
+
+
+def _mean_added(args, extra):
+    """A patch that looks at all tokens, as those for style and identity do."""
+    out = extra["original_block"](args)
+    out["img"] = out["img"] + out["img"].mean(dim=1, keepdim=True)
+    return out
+
+
+def _skipped(args, extra):
+    return args
+
+
+def _mirrored(args):
+    """A model patch after each block, as some ControlNets are."""
+    return args | {"img": args["img"] * 0.9 + 0.1 * args["img"].flip(1)}
+
+
+def _replaced(patch, *blocks):
+    return {"patches_replace": {"dit": dict.fromkeys(blocks, patch)}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("flux1", _replaced(_skipped, ("double_block", 1), ("single_block", 0))),
+        ("flux1", _replaced(_mean_added, ("double_block", 1))),
+        ("qwen-image", {"patches": {"double_block": [_mirrored]}}),
+        ("wan2.1 t2v", _replaced(_mean_added, ("double_block", 2))),
+    ],
+    ids=[
+        "skipped blocks",
+        "a look at all tokens",
+        "a patch after each block",
+        "a look at all tokens of a video",
+    ],
+)
+def test_what_lies_between_blocks_sees_whole_tokens(name, options):
+    one = Reference(*CASES[name], ODD, options)
+    assert one.mode == BLOCK
+    assert _worst(ULYSSES_2, [(one, BLOCK)]) <= EXACT
+
+
+def test_an_argument_that_adds_tokens_of_its_own():
+    build, inputs = CASES["hunyuanvideo + mask"]
+
+    def with_reference(b, h, w):
+        args, kwargs = inputs(b, h, w)
+        return args, kwargs | {"ref_latent": random(b, 16, 1, h, w, seed=4)}
+
+    one = Reference(build, with_reference, (1, 10, 6))
+    assert one.mode == BLOCK
+    assert _worst(ULYSSES_2, [(one, BLOCK)]) <= EXACT
+
+
+def test_rows_of_every_family_over_two_ranks():
+    """Three rows, so that one rank has two."""
+    options = {"cond_or_uncond": [0, 1, 1], "sigmas": torch.ones(1), "sample_sigmas": torch.ones(3)}
+    # LTX-2: see the next test; MiniMax-H3 has one row.
+    cases = [case for name, case in CASES.items() if not name.startswith(("ltx-2", "minimax"))]
+    references = [Reference(*case, (3, 4, 4), options) for case in cases]
+    references.append(Reference(sdxl, sdxl_controlnet, (3, 8, 8), options))
+    assert _worst(ParallelStrategy(data_degree=2), [(one, ROWS) for one in references]) <= EXACT
+
+
+def test_rows_of_sound_and_video_at_one_timestep():
+    """LTX-2 takes a maximum over the timesteps of all rows, which samplers have alike."""
+
+    def same_time(b, h, w):
+        ((latents, times), kwargs) = ltxav_inputs(b, h, w)
+        return (latents, tuple(t[:1].repeat(b, *[1] * (t.ndim - 1)) for t in times)), kwargs
+
+    one = Reference(ltxav, same_time, ODD)
+    assert _worst(ParallelStrategy(cfg_degree=2), [(one, ROWS), (one, BLOCK)]) <= EXACT
+
+
+def test_a_rank_without_rows_has_the_whole_answer_too():
+    one = Reference(*CASES["wan2.1 t2v"], ODD)
+    assert _worst(ParallelStrategy(data_degree=3), [(one, ROWS)]) <= EXACT
+
+
+def test_tokens_that_cannot_be_shared_out_leave_rows_to_all_ranks():
+    one = Reference(sdxl, sdxl_controlnet, (2, 8, 8))
+
+    def rows_of_each_rank(world):
+        seen = []
+        first = one.model.module.input_blocks[0][0]
+        first.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        return [_differences(world, ULYSSES_2, [(one, ROWS)])[0], *seen]
+
+    for difference, *seen in run_ranks(rows_of_each_rank, 2):
+        assert difference <= EXACT
+        assert seen == [1]
+
+
+def test_tokens_that_stay_send_less():
+    one = Reference(*CASES["flux1"], EVEN)
+
+    def sent(world):
+        layouts = Layouts(world)
+        forward = make_module_forward(one.model, layouts, Placement(ULYSSES_2))
+        found = []
+        for tokens in (STAY, BLOCK):
+            before = forward.bytes_sent
+            one.difference(forward, tokens)
+            found.append(forward.bytes_sent - before)
+        return found
+
+    for stay, block in run_ranks(sent, 2):
+        assert 0 < stay < block
+
+
+def test_a_call_leaves_nothing_behind():
+    """Not even one that raises in the middle of the model."""
+    one = Reference(*CASES["flux1"], EVEN)
+
+    def left(world):
+        forward = make_module_forward(one.model, Layouts(world), Placement(ULYSSES_2))
+        module, found = one.model.module, []
+        one.difference(forward, STAY)
+        found.append(_changes(module))
+        failing = module.single_blocks[1].register_forward_pre_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            one.difference(forward, STAY)
+        failing.remove()
+        found.append(_changes(module))
+        return [*found, one.difference(forward, BLOCK)]
+
+    for after_a_call, after_a_failure, difference in run_ranks(left, 2):
+        assert (after_a_call, after_a_failure) == (0, 0)
+        assert difference <= EXACT
+
+
+def _fail(*_):
+    raise ZeroDivisionError
+
+
+def _changes(module):
+    return sum("forward" in part.__dict__ or bool(part._forward_pre_hooks) for part in module.modules())

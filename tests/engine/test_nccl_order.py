@@ -1,0 +1,175 @@
+"""Every strategy's communication under NCCL's semantics: no order that only gloo forgives, nothing read too early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
+from nccl_semantics import NCCL_SEMANTICS, NcclSemantics
+from oracle import oracle_model, oracle_sample
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.vae.decoder import BandedDecoder
+from parallel_backend.models.vae.module import load_vae
+from parallel_backend.planner.memory.communicators import count_communicators
+from parallel_backend.rank.step_boundary import StepBoundary
+from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sampling.denoise import denoise
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+from tiny_flux import write_tiny_flux
+from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+
+CPU = torch.device("cpu")
+HEADS = 2
+CASES = {
+    "odd sides, cfg 4": request(SIZES["odd sides"], 4.0, 1, positive_tokens=8, negative_tokens=5, steps=2),
+    # Tokens that some ranks have none of: they must join communicators all the same.
+    "fewer tokens than ranks": request((2, 2), 1.0, 1, positive_tokens=1, steps=2),
+}
+
+
+def strategy(**degrees):
+    return ParallelStrategy(**{f"{axis}_degree": degree for axis, degree in degrees.items()})
+
+
+def pipe(stages, warmup_steps, patches, **more):
+    return ParallelStrategy(
+        pipefusion_degree=stages, warmup_steps=warmup_steps, num_pipeline_patch=patches, **more
+    )
+
+
+def name_of(each):
+    return f"{each.describe()}, {each.pipeline_patches} patches, warm-up {each.warmup_steps}"
+
+
+STRATEGIES = {
+    2: [
+        *(pipe(2, warmup_steps, patches) for warmup_steps in (0, 1) for patches in (6, 2)),
+        strategy(ulysses=2),
+        strategy(ring=2),
+        strategy(cfg=2),
+        strategy(data=2),
+        strategy(tensor=2),
+        ParallelStrategy(ulysses_degree=2, shard_weights=True),
+    ],
+    3: [pipe(3, 0, 6), pipe(3, 1, 2), pipe(3, 2, 3), strategy(ring=3)],
+    4: [
+        strategy(ulysses=2, ring=2),
+        strategy(cfg=2, ulysses=2),
+        strategy(data=2, tensor=2),
+        strategy(ring=4),
+        ParallelStrategy(cfg_degree=2, ring_degree=2, shard_weights=True),
+        pipe(4, 0, 6),
+        pipe(2, 0, 6, ulysses_degree=2),
+        pipe(2, 1, 2, ring_degree=2),
+        pipe(2, 0, 6, cfg_degree=2),
+        pipe(2, 1, 4, data_degree=2),
+    ],
+}
+
+
+def run(fn, world_size, *args):
+    return run_ranks(fn, world_size, *args, backend=NCCL_SEMANTICS)
+
+
+class NoLink:
+    """A rank's link to a parent who is silent."""
+
+    def receive(self, timeout):
+        return None
+
+    def send(self, envelope, descriptors):
+        pass
+
+
+def boundary(world, steps):
+    return StepBoundary(
+        NoLink(),
+        epoch=0,
+        request=0,
+        rank=world.rank,
+        control=world.control,
+        device=world.device,
+        steps=steps,
+        previews=False,
+    )
+
+
+def sample(world, path, strategies):
+    results = {}
+    for each in strategies:
+        layouts = Layouts(world)  # its own groups, which nobody has used yet
+        forward = make_forward(load_under(ModelSpec(path), layouts, each), layouts, Placement(each))
+        for name, case in CASES.items():
+            results[f"{name_of(each)}: {name}"] = denoise(
+                forward, case, boundary(world, len(case.sigmas) - 1)
+            )
+    return results
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nccl")
+    sizes = dict(heads=HEADS, double_blocks=1, single_blocks=3, context_dim=CONTEXT, pooled_dim=POOLED)
+    model = oracle_model(folder, **sizes)
+    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
+    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("world_size", STRATEGIES)
+def test_strategies_communicate_in_an_order_that_nccl_takes(subject, world_size):
+    path, expected = subject
+    for results in run(sample, world_size, path, STRATEGIES[world_size]):
+        for each in STRATEGIES[world_size]:
+            for name, latent in expected.items():
+                found = results[f"{name_of(each)}: {name}"]
+                if each.pipefusion_degree == 1 or each.warmup_steps >= 2:
+                    assert (found - latent).abs().max() <= TOLERANCE * latent.abs().max(), name_of(each)
+                else:  # patches make another latent; that it is the right one is tested over gloo
+                    assert found.isfinite().all(), name_of(each)
+
+
+def communicators(world, path, each):
+    """Those of this rank that stand after a job, the first of its process."""
+    layouts = Layouts(world)
+    forward = make_forward(load_under(ModelSpec(path), layouts, each), layouts, Placement(each))
+    denoise(forward, CASES["odd sides, cfg 4"], boundary(world, 2))
+    groups = dist.distributed_c10d._world.pg_names
+    return sum(len(group.connected) for group in groups if isinstance(group, NcclSemantics))
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        strategy(ring=2, ulysses=2),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2, shard_weights=True),
+        pipe(2, 1, 2, cfg_degree=2),
+        pipe(3, 1, 2),
+    ],
+    ids=name_of,
+)
+def test_the_memory_prediction_counts_the_communicators_that_come_up(subject, each):
+    found = run(communicators, each.world_size, subject[0], each)
+    assert found == [count_communicators(each, rank) for rank in range(each.world_size)]
+
+
+def decode(world, dims, cases):
+    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+    images = [decoder(latent, shares) for latent, shares in cases]
+    return [torch.empty(0) if image is None else image for image in images]
+
+
+def test_bands_of_a_vae_communicate_in_an_order_that_nccl_takes():
+    dims = dims_of()
+    # Rows for all, then for the first two of three ranks only, then for the last two.
+    sizes = {5: (), 2: (), 3: (1.0, 5.0, 5.0)}
+    cases = [(random_latent(dims, rows, 4)[0], shares) for rows, shares in sizes.items()]
+    images = run(decode, 3, dims, cases)[0]
+    with torch.inference_mode():
+        for image, (latent, _) in zip(images, cases, strict=True):
+            expected = random_vae(dims).decode(latent[None]).sample[0].permute(1, 2, 0)
+            assert (image - expected).abs().max() <= TOLERANCE * expected.abs().max()

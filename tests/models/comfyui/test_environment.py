@@ -1,0 +1,123 @@
+"""The import of the user's ComfyUI, each in a process of its own: an import cannot be taken back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comfy_harness import require_comfyui
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import json, sys
+import torch
+from parallel_backend.errors import RequestError
+from parallel_backend.models.comfyui.environment import import_comfyui
+from parallel_backend.requests import ComfyUISource
+
+report = []
+for root, flags in json.loads(sys.argv[1]):
+    try:
+        import_comfyui(ComfyUISource(root, tuple(flags)), torch.device("cpu"))
+    except RequestError as error:
+        report.append(str(error))
+        continue
+    from comfy.cli_args import args
+    from comfy.ldm.flux.math import optimized_attention
+    import comfy
+    import nodes
+
+    report.append({
+        "cpu": args.cpu, "bf16_unet": args.bf16_unet, "command line": sys.argv[0], "comfy": list(comfy.__path__),
+        "nodes": nodes.__file__, "routed": hasattr(optimized_attention, "__wrapped__"), "last": sys.path[-1],
+        "imported": sorted({"server", "execution", "folder_paths"} & set(sys.modules)),
+    })
+print(json.dumps(report))
+"""
+
+
+def _imports(*attempts, path=ROOT):
+    """What came of importing each (root, flags) in turn, in one process."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(attempts)],
+        cwd=path,
+        env={"PYTHONPATH": f"{path}:{ROOT}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path):
+    """Packages called `comfy` and `nodes` lie before it, as the pack's own `nodes` does."""
+    root = str(require_comfyui())
+    for name in ("comfy", "nodes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    first, again, second, other_flags = _imports(
+        [root, ["--bf16-unet"]],
+        [root, ["--bf16-unet"]],
+        [str(tmp_path), ["--bf16-unet"]],
+        [root, []],
+        path=tmp_path,
+    )
+    assert (
+        first
+        == again
+        == {
+            "cpu": True,
+            "bf16_unet": True,
+            "command line": "-c",
+            "comfy": [str(Path(root).resolve() / "comfy")],
+            "nodes": str(tmp_path / "nodes" / "__init__.py"),
+            "routed": True,
+            "last": str(Path(root).resolve()),
+            "imported": [],
+        }
+    )
+    for refusal in (second, other_flags):
+        assert "Restart ComfyUI" in refusal
+
+
+def test_a_refused_import_leaves_room_for_another(tmp_path):
+    require_comfyui()
+    no_comfyui, unknown_flag, no_comfyui_again = _imports(
+        [str(tmp_path), []],
+        [str(require_comfyui()), ["--no-such-flag"]],
+        [str(tmp_path), []],
+    )
+    assert "is not ComfyUI's folder" in no_comfyui
+    assert "--no-such-flag" in unknown_flag
+    assert no_comfyui_again == no_comfyui
+
+
+@pytest.mark.parametrize("name", ["optimized_attention", "optimized_attention_masked"])
+def test_only_a_current_call_answers_for_attention(name):
+    from comfy_modules import import_comfyui_here
+
+    import_comfyui_here()
+    import torch
+    from comfy.ldm.modules import attention
+
+    from parallel_backend.models.comfyui.attention_router import attention_by
+
+    q = torch.randn(1, 3, 8)
+    stock = getattr(attention, name)(q, q, q, 2)
+
+    def doubled(original, *args, **kwargs):
+        return 2 * original(*args, **kwargs)
+
+    def tripled(original, *args, **kwargs):
+        return 3 * original(*args, **kwargs)
+
+    with attention_by(doubled):
+        with attention_by(tripled):
+            assert torch.equal(getattr(attention, name)(q, q, q, 2), 3 * stock)
+        assert torch.equal(getattr(attention, name)(q, q, q, 2), 2 * stock)
+    with pytest.raises(ZeroDivisionError), attention_by(doubled):
+        raise ZeroDivisionError
+    assert torch.equal(getattr(attention, name)(q, q, q, 2), stock)

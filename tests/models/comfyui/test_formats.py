@@ -1,0 +1,124 @@
+"""Files in the formats that ComfyUI quantises to: loaded as views, computed as ComfyUI does, split over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
+from mapped_files import mapped_ranges
+from parallel_backend.engine.byte_sharding import ByteSharding
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.base import ModelPart
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.tensor_pieces import take_apart
+from parallel_backend.requests import BLOCK, ROWS, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+FORMS = ["fp8", *FORMATS, OLD]
+TOLERANCE = 1e-5
+# Where a token's activations are rounded to 8 or 4 bits, a last bit of float32 can tip one of them over.
+ROUNDED = {"int8": 3e-3, "int8 convrot": 3e-3, "convrot w4a4": 2e-2}
+WEIGHT = "double_blocks.0.img_mlp.0.weight"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    return {form: str(write(folder / f"{number}.safetensors", form)) for number, form in enumerate(FORMS)}
+
+
+@pytest.fixture(scope="module")
+def split(files):
+    """The answers of each of two ranks, by format: tokens shared out, rows shared out, rows with weights shared out."""
+    return run_ranks(split_answers, 2, files)
+
+
+def split_answers(world, paths):
+    layouts, results = Layouts(world), {}
+    whole, shared = (ParallelStrategy(ulysses_degree=2, shard_weights=shards) for shards in (False, True))
+    for form, path in paths.items():
+        model = load(spec(path), CPU)
+        sharding = ByteSharding(layouts.get(shared).shard, CPU, layouts.traffic, offload=False)
+        sharded = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
+        forward = make_module_forward(model, layouts, Placement(whole))
+        of_shares = make_module_forward(sharded, layouts, Placement(shared))
+        args, kwargs = inputs()
+        with torch.inference_mode():
+            results[form] = [
+                run(ModuleCall(args, dict(kwargs), rows=2, tokens=tokens))
+                for run, tokens in ((forward, BLOCK), (forward, ROWS), (of_shares, ROWS))
+            ]
+    return results
+
+
+def answer(module):
+    args, kwargs = inputs()
+    with torch.inference_mode():
+        return module(*args, **kwargs)
+
+
+def difference(one, other):
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
+    import comfy.sd
+
+    module = load(spec(files[form]), CPU).module
+    stock = comfy.sd.load_diffusion_model(files[form]).model.diffusion_model
+    assert answer(module).equal(answer(stock))
+    ranges = mapped_ranges(files[form])
+    codes = take_apart(module.get_parameter(WEIGHT))[0][0]
+    assert codes.dtype.itemsize == 1, "as the file has them"
+    assert any(begin <= codes.data_ptr() < end for begin, end in ranges)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
+    one = answer(load(spec(files[form]), CPU).module)
+    other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
+    limit = ROUNDED.get(form, TOLERANCE)
+    assert difference(other, one) > 2 * limit, "another format's rounding shows"
+    for results in split:
+        tokens, rows, shares = results[form]
+        assert difference(tokens, one) <= limit
+        assert difference(rows, one) <= TOLERANCE, "whole rows are rounded alike"
+        assert shares.equal(rows)
+
+
+# Which other tokens the rounding of a token's activations depends on, where a GPU multiplies them in this format.
+@pytest.mark.parametrize(
+    ("layout", "options", "alone"),
+    [
+        ("TensorCoreFP8E4M3Layout", {"scale": None}, True),
+        ("TensorCoreMXFP8Layout", {}, True),
+        ("TensorCoreNVFP4Layout", {"scale": None}, False),
+        ("TensorCoreNVFP4Layout", {"scale": torch.tensor(0.002)}, True),
+    ],
+)
+def test_only_nvfp4_without_an_input_scale_rounds_activations_by_a_maximum_over_all_tokens(
+    layout, options, alone
+):
+    import_comfyui_here()
+    from comfy.quant_ops import QuantizedTensor
+
+    tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))
+    tokens[50] *= 10
+    whole = QuantizedTensor.from_float(tokens.clone(), layout, **options).dequantize()
+    part = QuantizedTensor.from_float(tokens[:32].clone(), layout, **options).dequantize()
+    assert part.equal(whole[:32]) is alone
+
+
+@pytest.mark.parametrize("form", ["int8", "int8 convrot", "convrot w4a4"])
+def test_int8_and_w4a4_round_the_activations_of_each_token_by_itself(files, form):
+    layer = load(spec(files[form]), CPU).module.double_blocks[0].img_mlp[0]
+    tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))
+    tokens[50] *= 10
+    assert difference(layer(tokens[:32]), layer(tokens)[:32]) <= TOLERANCE
+    rounded, exact = layer(tokens), torch.nn.functional.linear(tokens, layer.weight.dequantize(), layer.bias)
+    assert difference(rounded, exact) > 1e-3, "they are rounded"

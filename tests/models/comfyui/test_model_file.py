@@ -1,0 +1,178 @@
+"""A file of any family by its header: bytes and lists of blocks, and what planning makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel_backend.errors import CheckpointError
+from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, inspect
+from parallel_backend.models.dtypes import Dtypes
+from parallel_backend.models.registry import inspect_model, typical_model
+from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
+from parallel_backend.planner.decide import job_from_latent
+from parallel_backend.planner.job import Job
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.memory.model import predict_memory
+from parallel_backend.planner.memory.rank_memory import fullest_rank
+from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.strategy import ParallelStrategy
+
+BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Three blocks of two matrices and two norms, embedders around them, and a VAE beside the model."""
+    tensors = {"model.diffusion_model.patch_embedding.weight": torch.zeros(64, 16, dtype=torch.bfloat16)}
+    for layer in (0, 2):  # of an embedder
+        name = f"model.diffusion_model.text_embedding.{layer}.weight"
+        tensors[name] = torch.zeros(64, 64, dtype=torch.bfloat16)
+    for block in range(3):
+        name = f"model.diffusion_model.blocks.{block}"
+        tensors[f"{name}.q.weight"] = torch.zeros(64, 64, dtype=torch.bfloat16)
+        tensors[f"{name}.ffn.weight"] = torch.zeros(256, 64, dtype=torch.bfloat16)
+        for norm in ("norm1", "norm2"):
+            tensors[f"{name}.{norm}.weight"] = torch.zeros(64, dtype=torch.bfloat16)
+    tensors["first_stage_model.decoder.blocks.0.weight"] = torch.zeros(512, 512)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def file(path):
+    """The same once its class is known: a video model of 4 heads."""
+    return replace(inspect(path), model="WAN21", module="WanModel", heads=4, channels=16, patch=(1, 2, 2))
+
+
+def job(file, shape=(1, 16, 5, 8, 12), **options):
+    return job_from_latent(CheckpointModel(file), shape, text=7, **{"has_cfg": False, "steps": 2, **options})
+
+
+def test_the_header_tells_blocks_bytes_and_dtype(path):
+    found = inspect_model(str(path), "comfyui")
+    assert found.blocks == (BlockList("blocks", 3, 2 * BLOCK, 2 * 64 * 256),)
+    assert found.tensor_bytes == 2 * (3 * BLOCK + AROUND), "what lies beside the model does not count"
+    assert (found.dtype, found.width, found.name) == ("bfloat16", 64, "model.safetensors")
+
+
+def test_a_model_whose_blocks_lie_deeper_or_that_has_none_has_a_size_too(tmp_path):
+    deep = {
+        f"model.model.transformer.layers.{n}.{i}.weight": torch.zeros(8, 8)
+        for n in range(2)
+        for i in range(4)
+    }
+    save_file(deep, tmp_path / "deep.safetensors")
+    assert inspect(tmp_path / "deep.safetensors").blocks == (BlockList("transformer.layers", 2, 1024, 256),)
+    save_file({"conv.weight": torch.zeros(8, 8)}, tmp_path / "flat.safetensors")
+    assert inspect(tmp_path / "flat.safetensors").blocks == (BlockList("the model", 1, 256, 256),)
+
+
+def test_a_number_that_the_header_lacks_refuses_nothing(path):
+    shape = inspect(path).shape
+    assert ParallelStrategy(ulysses_degree=7).violations(shape, 7) == []
+
+
+def test_a_file_without_weights_of_a_known_dtype_is_refused(tmp_path):
+    save_file({"counts": torch.zeros(3, dtype=torch.int64)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is refused: it holds no weights"):
+        inspect(tmp_path / "x.safetensors")
+
+
+def test_the_stand_in_for_no_file_has_every_size():
+    assert typical_model("comfyui") is TYPICAL
+    memory = predict_memory(TYPICAL, ParallelStrategy(), job(TYPICAL, (1, 16, 128, 128)))[0]
+    assert memory.weights == TYPICAL.tensor_bytes and memory.activations > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        ((2, 16, 8, 12), 4 * 6),
+        ((1, 16, 5, 8, 12), 5 * 4 * 6),
+        ((1, 64, 21), 11),
+        ((1, 16, 5, 7, 11), 5 * 4 * 6),
+    ],
+)
+def test_latents_of_images_videos_and_sound_have_their_tokens(file, shape, tokens):
+    """A sound's latent is one line of it, which a patch of 2 x 2 takes two by two."""
+    found = job(file, shape)
+    assert (found.image_tokens, found.batch) == (tokens, shape[0])
+
+
+@pytest.mark.parametrize("pixels", [8, 16, 32])
+def test_a_picture_is_as_large_as_its_latents_cells(file, pixels):
+    """8 pixels each way in most latents, 16 in Flux.2's, 32 in LTX's; the work does not depend on it."""
+    found = job(replace(file, pixels=pixels), (1, 16, 8, 12))
+    assert (found.height, found.width) == (8 * pixels, 12 * pixels)
+    assert (found.latent_size, found.image_tokens) == ((8, 12), 4 * 6)
+    assert found.flop == job(file, (1, 16, 8, 12)).flop
+    larger = Job(found.model, width=1024, height=1024)
+    assert larger.latent_size == (1024 // pixels, 1024 // pixels)
+
+
+def test_each_rank_holds_the_whole_or_its_share(file):
+    dtypes = Dtypes.of("auto", file.dtype, on_cpu=False)
+    whole = file.held_weights(dtypes, ParallelStrategy(ulysses_degree=2), 0, on_cpu=False)
+    assert whole.own == file.tensor_bytes and not whole.sharded
+    shared = file.held_weights(
+        dtypes, ParallelStrategy(ulysses_degree=2, shard_weights=True), 0, on_cpu=False
+    )
+    assert shared.own == pytest.approx(file.tensor_bytes / 2, abs=8) and shared.sharded
+    mapped = file.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True)
+    assert (mapped.own, mapped.mapped) == (0, file.tensor_bytes)
+
+
+def test_more_frames_and_fewer_ranks_need_more_memory(file):
+    def activations(frames, strategy):
+        return predict_memory(file, strategy, job(file, (1, 16, frames, 64, 64)))[0].activations
+
+    alone = activations(5, ParallelStrategy())
+    assert activations(10, ParallelStrategy()) == pytest.approx(2 * alone, rel=0.01)
+    assert activations(5, ParallelStrategy(cfg_degree=1, ulysses_degree=2)) < alone
+
+
+def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
+    devices = ("cpu:0", "cpu:1", "cpu:2")
+    shared = resolve_strategy(StrategySettings(devices="cpu:3"), job(file), devices)
+    assert shared.strategy == ParallelStrategy(ulysses_degree=3), "4 heads over 3 ranks"
+    whole = replace(file, splits_tokens=False)
+    for has_cfg, batch, wanted in (
+        (True, 1, ParallelStrategy(cfg_degree=2)),
+        (False, 2, ParallelStrategy(data_degree=2)),
+        (True, 4, ParallelStrategy(data_degree=3)),
+        (False, 1, ParallelStrategy()),
+    ):
+        decision = resolve_strategy(
+            StrategySettings(devices="cpu:3"), job(whole, (batch, 16, 1, 8, 8), has_cfg=has_cfg), devices
+        )
+        assert decision.strategy == wanted
+        assert "cannot be shared out" in decision.reason
+
+
+def test_candidates_are_those_that_the_model_has(file):
+    both = job(file, (2, 16, 1, 8, 8), has_cfg=True)
+    found = enumerate_candidates(both, 4, sharded=False)
+    assert all(c.pipefusion_degree == c.tensor_degree == 1 for c in found)
+    assert ParallelStrategy(ulysses_degree=3) in found
+    rows = enumerate_candidates(replace(both, model=CheckpointModel(replace(file, splits_tokens=False))), 4)
+    assert rows and all(c.sequence_degree == 1 for c in rows)
+    assert ParallelStrategy(data_degree=2, cfg_degree=2) in rows
+
+
+@pytest.mark.parametrize("has_cfg", [True, False])
+@pytest.mark.parametrize(
+    "changes", [{}, {"heads": 0, "width": 0}, {"splits_tokens": False, "is_transformer": False}]
+)
+def test_the_ranking_takes_any_model_and_knows_no_other_way_to_split_it(file, changes, has_cfg):
+    whole = job(replace(file, **changes), (1, 16, 5, 64, 64), has_cfg=has_cfg)
+    ranking = rank_candidates(
+        Candidate(s, fullest_rank(whole.model.memory(whole, s)).private_bytes)
+        for s in enumerate_candidates(whole, 4)
+    )
+    best = ranking.best.strategy
+    assert best.violations(whole.model.shape, 4) == [] and 0 < ranking.best.memory_bytes < 80e9
+    assert best.row_degree == (2 if has_cfg else 1)

@@ -1,0 +1,136 @@
+"""The GPU check behind its button: a line of JSON for each line of progress, the report at the end, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+import parallel_backend.sidecar.pool as pool
+from pack_nodes import import_node_module
+
+doctor = import_node_module("nodes.routes.doctor")
+
+# In the place of `python -m parallel_backend`: says what it was asked, and leaves a report or waits.
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+Path("pid").write_text(str(os.getpid()))
+print(" ".join(a for a in sys.argv[1:] if a.startswith("--")), flush=True)
+folder = Path(sys.argv[sys.argv.index("--report") + 1])
+if "{ending}" == "report":
+    (folder / "gpu-check.json").write_text(json.dumps({"exit_status": 1}))
+    (folder / "gpu-check.md").write_text("# GPU check")
+if "{ending}" == "wait":
+    time.sleep(3600)
+sys.exit(1)
+"""
+
+
+class _Ranks:
+    """A sidecar of ComfyUI's, which works or does not."""
+
+    def __init__(self, idle):
+        self.idle, self.asked = idle, 0
+
+    def stop_if_idle(self):
+        self.asked += 1
+        return self.idle
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    found = _Ranks(idle=True)
+    monkeypatch.setattr(pool, "all_sidecars", lambda: (found,))
+    return found
+
+
+@pytest.fixture
+def ends(tmp_path, monkeypatch):
+    """Has the doctor end so."""
+
+    def say(ending):
+        package = tmp_path / "parallel_backend"
+        package.mkdir()
+        (package / "__main__.py").write_text(PROGRAM.replace("{ending}", ending))
+        monkeypatch.setattr(doctor, "_PACK_ROOT", tmp_path)
+        return tmp_path / "pid"
+
+    return say
+
+
+def asked(talk):
+    """`talk(client)` with a server that has the doctor's routes."""
+
+    async def run():
+        routes = web.RouteTableDef()
+        doctor.add_route(routes)
+        app = web.Application()
+        app.add_routes(routes)
+        async with TestClient(TestServer(app)) as client:
+            return await talk(client)
+
+    return asyncio.run(run())
+
+
+async def post(client, **headers):
+    async with client.post(doctor.GPU_ROUTE, headers=headers) as answer:
+        return answer.status, [json.loads(line) for line in (await answer.text()).splitlines()]
+
+
+def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks):
+    ends("report")
+    status, (progress, end) = asked(post)
+    assert status == 200 and progress == {"line": "--parent --gpu --report"}
+    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "broken": True}
+    assert ranks.asked == 1
+
+
+def test_a_check_that_leaves_no_report_is_told(ends, ranks):
+    ends("nothing")
+    _, (_, end) = asked(post)
+    assert end == {"error": "the GPU check left no report: --parent --gpu --report"}
+
+
+def test_it_does_not_run_beside_a_prompt(ends, ranks):
+    ends("report")
+    ranks.idle = False
+    status, (said,) = asked(post)
+    assert status == 409 and "a prompt uses the devices" in said["error"]
+
+
+def test_other_pages_may_not_ask(ends, ranks):
+    ends("report")
+    assert asked(lambda client: post(client, Origin="https://elsewhere.example"))[0] == 403
+    assert ranks.asked == 0
+
+
+def test_a_second_one_waits_and_the_first_ends_with_its_page(ends, ranks):
+    pid_file = ends("wait")
+
+    async def talk(client):
+        first = await client.post(doctor.GPU_ROUTE)
+        await first.content.readline()
+        second = await post(client)
+        first.close()  # the page is gone
+        return second
+
+    status, (said,) = asked(talk)
+    assert (status, said["error"]) == (409, "the doctor is examining this machine already")
+    pid, deadline = int(pid_file.read_text()), time.monotonic() + 60
+    while _lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

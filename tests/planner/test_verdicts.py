@@ -1,0 +1,190 @@
+"""The verdict on a class of a ComfyUI: tested once where its sources are new, kept where it was found."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
+from comfyui_source import comfyui_version
+from parallel_backend.errors import Cancelled, RankFailed
+from parallel_backend.models.comfyui.proof import PROVEN_HERE, UNKNOWN, entry_digest, is_proven
+from parallel_backend.models.comfyui.table import TABLE
+from parallel_backend.planner import verdicts
+from parallel_backend.planner.history.self_tests import NAME, SelfTestStore
+from parallel_backend.planner.history.store import VARIABLE
+from parallel_backend.planner.verdicts import ensure_verdict
+from parallel_backend.requests import BLOCK, ROWS, STAY
+from parallel_backend.sidecar.self_test import run_self_tests
+from parallel_backend.wire.self_test import SelfTest
+
+CLASS = "HunyuanVideo"
+SENTENCE = (
+    "this version of ComfyUI computes HunyuanVideo in another way than the pack knows: only whole images and prompts "
+    "are shared out (CFG, data)"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An own cache folder, and a session in which nothing was asked yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    monkeypatch.setattr(verdicts, "_session", {})
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A ComfyUI with a source of the class that nobody has seen."""
+    for name in (TABLE[CLASS].source, "comfy/ldm/modules/attention.py"):
+        path = tmp_path / "ComfyUI" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import torch\n")
+    return tmp_path / "ComfyUI"
+
+
+class Scripted:
+    """Stands for the process of a self-test, and counts."""
+
+    def __init__(self, outcome):
+        self.outcome, self.calls = outcome, 0
+
+    def __call__(self, root, class_names, *, should_cancel):
+        self.calls += 1
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return tuple(SelfTest(name, self.outcome, 0.07) for name in class_names)
+
+
+def restart(monkeypatch):
+    monkeypatch.setattr(verdicts, "_session", {})
+
+
+@pytest.mark.parametrize(("mode", "words"), [(STAY, ""), (BLOCK, "each block gathers"), (ROWS, SENTENCE)])
+def test_new_sources_are_tested_once_and_for_all(root, monkeypatch, mode, words):
+    tests, phases = Scripted(mode), []
+    first = ensure_verdict(str(root), CLASS, phases.append, run=tests)
+    assert first.mode == mode and words in first.words
+    assert ensure_verdict(str(root), CLASS, phases.append, run=tests) == first
+    restart(monkeypatch)
+    assert ensure_verdict(str(root), CLASS, phases.append, run=tests) == first
+    assert tests.calls == 1
+    assert phases == ["testing how this version of ComfyUI computes HunyuanVideo (10 to 20 seconds, once)"]
+
+
+def test_other_sources_and_other_entries_are_tested_anew(root, monkeypatch):
+    tests = Scripted(STAY)
+    ensure_verdict(str(root), CLASS, run=tests)
+    (root / TABLE[CLASS].source).write_text("import torch  # a comment\n")
+    ensure_verdict(str(root), CLASS, run=tests)
+    assert tests.calls == 2
+    entry = TABLE[CLASS]
+    monkeypatch.setitem(TABLE, CLASS, replace(entry, stays_with=entry.stays_with | {"another"}))
+    ensure_verdict(str(root), CLASS, run=tests)
+    assert tests.calls == 3
+
+
+def test_one_that_crashed_counts_for_this_session_only(root, monkeypatch, cache):
+    tests = Scripted(RankFailed(0, "the self-test killed by SIGSEGV\nmany\nlines", crashed=True))
+    for _ in range(2):
+        verdict = ensure_verdict(str(root), CLASS, run=tests)
+    assert tests.calls == 1 and not (cache / NAME).exists()
+    assert verdict.mode == ROWS and "SIGSEGV" in verdict.words and "\n" not in verdict.words
+    restart(monkeypatch)
+    tests.outcome = STAY
+    assert ensure_verdict(str(root), CLASS, run=tests) == PROVEN_HERE
+
+
+def test_one_that_is_cancelled_comes_again(root, cache):
+    tests = Scripted(Cancelled("the self-test was cancelled"))
+    with pytest.raises(Cancelled):
+        ensure_verdict(str(root), CLASS, run=tests)
+    tests.outcome = STAY
+    assert ensure_verdict(str(root), CLASS, run=tests) == PROVEN_HERE and tests.calls == 2
+
+
+def test_where_nothing_is_to_be_kept_the_session_knows(root, monkeypatch, cache):
+    monkeypatch.setenv(VARIABLE, "off")
+    tests = Scripted(ROWS)
+    assert ensure_verdict(str(root), CLASS, run=tests) == ensure_verdict(str(root), CLASS, run=tests)
+    assert tests.calls == 1 and not cache.exists()
+
+
+def test_classes_that_the_table_does_not_have_need_no_test():
+    assert ensure_verdict("/nowhere", "UNetModel", run=Scripted(STAY)) == UNKNOWN
+
+
+def test_sources_that_cannot_be_read_are_not_trusted(root):
+    (root / TABLE[CLASS].source).unlink()
+    tests = Scripted(STAY)
+    verdict = ensure_verdict(str(root), CLASS, run=tests)
+    assert verdict.mode == ROWS and "cannot be read" in verdict.words and tests.calls == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"format": 0, "outcomes": []}', b"\xff", b"[" * 100000]
+)
+def test_a_damaged_store_is_an_empty_one(root, cache, damage):
+    cache.mkdir()
+    (cache / NAME).write_bytes(damage)
+    assert SelfTestStore().find(CLASS, "digest") is None
+    assert SelfTestStore().keep("digest", SelfTest(CLASS, BLOCK, 1e-7))
+    assert SelfTestStore().find(CLASS, "digest") == SelfTest(CLASS, BLOCK, 1e-7)
+
+
+def test_an_entry_that_is_not_known_costs_only_itself(cache):
+    SelfTestStore().keep("one", SelfTest(CLASS, STAY, 1e-7))
+    SelfTestStore().keep("other", SelfTest(CLASS, BLOCK, 1e-7))
+    text = (cache / NAME).read_text()
+    (cache / NAME).write_text(text.replace('"block"', '"trust me"'))
+    assert SelfTestStore().find(CLASS, "other") is None
+    assert SelfTestStore().find(CLASS, "one") == SelfTest(CLASS, STAY, 1e-7)
+
+
+def test_the_real_comfyui_has_its_proofs_with_the_pack(tmp_path):
+    copy = copy_of_comfyui(tmp_path / "alike", {})
+    if not is_proven(CLASS, entry_digest(str(copy), CLASS)):
+        pytest.skip("this ComfyUI is not the one that the pack's proofs are of")
+    assert ensure_verdict(str(copy), CLASS, run=Scripted(ROWS)) == PROVEN_HERE
+
+
+def test_a_comfyui_with_the_image_before_the_text_shares_out_whole_images(tmp_path):
+    """No signature shows it, and the picture would be wrong without an error."""
+    copy = copy_of_comfyui(tmp_path / "other", IMAGE_BEFORE_TEXT)
+    (found,) = run_self_tests(str(copy), [CLASS])
+    assert found.mode == ROWS and found.worst > 1e-3 and not found.error
+    verdict = ensure_verdict(str(copy), CLASS, run=lambda *args, **kwargs: (found,))
+    assert (verdict.mode, verdict.words) == (ROWS, SENTENCE)
+
+
+def test_a_comfyui_that_only_reads_otherwise_is_tested_once_and_trusted(tmp_path, monkeypatch):
+    """And the test sees no GPU, and what ComfyUI prints does not spoil its answer."""
+    source = TABLE[CLASS].source
+    words = 'import torch\nimport os\nprint("hello")\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n'
+    copy = copy_of_comfyui(tmp_path / "other", {source: [("import torch\n", words)]})
+    ran = []
+
+    def run(*args, **kwargs):
+        ran.append(args)
+        return run_self_tests(*args, **kwargs)
+
+    assert ensure_verdict(str(copy), CLASS, run=run) == PROVEN_HERE
+    restart(monkeypatch)
+    assert ensure_verdict(str(copy), CLASS, run=run) == PROVEN_HERE
+    assert len(ran) == 1
+
+
+def test_another_version_of_comfyui_is_tested_class_by_class():
+    """Each class either holds or says so; where HunyuanVideo was another one, it does not hold."""
+    other = os.environ.get("COMFYUI_PATH_2")
+    if not other:
+        pytest.skip("a second ComfyUI is tested where COMFYUI_PATH_2 names its folder")
+    root = Path(other).expanduser()
+    here = sorted(name for name, entry in TABLE.items() if (root / entry.source).is_file())
+    found = {test.class_name: test for test in run_self_tests(str(root), here)}
+    assert set(found) == set(here) and any(test.mode == STAY for test in found.values())
+    version = tuple(map(int, (comfyui_version(root) or "0").split(".")[:2]))
+    if version < (0, 13) and CLASS in found:
+        assert found[CLASS].mode == ROWS

@@ -1,0 +1,48 @@
+"""Weights of ComfyUI's own modules through a sidecar: shared out, under LoRAs, asleep and awake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comfy_changes import changes
+from comfy_weight_files import CPU, inputs, spec, write
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.requests import ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
+
+TOLERANCE = 1e-5
+
+
+def answer(model, patches):
+    model.weights.apply(patches.patches, patches.tensors)
+    args, kwargs = inputs()
+    with torch.inference_mode():
+        return model.module(*args, **kwargs)
+
+
+def difference(one, other):
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+@pytest.mark.parametrize("form", ["bf16", "float8_e4m3fn"])
+def test_a_lora_reaches_whole_and_shared_weights_and_leaves_them(two_real_ranks, tmp_path, form):
+    model = spec(write(tmp_path / "model.safetensors", form))
+    found, tensors = changes()
+    lora = WeightPatches(tuple(found), tensors)
+    alone = load(model, CPU)
+    plain, changed = answer(alone, NO_PATCHES), answer(alone, lora)
+    assert difference(changed, plain) > 1e-2
+    args, kwargs = inputs()
+    for shards in (False, True):
+        placement = Placement(ParallelStrategy(ulysses_degree=2, shard_weights=shards))
+        for patches, wanted in ((NO_PATCHES, plain), (lora, changed), (NO_PATCHES, plain)):
+            output, _ = two_real_ranks.call(
+                model, ModuleCall(args, kwargs, rows=2), placement, patches=patches
+            )
+            assert difference(output, wanted) <= TOLERANCE
+        two_real_ranks.sleep()
+        two_real_ranks.wake()
+        output, _ = two_real_ranks.call(model, ModuleCall(args, kwargs, rows=2), placement)
+        assert difference(output, plain) <= TOLERANCE

@@ -1,0 +1,52 @@
+"""What a rank takes over from ComfyUI's environment and torch settings where NCCL or determinism depend on it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_backend.rank.worker import RankWorker
+from parallel_backend.sidecar.environment import rank_environment
+from parallel_backend.wire.protocol import Setup
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ("backend:cudaMallocAsync", ""),  # what ComfyUI sets
+        ("expandable_segments:True,backend:cudaMallocAsync", "expandable_segments:True"),
+        (
+            " backend : native ,roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64",
+            "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64",
+        ),
+        ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8"),
+    ],
+)
+def test_a_rank_has_torchs_own_allocator_with_the_users_other_settings(name, settings, kept):
+    assert rank_environment({name: settings}, Path("/"), ("cuda:0",))[name] == kept
+
+
+def test_the_workspace_that_makes_cublas_deterministic_reaches_the_ranks():
+    seen = rank_environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, Path("/"), ("cuda:0",))
+    assert seen["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_what_is_compiled_outlives_a_boot_where_the_user_said_nothing_else():
+    def folder(**source):
+        return rank_environment(source, Path("/"), ("cuda:0",)).get("TORCHINDUCTOR_CACHE_DIR")
+
+    assert folder(HOME="/home/u") == "/home/u/.cache/comfyui-parallel-sampling/compiled"
+    assert folder(HOME="/home/u", XDG_CACHE_HOME="/c") == "/c/comfyui-parallel-sampling/compiled"
+    assert folder(HOME="/home/u", TORCHINDUCTOR_CACHE_DIR="/mine") == "/mine"
+    assert folder() is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_rank_is_as_deterministic_as_comfyui(deterministic):
+    try:
+        RankWorker(Setup(0, 1, ("cpu:0",), "unused", "gloo", deterministic))
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)

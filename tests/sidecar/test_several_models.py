@@ -1,0 +1,341 @@
+"""Several models on the same ranks: each is loaded once, the oldest gives way, and none touches another."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from comfy_changes import changes
+from comfy_weight_files import CPU, inputs
+from comfy_weight_files import spec as module_spec
+from comfy_weight_files import write as write_module
+from flux_requests import flux_request
+from lora_patches import lora
+from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.requests import ModelSpec, ModuleCall, Placement
+from parallel_backend.sidecar import held_models, holdings, pool
+from parallel_backend.sidecar.events import Loaded, listen
+from parallel_backend.sidecar.exchange import Exchange
+from parallel_backend.sidecar.held_models import MOST_MAPPED, Room
+from parallel_backend.sidecar.sidecar import State
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.protocol import RankAndModel, Sleep, Wake
+from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
+from scripted import NO_MEMORY, is_held, predict_request, scripted_request, scripted_weights, two_ranks
+from spread_weights import difference
+from tiny_flux import write_tiny_flux
+
+X = torch.ones(1, 4, 6, 6)
+TWO = Placement(ParallelStrategy(ulysses_degree=2))
+
+
+@pytest.fixture
+def loaded():
+    """The names of the files that ranks load while the test runs."""
+    names = []
+    stop = listen(
+        lambda event: isinstance(event, Loaded) and names.append(os.path.basename(event.spec.path))  # noqa: PTH119
+    )
+    yield names
+    stop()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """By scale: a file whose velocity is x times that."""
+
+    def written(scale: float, script: str = "good") -> ModelSpec:
+        return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
+
+    return written
+
+
+def scale_of(sidecar, spec, behaviour=0):
+    """What the ranks multiply by, and how the model came to be in use."""
+    velocity, info = sidecar.predict(spec, predict_request(behaviour, x=X), two_ranks())
+    assert (velocity == velocity[0, 0, 0, 0]).all()
+    return velocity[0, 0, 0, 0].item(), info.load
+
+
+def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(sidecar, make, loaded):
+    high, low = make(2.0), make(3.0)
+    phases = []
+    for turn in range(3):
+        for spec, scale in ((high, 2.0), (low, 3.0)):
+            found, load = scale_of(sidecar, spec)
+            assert found == scale
+            assert (load.cached, load.switched) == (turn > 0, turn > 0)
+            again, load = scale_of(sidecar, spec)
+            assert again == scale and load.cached and not load.switched and load.seconds == 0.0
+    assert loaded == ["2.safetensors", "3.safetensors"]
+    assert sidecar.models == (low, high) and sidecar.model == low
+    assert sidecar.status().models == ("3.safetensors", "2.safetensors")
+    assert sidecar.status().model == "3.safetensors"
+    info = sidecar.load(high, two_ranks().strategy, on_phase=phases.append)
+    assert phases == ["switched to 2.safetensors"]
+    assert info.model == "2.safetensors" and 0 < info.seconds < 0.05 and info.notes == ()
+
+
+def test_jobs_of_two_models_take_turns(sidecar, make, loaded):
+    results = [
+        sidecar.sample(spec, scripted_request(steps=3), two_ranks())
+        for spec in (make(0.5), make(0.25), make(0.5))
+    ]
+    assert torch.equal(results[0].latent, results[2].latent)
+    assert not torch.equal(results[0].latent, results[1].latent)
+    assert len(loaded) == 2 and results[2].info.load.switched
+
+
+def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(sidecar, make, loaded):
+    specs = [make(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
+    for spec in specs[:-1]:
+        assert sidecar.load(spec).notes == ()
+    assert sidecar.load(specs[0]).switched  # so the second one is the oldest now
+    info = sidecar.load(specs[-1])
+    assert info.notes == ("dropped 2.safetensors: 4 are the most",)
+    assert sidecar.models == (specs[-1], specs[0], specs[3], specs[2])
+    for spec in (specs[0], specs[2], specs[3], specs[4]):
+        assert sidecar.load(spec).cached
+    assert not sidecar.load(specs[1]).cached
+    assert len(loaded) == MOST_MAPPED + 2
+
+
+def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, make, loaded):
+    first, second, third = make(1.0), make(2.0), make(3.0, "no-memory 1")
+    sidecar.load(first)
+    sidecar.load(second)
+    pids, phases = sidecar.pids, []
+    info = sidecar.load(third, on_phase=phases.append)
+    assert info.notes == ("dropped 1.safetensors: for lack of memory",)
+    assert "dropped 1.safetensors: for lack of memory" in phases
+    assert sidecar.models == (third, second)
+    assert scale_of(sidecar, second)[0] == 2.0 and scale_of(sidecar, third)[0] == 3.0
+    assert not sidecar.load(first).cached  # beside the third, which is there already
+    assert sidecar.pids == pids and loaded == [f"{name}.safetensors" for name in (1, 2, 3, 1)]
+
+
+def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, make, monkeypatch):
+    """Room for 20 bytes on each rank. A file has 14 bytes, as much as is guessed; its weights take 8."""
+    monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
+    monkeypatch.setattr(
+        holdings, "free_room", lambda ranks: Room(tuple(20 - 8 * len(rank.models) for rank in ranks))
+    )
+    first, second, third = (make(float(scale), "  weighs 8") for scale in (1, 2, 3))
+    sidecar.load(first)
+    assert sidecar.load(second).notes == ("dropped 1.safetensors: for lack of memory",)  # 14 > 12
+    assert sidecar.load(first).notes == ()  # 8 <= 12
+    assert sidecar.models == (first, second)
+    assert sidecar.load(third).notes == tuple(  # 14 > 4, and 14 > 12
+        f"dropped {name}.safetensors: for lack of memory" for name in (2, 1)
+    )
+    assert sidecar.models == (third,)
+
+
+def test_a_model_that_does_not_fit_alone_costs_all_others_and_leaves_the_ranks(sidecar, make):
+    first, second = make(1.0), make(2.0)
+    sidecar.load(first)
+    sidecar.load(second)
+    pids = sidecar.pids
+    with pytest.raises(OutOfMemory, match="tried to load a lot"):
+        sidecar.load(make(3.0, "no-memory always"))
+    assert sidecar.models == ()
+    assert not sidecar.load(second).cached and scale_of(sidecar, first)[0] == 1.0
+    assert sidecar.pids == pids
+
+
+def test_a_refused_file_costs_none_of_the_others(sidecar, make):
+    first, second = make(1.0), make(2.0)
+    sidecar.load(first)
+    sidecar.load(second)
+    with pytest.raises(CheckpointError, match="refused by rank 1"):
+        sidecar.load(make(3.0, "refused 1"))
+    assert sidecar.load(first).cached and sidecar.load(second).cached
+    assert sidecar.models == (second, first)
+
+
+def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, make):
+    """Rank 1 has no memory for the file and refuses it once there is some: what went for it is gone."""
+    first, second = make(1.0), make(2.0)
+    sidecar.load(first)
+    sidecar.load(second)
+    with pytest.raises(CheckpointError, match="refused by rank 1"):
+        sidecar.load(make(3.0, "no-memory-then-refused 1"))
+    assert not sidecar.load(first).cached
+    assert scale_of(sidecar, first)[0] == 1.0 and scale_of(sidecar, second)[0] == 2.0
+
+
+def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, make, tmp_path):
+    high, low = make(2.0), make(3.0)
+    scale_of(sidecar, high)
+    scale_of(sidecar, low)
+    (tmp_path / "2.safetensors").write_text("good 7.25")
+    found, load = scale_of(sidecar, high)
+    assert found == 7.25 and load.notes == ("dropped 2.safetensors: its file has changed",)
+    assert sidecar.models == (high, low)
+    assert scale_of(sidecar, low)[1].switched
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_two_models_sleep_and_wake_together(sidecar, make, loaded, level):
+    high, low = make(2.0), make(3.0)
+    sidecar.load(high)
+    sidecar.load(low)
+    sidecar.sleep(level)
+    assert sidecar.models == () and sidecar.state is State.ASLEEP and not is_held(low)
+    sidecar.wake()
+    assert sidecar.models == (low, high) and sidecar.state is State.READY
+    assert sidecar.load(high).cached and scale_of(sidecar, low)[0] == 3.0
+    assert len(loaded) == 2 * level
+    sidecar.sleep(level)
+    assert scale_of(sidecar, high)[0] == 2.0  # the request wakes the ranks
+    assert sidecar.models == ((high, low) if level == 1 else (high,))
+
+
+def test_one_of_two_gives_its_memory_back_alone(sidecar, make, monkeypatch):
+    high, low = make(2.0), make(3.0)
+    sidecar.load(high)
+    sidecar.load(low)
+    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    pool.put_to_sleep(high)
+    assert sidecar.state is State.READY and sidecar.models == (low,)
+    assert is_held(low) and not is_held(high)
+    assert not scale_of(sidecar, high)[1].cached
+    pool.put_to_sleep(high)
+    pool.put_to_sleep(low)
+    assert sidecar.state is State.ASLEEP and not is_held(low)
+
+
+def test_a_crash_forgets_all(sidecar, make):
+    high, low = make(2.0), make(3.0)
+    sidecar.load(high)
+    sidecar.load(low)
+    group = sidecar._ranks.group
+    os.kill(sidecar.pids[1], signal.SIGKILL)
+    assert group.gone.wait(2.0)
+    assert scale_of(sidecar, high)[0] == 2.0
+    assert sidecar.models == (high,)
+    assert not sidecar.load(low).cached
+
+
+def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, make):
+    high, low = make(2.0), make(3.0)
+    sidecar.load(high)
+    assert scale_of(sidecar, low)[0] == 3.0
+    found, load = scale_of(sidecar, low, NO_MEMORY)
+    assert found == 3.0
+    assert "dropped 2.safetensors: memory ended in a request beside it" in load.notes[0]
+    assert sidecar.models == (low,)
+    assert "one at a time" in sidecar.load(high).notes[0] and sidecar.models == (high,)
+
+
+def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, make):
+    high, low = make(2.0), make(3.0)
+    sidecar.load(high)
+    sidecar.load(low)
+    with pytest.raises(OutOfMemory):
+        sidecar.sample(low, scripted_request(NO_MEMORY), two_ranks())
+    sidecar.load(high)
+    sidecar.load(low)
+    assert sidecar.models == (low, high)
+
+
+def test_the_ranks_refuse_a_model_that_they_were_not_given(sidecar, make):
+    spec = make(2.0)
+    sidecar.load(spec)
+    sidecar._holdings.current.number = 99
+    with pytest.raises(RequestError, match="hold no model 99"):
+        scale_of(sidecar, spec)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_loras_of_one_flux_do_not_touch_the_other(two_real_ranks, tmp_path, shards):
+    ranks, placement = two_real_ranks, Placement(ParallelStrategy(ulysses_degree=2, shard_weights=shards))
+    ranks.sleep(2)
+    one, other = (
+        ModelSpec(str(write_tiny_flux(tmp_path / f"{name}.safetensors", scale=scale)))
+        for name, scale in (("one", 1.0), ("other", 2.0))
+    )
+    patches = lora()[0]
+
+    def sample(spec, patches=NO_PATCHES):
+        result = ranks.sample(spec, flux_request(), placement, patches=patches)
+        return result.latent, result.info.load
+
+    bare_one, bare_other = sample(one)[0], sample(other)[0]
+    changed, load = sample(one, patches)
+    assert load.switched and load.patched.bytes_sent > 0 and difference(changed, bare_one) > 1e-2
+    found, load = sample(other)
+    assert found.equal(bare_other) and load.switched and load.patched.cached
+    found, load = sample(one, patches)
+    assert found.equal(changed) and load.switched and load.patched.cached  # its LoRA is where it was
+    found, load = sample(other, patches)
+    assert load.patched.bytes_sent > 0 and difference(found, bare_other) > 1e-2
+    ranks.sleep(1)
+    assert sample(one, patches)[0].equal(changed) and sample(other)[0].equal(bare_other)
+    assert sample(one)[0].equal(bare_one)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shards):
+    placement = Placement(ParallelStrategy(ulysses_degree=2, shard_weights=shards))
+    high, low = (
+        module_spec(write_module(tmp_path / f"{name}.safetensors", name))
+        for name in ("bf16", "float8_e4m3fn")
+    )
+    found, tensors = changes()
+    patches = WeightPatches(tuple(found), tensors)
+    args, kwargs = inputs()
+
+    def alone(spec, patches):
+        model = load(spec, CPU)
+        model.weights.apply(patches.patches, patches.tensors)
+        with torch.inference_mode():
+            return model.module(*args, **kwargs)
+
+    wanted = {high: alone(high, patches), low: alone(low, NO_PATCHES)}
+    assert difference(wanted[high], wanted[low]) > 1e-2
+    for turn in range(2):
+        for spec in (high, low):
+            call = ModuleCall(args, kwargs, rows=2)
+            answer, info = two_real_ranks.call(
+                spec, call, placement, patches=patches if spec == high else NO_PATCHES
+            )
+            assert difference(answer, wanted[spec]) <= 1e-5
+            assert info.load.switched == info.load.cached == bool(turn)
+
+
+def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sidecar, make, loaded, monkeypatch):
+    spec, moves = make(2.0, "weighs 1000"), []
+    sidecar.load(spec)
+    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    send = Exchange.send
+
+    def noted(self, message, tensors=None):
+        moves.append(message)
+        send(self, message, tensors)
+
+    monkeypatch.setattr(Exchange, "send", noted)
+    pool.give_back(spec, "cpu:7")
+    assert moves == [] and pool.bytes_on(spec, "cpu:7") == 0
+    pool.give_back(spec, "cpu:0")
+    pool.give_back(spec, "cpu:0")  # it has
+    assert moves == [Sleep(1, RankAndModel(0, 1))]
+    assert (pool.bytes_on(spec, "cpu:0"), pool.bytes_on(spec, "cpu:1")) == (0, 1000)
+    assert sidecar.state is State.READY and sidecar.models == (spec,)
+    assert scale_of(sidecar, spec)[0] == 2.0 and moves[1:] == [Wake()]
+    assert pool.bytes_on(spec, "cpu:0") == 1000 and len(loaded) == 1
+    sidecar.sleep(1)
+    assert pool.bytes_on(spec, "cpu:0") == 0
+
+
+def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, make, loaded, monkeypatch):
+    spec = make(2.0, "weighs 1000")
+    sidecar.load(spec)
+    monkeypatch.setattr(held_models, "available_memory", lambda total: 0)
+    sidecar.give_back(spec, "cpu:0")
+    assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0
+    assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 2

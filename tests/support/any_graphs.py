@@ -1,0 +1,106 @@
+"""API prompts for models of any family: the same sampling with a stock loader and with Parallel Model behind it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from comfy_harness import Comfy
+from graphs import AXES, Graph
+
+CHECKPOINTS = ("sd3", "unet", "sound")
+ROWS_ONLY = ("unet", "sound")
+
+# name -> the file, the latent, the prompt, and what else the prompts get.
+MODELS = {
+    "flux": {"latent": "{b},16,11,9", "text": {"width": 64, "pooled_width": 32}},
+    "flux2": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "reference": "1,128,4,3"},
+    "wan_t2v": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
+    "wan_i2v": {"latent": "{b},16,3,10,6", "text": {"width": 4096}, "start": "1,16,3,10,6"},
+    "hunyuan_video": {"latent": "{b},16,3,10,6", "text": {"width": 48, "pooled_width": 768}},
+    "sd3": {"latent": "{b},16,11,9", "text": {"width": 48, "pooled_width": 2048}},
+    "ltx_video": {"latent": "{b},128,3,5,3", "text": {"width": 48}, "padding": 2},
+    "ltx_sound": {
+        "latent": "{b},128,3,5,3;{b},8,7,16",
+        "text": {"width": 48, "tokens": 128},
+        "padding": 0,
+    },
+    "wan_ti2v": {"latent": "{b},48,3,6,5", "text": {"width": 4096}, "first_frame": True},
+    "wan_vace": {
+        "latent": "{b},16,3,10,6",  # ComfyUI's own module takes no odd sizes here
+        "text": {"width": 4096},
+        "extras": [
+            {"name": "vace_frames", "shape": "1,32,3,10,6", "listed": True},
+            {"name": "vace_mask", "shape": "1,64,3,10,6", "listed": True},
+        ],
+    },
+    "hunyuan_video_15": {"latent": "{b},32,3,5,3", "text": {"width": 48, "pooled_width": 4}},
+    "skyreels_i2v": {
+        "latent": "{b},16,3,10,6",
+        "text": {"width": 48, "pooled_width": 768},
+        "extras": [{"name": "concat_latent_image", "shape": "1,16,3,10,6", "listed": False}],
+    },
+    "wan_fp8": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
+    "cogvideo": {"latent": "{b},16,3,10,6", "text": {"width": 48}},
+    "qwen_image": {"latent": "{b},16,1,7,9", "text": {"width": 3584}, "reference": "1,16,1,4,6"},
+    "minimax": {"latent": "{b},24,2,6,4;{b},32,2,5", "text": {"width": 48}, "keyframe": "1,24,1,6,4"},
+    "unet": {"latent": "{b},4,8,6", "text": {"width": 768}},
+    "sound": {"latent": "{b},64,21", "text": {"width": 768}},
+}
+
+
+class AnyGraph(Graph):
+    """A prompt with one of MODELS, once stock and once parallel."""
+
+    def __init__(self, comfy: Comfy, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.uneven = False  # prompts of different lengths, which ComfyUI computes in calls of their own
+        self.comfy = comfy
+        self.file = write_model(comfy, kind)
+
+    def stock(self) -> list:
+        if self.kind in CHECKPOINTS:
+            return [self.add("CheckpointLoaderSimple", ckpt_name=self.file), 0]
+        return [self.add("UNETLoader", unet_name=self.file, weight_dtype="default"), 0]
+
+    def parallel(self, model: list, devices: str | None = None, **choice) -> str:
+        """The node Parallel Model behind `model`."""
+        world_size = prod(value for name, value in choice.items() if name in AXES)
+        strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
+        return self.add("ParallelModel", model=model, strategy=strategy)
+
+    def prompt_of(self, draw: int) -> list:
+        model = MODELS[self.kind]
+        found = self.text(draw, **{"guidance": 3.5, "tokens": 7 + draw * self.uneven, **model["text"]})
+        if "reference" in model:
+            latent = [self.add("TestShapedLatent", shape=model["reference"], draw=20), 0]
+            found = [self.add("ReferenceLatent", conditioning=found, latent=latent), 0]
+        if "start" in model:
+            latent = [self.add("TestShapedLatent", shape=model["start"], draw=21), 0]
+            found = [self.add("TestVideoStart", conditioning=found, latent=latent), 0]
+        if "keyframe" in model:
+            latent = [self.add("TestShapedLatent", shape=model["keyframe"], draw=22), 0]
+            found = [self.add("TestKeyframe", conditioning=found, latent=latent), 0]
+        for extra in model.get("extras", ()):
+            found = [self.add("TestPromptExtra", conditioning=found, **extra), 0]
+        if "padding" in model:
+            found = [self.add("TestTextMask", conditioning=found, padding=model["padding"]), 0]
+        return found
+
+    def request(self, batch: int = 1) -> tuple[list, list, list]:
+        shape = MODELS[self.kind]["latent"].format(b=batch)
+        latent = [self.add("TestShapedLatent", shape=shape, draw=-1), 0]
+        if "first_frame" in MODELS[self.kind]:
+            latent = [self.add("TestFirstFrameKept", latent=latent), 0]
+        return self.prompt_of(1), self.prompt_of(2), latent
+
+
+def write_model(comfy: Comfy, kind: str) -> str:
+    """The file's name in the folder that its stock loader reads."""
+    if kind == "flux":
+        return comfy.write_flux("any_flux.safetensors")
+    graph = Graph()
+    folder = "checkpoints" if kind in CHECKPOINTS else "diffusion_models"
+    graph.add("TestWriteModel", kind=kind, folder=folder)
+    comfy.run(graph.prompt, timeout=120)
+    return f"any_{kind}.safetensors"

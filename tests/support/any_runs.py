@@ -1,0 +1,56 @@
+"""Runs of any model in the real ComfyUI: the same request behind its stock loader, and through Parallel Model."""
+
+from __future__ import annotations
+
+from safetensors.torch import load_file
+
+from any_graphs import MODELS, AnyGraph
+from comfy_harness import relative_difference
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+
+
+def latents(comfy, graph: AnyGraph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
+    """What a run saves of LATENTs and STRINGs, by name."""
+    for name, latent in found.items():
+        if ";" in MODELS[graph.kind]["latent"]:
+            latent = [graph.add("TestFlatLatent", latent=latent), 0]
+        graph.save(latent, f"any-{name}.safetensors")
+    for name, text in (texts or {}).items():
+        graph.add("TestSaveText", text=text, path=f"any-{name}.txt")
+    comfy.run(graph.prompt, timeout=300)
+    loaded = {name: load_file(comfy.output(f"any-{name}.safetensors"))["samples"] for name in found}
+    return loaded | {name: comfy.output(f"any-{name}.txt").read_text() for name in texts or {}}
+
+
+def both(
+    comfy,
+    kind: str,
+    choice: dict,
+    *,
+    batch: int = 1,
+    devices: str | None = None,
+    uneven: bool = False,
+    **sampling,
+) -> dict:
+    """The latents of one request, stock and through Parallel Model."""
+    graph = AnyGraph(comfy, kind)
+    graph.uneven = uneven
+    stock = graph.stock()
+    ours = [graph.parallel(stock, devices, **choice), 0]
+    request = graph.request(batch)
+    settings = {"steps": 2, "cfg": 3.0, **sampling}
+    return latents(
+        comfy,
+        graph,
+        {
+            "stock": graph.ksampler(stock, *request, **settings),
+            "ours": graph.ksampler(ours, *request, **settings),
+        },
+    )
+
+
+def assert_same(found: dict) -> None:
+    assert found["stock"].isfinite().all() and found["stock"].std() > 1e-3
+    assert found["ours"].shape == found["stock"].shape
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE

@@ -1,0 +1,117 @@
+"""Tiny files of a Flux of ComfyUI's own, plain and in every format that ComfyUI quantises to, and inputs for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from comfy_modules import import_comfyui_here
+from parallel_backend.requests import ModelSpec
+from parallel_backend.wire.weight_patches import Factor, WeightPatch, digest
+
+CPU = torch.device("cpu")
+HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of what quantised kernels want (convrot: 256)
+# Formats by what the tests call them: name in ComfyUI, and options of its quantisation.
+FORMATS = {
+    "float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}),
+    "float8_e5m2": ("float8_e5m2", {"scale": "recalculate"}),
+    "int8": ("int8_tensorwise", {"scale": "recalculate"}),
+    "int8 convrot": (
+        "int8_tensorwise",
+        {"per_channel": True, "convrot": True, "convrot_groupsize": 256},
+    ),
+    "mxfp8": ("mxfp8", {}),
+    "nvfp4": ("nvfp4", {"scale": "recalculate"}),
+    "convrot w4a4": ("convrot_w4a4", {}),
+}
+OLD = "float8_e4m3fn, old names"  # as files had it before ComfyUI 0.4: one scale per layer, and a mark for the file
+_PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+def spec(path: Path | str, **options) -> ModelSpec:
+    return ModelSpec(str(path), family="comfyui", comfyui=import_comfyui_here(), **options)
+
+
+def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
+    """A file in one of FORMATS, in OLD, or plain in "fp32", "bf16" or "fp8". `blocks`: of each of the two kinds."""
+    import_comfyui_here()
+    tensors = {name: p.to(_PLAIN.get(form, torch.bfloat16)) for name, p in _random(blocks, hidden).items()}
+    kind, options = FORMATS["float8_e4m3fn" if form == OLD else form] if form not in _PLAIN else ("", {})
+    for name in [name for name in tensors if kind and "_blocks." in name and tensors[name].ndim == 2]:
+        tensors |= _quantised(name, tensors.pop(name), kind, options)
+    if form == OLD:
+        renamed = {name.replace(".weight_scale", ".scale_weight"): found for name, found in tensors.items()}
+        tensors = {name: found for name, found in renamed.items() if not name.endswith("comfy_quant")}
+        tensors["scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def _random(blocks: int, hidden: int) -> dict[str, Tensor]:
+    import comfy.ops
+    from comfy.ldm.flux.model import Flux
+
+    model = Flux(
+        in_channels=16,
+        out_channels=16,
+        vec_in_dim=POOLED,
+        context_in_dim=CONTEXT,
+        hidden_size=hidden,
+        mlp_ratio=4.0,
+        num_heads=hidden // 128,
+        depth=blocks,
+        depth_single_blocks=blocks,
+        axes_dim=[16, 56, 56],
+        theta=10000,
+        patch_size=2,
+        qkv_bias=True,
+        guidance_embed=True,
+        txt_ids_dims=[],
+        dtype=torch.float32,
+        device="cpu",
+        operations=comfy.ops.disable_weight_init,
+    )
+    generator, found = torch.Generator().manual_seed(7), {}
+    for name, p in model.state_dict().items():
+        values = torch.randn(p.shape, generator=generator)
+        if p.ndim == 2:
+            found[name] = values * (0.8 / p.shape[1] ** 0.5)
+        else:
+            found[name] = 1 + 0.2 * values if name.endswith("scale") else 0.2 * values
+    return found
+
+
+def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str, Tensor]:
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    layout = QUANT_ALGOS[kind]["comfy_tensor_layout"]
+    tensors = QuantizedTensor.from_float(weight, layout, **options).state_dict(name)
+    notes = {key: value for key, value in options.items() if key.startswith("convrot")}
+    about = json.dumps({"format": kind, **notes}).encode()
+    return {**tensors, name.removesuffix("weight") + "comfy_quant": torch.tensor(list(about)).to(torch.uint8)}
+
+
+def inputs(rows: int = 2, height: int = 10, width: int = 6, dtype=torch.float32) -> tuple[tuple, dict]:
+    generator = torch.Generator().manual_seed(rows + height)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows).to(dtype))
+    prompt = {"context": random(rows, 7, CONTEXT), "y": random(rows, POOLED)}
+    return args, {**prompt, "guidance": torch.full((rows,), 3.5).to(dtype), "transformer_options": {}}
+
+
+def patch(tensors: dict[str, Tensor], key: str, kind: str, strength: float, /, **options) -> WeightPatch:
+    """One change; its factors (tensors among `options`) go into `tensors`."""
+    factors = {role: found for role, found in options.items() if isinstance(found, Tensor)}
+    named = {role: digest(found) for role, found in factors.items()}
+    tensors |= {named[role]: found for role, found in factors.items()}
+    rest = {name: found for name, found in options.items() if name not in factors}
+    return WeightPatch(
+        key, kind, tuple(Factor(role, found) for role, found in named.items()), strength, **rest
+    )

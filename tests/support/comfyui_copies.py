@@ -1,0 +1,61 @@
+"""Copies of the real ComfyUI with a source changed, as another version of it would have it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from comfy_harness import require_comfyui
+
+# What versions before 0.13 did in HunyuanVideo: the image comes before the text.
+IMAGE_BEFORE_TEXT = {
+    "comfy/ldm/flux/layers.py": [
+        ("torch.cat((txt_q, img_q), dim=2)", "torch.cat((img_q, txt_q), dim=2)"),
+        ("torch.cat((txt_k, img_k), dim=2)", "torch.cat((img_k, txt_k), dim=2)"),
+        ("torch.cat((txt_v, img_v), dim=2)", "torch.cat((img_v, txt_v), dim=2)"),
+        (
+            "txt_attn, img_attn = attn[:, : txt.shape[1]], attn[:, txt.shape[1]:]",
+            "img_attn, txt_attn = attn[:, : img.shape[1]], attn[:, img.shape[1]:]",
+        ),
+    ],
+    "comfy/ldm/hunyuan_video/model.py": [
+        ("ids = torch.cat((txt_ids, img_ids), dim=1)", "ids = torch.cat((img_ids, txt_ids), dim=1)"),
+        ("attn_mask[:, 0, :txt.shape[1]] = txt_mask", "attn_mask[:, 0, img_len:] = txt_mask"),
+        ("img = torch.cat((txt, img), 1)", "img = torch.cat((img, txt), 1)"),
+        ("img = img[:, txt.shape[1]: img_len + txt.shape[1]]", "img = img[:, :img_len]"),
+    ],
+}
+
+
+def copy_of_comfyui(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]]]) -> Path:
+    """A ComfyUI in `folder` with these words of its files replaced. Skips the test where the real one does not have
+    these words."""
+    real = require_comfyui()
+    folder.mkdir()
+    for entry in real.iterdir():
+        if entry.name == "comfy":
+            # With what Python has compiled, which a changed source outdates.
+            shutil.copytree(entry, folder / entry.name, copy_function=_copied)
+        elif entry.is_dir():
+            (folder / entry.name).symlink_to(entry)
+        else:
+            _copied(entry, folder / entry.name)
+    for name, replacements in changes.items():
+        text = (real / name).read_text()
+        for old, new in replacements:
+            if old not in text:
+                pytest.skip(f"this ComfyUI's {name} has no {old!r}")
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+def _copied(source: str | Path, target: str | Path) -> None:
+    """Data as a link; code not, since a module that is a link would say that it lies elsewhere."""
+    if Path(source).suffix in (".py", ".pyc"):
+        shutil.copy2(source, target)
+    else:
+        Path(target).symlink_to(source)

@@ -1,0 +1,156 @@
+"""Steps of Flux.1-dev in its true sizes on the meta device, counted: ours under any strategy, and diffusers' own."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dispatch_counter import CPU, DEVICE, Counts, DispatchCounter, counted, world_of_one_process
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.forward import ParallelForward
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.pipefusion.forward import PipelineForward
+from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims, original_shapes
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows, SampleRequest
+from parallel_backend.sampling.denoise import denoise
+from parallel_backend.strategy import ParallelStrategy
+from sparse_checkpoint import write_sparse
+
+
+@dataclass(frozen=True)
+class Size:
+    """A subject: Flux.1-dev's sizes at 1024 x 1024 on a device that stands for a GPU, if nothing else is said."""
+
+    dims: FluxDims = FLUX_DEV
+    latent: tuple[int, ...] = (1, 16, 128, 128)
+    text: int = 512
+    device: torch.device = DEVICE
+
+    @classmethod
+    def small(cls) -> Size:
+        """One that the CPU can compute."""
+        dims = replace(FLUX_DEV, hidden=256, heads=2, mlp=1024, context_dim=64, pooled_dim=32)
+        return cls(dims, (1, 16, 16, 16), 16, CPU)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self.device)
+
+    def prompt(self) -> Conditioning:
+        dims = self.dims
+        return Conditioning(
+            self.empty(1, self.text, dims.context_dim), self.empty(1, dims.pooled_dim), self.empty(1)
+        )
+
+
+FLUX_DEV_1024 = Size()
+
+
+class _Boundaries:
+    """Step boundaries that ask for nothing and note what was counted by then."""
+
+    def __init__(self) -> None:
+        self.counter: DispatchCounter | None = None
+        self.counts: list[Counts] = []
+
+    def __call__(self, i: int, denoised: Tensor) -> None:
+        assert self.counter is not None, "steps are counted"
+        self.counts.append(self.counter.counts)
+
+    passed = __call__
+
+    def is_stopped(self, lag: int) -> bool:
+        return False
+
+
+@contextmanager
+def flux_forward(
+    strategy: ParallelStrategy, double: int, single: int, rank: int = 0, size: Size = FLUX_DEV_1024
+) -> Iterator[ParallelForward | PipelineForward]:
+    """The forward of a rank, of a model with so many blocks."""
+    dims = replace(size.dims, double_blocks=double, single_blocks=single)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        world_of_one_process(rank, strategy.world_size, size.device) as world,
+    ):
+        path = write_sparse(Path(folder) / "flux.safetensors", original_shapes(dims))
+        layouts = Layouts(world)
+        model = load_under(ModelSpec(str(path)), layouts, strategy)
+        yield make_forward(model, layouts, Placement(strategy))
+
+
+def call_counted(
+    forward: ParallelForward | PipelineForward,
+    size: Size = FLUX_DEV_1024,
+    began: Callable[[DispatchCounter], None] = lambda counter: None,
+) -> DispatchCounter:
+    """A model call of one row. `began`: is given the counter beforehand."""
+    rows = [Rows(size.empty(*size.latent), size.empty(1), size.prompt())]
+    with torch.inference_mode(), counted(size.device) as counter:
+        began(counter)
+        forward(rows)
+    return counter
+
+
+def step_counted(
+    forward: ParallelForward | PipelineForward, cfg: float = 1.0, size: Size = FLUX_DEV_1024
+) -> Counts:
+    """An Euler step of a job, from boundary to boundary, while patches flow where they do at all."""
+    whole = 0 if forward.patchwise is None else forward.patchwise.warmup_steps
+    steps = whole + 2 if not whole else whole + 4
+    request = SampleRequest(
+        noise=size.empty(*size.latent),
+        latent=size.empty(*size.latent),
+        sigmas=size.empty(steps + 1),
+        positive=size.prompt(),
+        negative=size.prompt() if cfg != 1.0 else None,
+        cfg=cfg,
+        sampler="euler",
+        seed=0,
+    )
+    boundaries = _Boundaries()
+    with counted(size.device) as boundaries.counter:
+        denoise(forward, request, boundaries)
+    after, before = (1, 0) if not whole else (whole + 2, whole + 1)
+    return boundaries.counts[after] - boundaries.counts[before]
+
+
+def diffusers_call(blocks: tuple[int, int], ranks: int = 2) -> Counts:
+    """One call of Flux.1-dev with so many double and single blocks under diffusers' own Ulysses."""
+    size, dtype = FLUX_DEV_1024, torch.bfloat16
+    dims = replace(size.dims, double_blocks=blocks[0], single_blocks=blocks[1])
+    with world_of_one_process(0, ranks), torch.device(DEVICE):
+        model = FluxTransformer2DModel(
+            num_layers=dims.double_blocks, num_single_layers=dims.single_blocks, guidance_embeds=True
+        )
+        model = model.to(dtype).eval()
+        with torch.device(CPU):
+            mesh = DeviceMesh("cpu", torch.arange(ranks).view(1, ranks), mesh_dim_names=("ring", "ulysses"))
+            with patch(
+                "torch.accelerator.device_count", return_value=1
+            ):  # it asks on which the rank computes
+                model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, mesh=mesh))
+        tokens = size.latent[2] * size.latent[3] // 4
+        with torch.inference_mode(), warnings.catch_warnings(), counted() as counter:
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about diffusers
+            model(
+                hidden_states=torch.zeros(1, tokens, dims.in_channels, dtype=dtype),
+                encoder_hidden_states=torch.zeros(1, size.text, dims.context_dim, dtype=dtype),
+                pooled_projections=torch.zeros(1, dims.pooled_dim, dtype=dtype),
+                timestep=torch.zeros(1, dtype=dtype),
+                guidance=torch.zeros(1),
+                img_ids=torch.zeros(tokens, 3),
+                txt_ids=torch.zeros(size.text, 3),
+                return_dict=False,
+            )
+    return counter.counts

@@ -1,0 +1,255 @@
+"""Counts what a model call asks of a GPU, on tensors of the meta device, which stands for one: no data, no arithmetic.
+
+What is launched comes from torch's dispatcher. Attention counts as one operator whose result lies in memory as its
+queries do, as FlashAttention's does; collectives do nothing. What the host reads of a tensor there, or copies there or
+from there, is a synchronisation: it is answered with 1 and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_backend.engine.groups import World
+
+DEVICE = torch.device("meta")  # a GPU's stand-in
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`operators`: kernels that a GPU would launch, those of collectives not among them; `copied_bytes`: written by
+    copies that change nothing but the place (contiguous, cat, pad, clone, copy_); `collectives`: those begun, messages
+    to one other rank too; `sent_bytes`: what they were given."""
+
+    operators: int = 0
+    copied_bytes: int = 0
+    host_syncs: int = 0
+    collectives: int = 0
+    sent_bytes: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class DispatchCounter(TorchDispatchMode):
+    """Counts while it is entered. `events`: what was launched, in order, by names like `aten.cat` and
+    `c10d.alltoall_base_`. `device`: where what counts is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.counts = Counts()
+        self.events: list[str] = []
+
+    def synced(self, name: str) -> None:
+        self._add(f"sync {name}", Counts(host_syncs=1))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet, name = func.overloadpacket, str(func.overloadpacket)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._collective(func, name, args, kwargs)
+        if packet is aten.scaled_dot_product_attention and self.device == DEVICE:
+            self._add(name, Counts(operators=1))
+            return _attention(*args[:3])
+        if packet is aten.dropout and not args[2]:
+            return args[0]  # as torch's own kernel has it
+        if packet in _READS:
+            return self._read(func, packet, name, args, kwargs)
+        if (
+            packet in (aten._to_copy, aten.copy_)
+            and (answer := self._moved(func, name, args, kwargs)) is not None
+        ):
+            return answer
+        if func._can_decompose() and packet not in _WHOLE:
+            with torch._C.DisableTorchFunction(), self:
+                answer = func.decompose(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        answer = func(*args, **kwargs)
+        if self._launches(func, packet, answer):
+            self._add(name, Counts(operators=1, copied_bytes=_bytes(answer) if packet in _COPIES else 0))
+        return answer
+
+    def _add(self, event: str, counts: Counts) -> None:
+        self.events.append(event)
+        self.counts += counts
+
+    def _launches(self, func: Any, packet: Any, answer: Any) -> bool:
+        if packet in _NOTHING or func.namespace == "prim":
+            return False
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            return False  # a view
+        return any(tensor.device.type == self.device.type and tensor.numel() for tensor in _tensors(answer))
+
+    def _collective(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        short = name.rpartition(".")[2]
+        if short in _COLLECTIVES:
+            given = args[_COLLECTIVES[short]]
+            self._add(name, Counts(collectives=1, sent_bytes=_bytes(given)))
+        return func(*args, **kwargs)
+
+    def _read(self, func: Any, packet: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(tensor.device.type == self.device.type for tensor in args if isinstance(tensor, Tensor)):
+            return func(*args, **kwargs)
+        self.synced(name)
+        if packet in (aten.is_nonzero, aten.equal):
+            return True
+        return args[0].new_empty(1, args[0].ndim, dtype=torch.long) if packet is aten.nonzero else 1
+
+    def _moved(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """What a copy between host and device gives; None for one on the device alone."""
+        if func.overloadpacket is aten.copy_:
+            to, source = args[0], args[1]
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            target = to.device
+        else:
+            source, waits = args[0], not kwargs.get("non_blocking", False)
+            target = kwargs.get("device") or source.device
+        if torch.device(target).type == source.device.type:
+            return None
+        if waits:
+            self.synced(name)
+        else:
+            self._add(name, Counts(operators=1))
+        if func.overloadpacket is aten.copy_:
+            return to
+        return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=target)
+
+
+class _PythonReads(TorchFunctionMode):
+    """Sees what never reaches the dispatcher: tensors made of Python's numbers on the device, and lists as indices."""
+
+    def __init__(self, counter: DispatchCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = torch.device(kwargs.get("device") or "cpu")
+        if func in (torch.tensor, torch.as_tensor) and device == self._counter.device != CPU:
+            self._counter.synced("torch.tensor")
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device == self._counter.device:
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(place, list) for place in places):
+                self._counter.synced("a list as index")
+        return func(*args, **kwargs)
+
+
+# What reads a tensor's values on the host.
+_READS = {
+    aten._local_scalar_dense,
+    aten.item,
+    aten.is_nonzero,
+    aten.equal,
+    aten.nonzero,
+}
+_COPIES = {
+    aten.clone,
+    aten.cat,
+    aten.copy_,
+    aten.constant_pad_nd,
+    aten.index_select,
+    aten.index,
+    aten.stack,
+}
+# Launched as one, though torch could take them apart.
+_WHOLE = {aten.stack, aten.native_layer_norm, aten.rms_norm, aten.gelu, aten.silu, aten.index_select}
+_NOTHING = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.lift_fresh,
+    aten.detach,
+    aten.set_,
+    aten.resize_,
+}
+# The collectives that hand something over, by the place of that among their arguments.
+_COLLECTIVES = {
+    "alltoall_base_": 1,
+    "alltoall_": 1,
+    "allgather_": 1,
+    "_allgather_base_": 1,
+    "allreduce_": 0,
+    "broadcast_": 0,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "send": 0,
+    "all_to_all_single": 0,
+    "all_gather_into_tensor": 0,
+    "all_reduce": 0,
+    "reduce_scatter_tensor": 0,
+}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.shape[-1] == value.shape[-1]:
+        return torch.empty_like(query)
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
+
+
+class _HostGenerator(torch.Generator):
+    def __new__(cls, device: object = None) -> torch.Generator:
+        return super().__new__(cls)
+
+
+@contextmanager
+def counted(device: torch.device = DEVICE) -> Iterator[DispatchCounter]:
+    """Counts what is done inside on `device`."""
+    counter = DispatchCounter(device)
+    with _PythonReads(counter), counter:
+        yield counter
+
+
+@contextmanager
+def world_of_one_process(rank: int, world_size: int, device: torch.device = DEVICE) -> Iterator[World]:
+    """A rank whose collectives with the others do nothing."""
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        world = World.__new__(World)
+        world.rank, world.world_size, world.device = rank, world_size, device
+        world.devices = (device,) * world_size
+        world.group = world.control = dist.group.WORLD if world_size > 1 else None
+        # There is none for this device; nothing is drawn from it.
+        with patch.object(torch, "Generator", _HostGenerator):
+            yield world
+    finally:
+        dist.destroy_process_group()

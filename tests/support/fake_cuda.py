@@ -1,0 +1,46 @@
+"""A stand-in for torch.cuda with what checks of a device ask, answering as torch documents it."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+
+class FakeCuda:
+    """`waits`: times that a call of the model has the host wait for the device (see `synchronize`)."""
+
+    def __init__(self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555"):
+        self.backend, self.uuid = backend, uuid
+        self.modes: list[str] = []
+        self._mode = 0
+
+    def get_allocator_backend(self):
+        return self.backend
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(
+            name="NVIDIA L40",
+            major=8,
+            minor=9,
+            multi_processor_count=142,
+            total_memory=48 * 10**9,
+            uuid=self.uuid,
+        )
+
+    def mem_get_info(self, device):
+        return 40 * 10**9, 48 * 10**9
+
+    def get_sync_debug_mode(self):
+        return self._mode
+
+    def set_sync_debug_mode(self, mode):
+        """ "default", "warn", "error", or 0, 1, 2."""
+        self._mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+        self.modes.append(mode)
+
+    def wait(self):
+        """What torch does where the host would wait for the device: `Tensor.item`, say."""
+        if self._mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self._mode == 1:
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)

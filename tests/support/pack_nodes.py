@@ -1,0 +1,26 @@
+"""Modules of nodes/ that need nothing of ComfyUI, imported alone: the package around them is not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import parallel_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACK = "pack_of_nodes"
+
+
+def import_node_module(name: str) -> ModuleType:
+    """As `nodes.model.arguments` within the pack; `parallel_backend` is the one that tests import."""
+    for folder in (".", "nodes", "nodes/host", "nodes/model", "nodes/routes"):
+        package = "" if folder == "." else "." + folder.replace("/", ".")
+        if _PACK + package not in sys.modules:
+            module = ModuleType(_PACK + package)
+            module.__path__ = [str(ROOT / folder)]
+            sys.modules[_PACK + package] = module
+    for known in [key for key in sys.modules if key.partition(".")[0] == parallel_backend.__name__]:
+        sys.modules[f"{_PACK}.{known}"] = sys.modules[known]
+    return importlib.import_module(f"{_PACK}.{name}")
