@@ -1,4 +1,4 @@
-"""Published measurements as jobs, machines and strategies of the cost model; groups of strategies for the same job."""
+"""Published measurements as jobs and strategies; groups of strategies for the same job."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel_backend.errors import RequestError
+from parallel_backend.machine.cards import find_card
 from parallel_backend.models.catalog import WEIGHT_BYTES, guess_family, split_name
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.cost.model import Constants, Machine
+from parallel_backend.planner.decide import USABLE_MEMORY
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CatalogModel
-from parallel_backend.planner.machine.cards import Card, find_card, find_link
 from parallel_backend.strategy import ParallelStrategy
 
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"
-# A card that no data sheet of ours covers: the middle of the table, so that only ratios are meaningful.
-UNKNOWN_CARD = Card("unknown", 300, 80, 2000, 32, 300, known=False)
+UNKNOWN_MEMORY = 80  # GB, of a card that no data sheet of ours covers
 OUT_OF_MEMORY = re.compile(r"\boom\b|out of memory|does not fit", re.IGNORECASE)
 # Engines that replay captured or compiled graphs; every other mode launches kernel by kernel.
 COMPILED = ("compile", "sgl", "lightx2v")
@@ -30,20 +29,17 @@ COMPILED = ("compile", "sgl", "lightx2v")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `seconds`: of the whole run, or of one step or block where `per_step`; None: only a speed-up."""
+    """One measurement. `memory`: usable bytes of each card; `seconds`: None where only a speed-up is given."""
 
     source: str
     key: tuple[str, ...]  # what must be equal for two rows to be the same job
     strategy: ParallelStrategy
     job: Job
-    machine: Machine
+    memory: float
     seconds: float | None
     speedup: float | None
-    per_step: bool
-    with_fixed: bool
     label: str
     failed: bool = False  # it was tried and ran out of memory
-    stated: bool = True  # False: the source does not say the size or the steps
     gathered_ring: bool = (
         False  # keys and values are gathered before attention, not passed round while it runs
     )
@@ -51,15 +47,6 @@ class Row:
     @property
     def gpus(self) -> int:
         return self.strategy.world_size
-
-    def constants(self, known: Constants) -> Constants:
-        """`known` as they hold for it: a gathered ring hides nothing behind attention."""
-        return known.replace(ring_overlap=0.0) if self.gathered_ring else known
-
-    @property
-    def family_of_source(self) -> str:
-        """Rows of one project's pages often come from one machine, so they are held out together."""
-        return re.split(r"[/@(]|-docs|-issue|-pr|-ci|-readme", self.source)[0]
 
 
 @dataclass(frozen=True)
@@ -108,22 +95,17 @@ def _row(record: dict[str, str]) -> Row | str:
     job = _job(record)
     if not job.model.family.is_transformer and strategy.world_size > strategy.row_degree:
         return "a UNet can only be split by rows"
-    card = _card(record)
-    sized = bool(re.fullmatch(r"\d+x\d+", record["resolution"]))
     keys = ("source", "model", "gpu", "interconnect", "resolution", "frames", "steps", "mode", "measure")
     return Row(
         source=record["source"],
         key=(*(record[k] for k in keys), record.get("true_cfg", "")),
         strategy=strategy,
         job=job,
-        machine=Machine(card, _link(record, card), strategy.world_size, _memory(record)),
+        memory=_memory(record),
         seconds=seconds,
         speedup=speedup,
-        per_step=record["measure"] in ("step", "block"),
-        with_fixed=record["measure"] == "e2e" and sized,
         label=f"{record['source']} {record['model']} {record['gpu']} {record['interconnect']} {record['mode']}",
         failed=failed and not seconds and not speedup,
-        stated=sized and _whole(record["steps"], 0) > 0,
         gathered_ring=record.get("ring_impl") == "allgather",
     )
 
@@ -147,28 +129,17 @@ def _job(record: dict[str, str]) -> Job:
     )
 
 
-def _card(record: dict[str, str]) -> Card:
-    try:
-        return find_card(record["gpu"])
-    except RequestError:
-        return UNKNOWN_CARD
-
-
-def _link(record: dict[str, str], card: Card):
-    for name in (record["interconnect"], "nvlink" if "nv" in record["interconnect"] else "pcie"):
-        try:
-            return find_link(name, card)
-        except RequestError:
-            continue
-    return find_link("pcie", card)
-
-
 def _memory(record: dict[str, str]) -> float:
-    """Memory that the measurement itself states ("4090 48GB"), or no limit where weights were offloaded; else 0."""
+    """What the measurement itself states ("4090 48GB"), or no limit where weights were offloaded; else the card's."""
     if record["mode"] == "offload":
         return float("inf")
-    stated = re.search(r"\b(\d+) ?GB?\b", record.get("note") or "")
-    return float(stated[1]) * 1e9 if stated else 0.0
+    if stated := re.search(r"\b(\d+) ?GB?\b", record.get("note") or ""):
+        return float(stated[1]) * 1e9
+    try:
+        size = find_card(record["gpu"]).memory
+    except RequestError:
+        size = UNKNOWN_MEMORY
+    return size * 1e9 * USABLE_MEMORY
 
 
 def _number(text: str | None) -> float | None:
@@ -181,11 +152,6 @@ def _number(text: str | None) -> float | None:
 
 def _whole(text: str | None, otherwise: int) -> int:
     return int(float(text)) if text and re.fullmatch(r"\d+(\.0*)?", text) else otherwise
-
-
-def find_one_gpu(rows: list[Row]) -> dict[tuple[str, ...], float]:
-    """Seconds on one device per job, as published by the same source."""
-    return {row.key: row.seconds for row in rows if row.gpus == 1 and row.seconds}
 
 
 def find_groups(rows: list[Row]) -> list[Group]:

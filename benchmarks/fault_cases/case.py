@@ -30,15 +30,18 @@ READY = 3.0  # s, limit of a restart without its load
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; `limit` None: only measured."""
+    """One thing that was looked at; `limit` None: only measured; `timed`: a limit in seconds, on a quiet machine."""
 
     what: str
     value: float
     limit: float | None = None
+    timed: bool = False
 
-    @property
-    def passed(self) -> bool:
-        return self.limit is None or self.value <= self.limit
+    def passes(self, slowness: float) -> bool:
+        """`slowness`: of the machine while the case ran (pace.py)."""
+        if self.limit is None:
+            return True
+        return self.value <= self.limit * (slowness if self.timed else 1.0)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ def case(number: str, title: str) -> Callable[[Case], Case]:
 def true(what: str, fact: bool) -> Check:
     """A check of a fact: 0 is as it should be."""
     return Check(what, 0.0 if fact else 1.0, 0.0)
+
+
+def within(what: str, seconds: float, limit: float) -> Check:
+    """A check of a time."""
+    return Check(what, seconds, limit, timed=True)
 
 
 @contextmanager
@@ -120,10 +128,10 @@ def after_a_fault(
         other = sidecar.sample(subject.flux, request(), placement).latent
     name = f"{kind} in {point}"
     yield true(f"{name}: {expected.__name__} {words}", type(caught) is expected and words in str(caught))
-    yield Check(
+    yield within(
         f"{name}: s to the error" + (f" beyond {allowed:g} s" if allowed else ""), error_s - allowed, 0.5
     )
-    yield Check(f"{name}: s to ready", ready_s, READY)
+    yield within(f"{name}: s to ready", ready_s, READY)
     yield Check(f"{name}: s to load", load_s)
     yield true(f"{name}: the next jobs are bit-equal", torch.equal(one, other))
 

@@ -41,6 +41,7 @@ from .case import (
     ranks,
     request,
     true,
+    within,
 )
 
 
@@ -53,10 +54,10 @@ def killed_idle(subject: Subject) -> Iterator[Check]:
         os.kill(victim, signal.SIGKILL)
         while sidecar.state is not State.FAILED or is_running(survivor):
             time.sleep(0.001)
-        yield Check("s until noticed", time.perf_counter() - begun, 0.5)
+        yield within("s until noticed", time.perf_counter() - begun, 0.5)
         begun = time.perf_counter()
         sidecar.start()
-        yield Check("s to ready", time.perf_counter() - begun, READY)
+        yield within("s to ready", time.perf_counter() - begun, READY)
         after = sidecar.sample(subject.flux, request(), ULYSSES).latent
         yield true("the next job is bit-equal", torch.equal(before, after))
 
@@ -136,7 +137,7 @@ def comfyui_killed(subject: Subject) -> Iterator[Check]:
             parent.wait()
             while ranks_of(parent.pid):
                 time.sleep(0.01)
-        yield Check(f"at {point}: s until no rank is left", time.perf_counter() - begun, 2.0)
+        yield within(f"at {point}: s until no rank is left", time.perf_counter() - begun, 2.0)
 
 
 @case("10", "the thread that started the group ends")
@@ -159,7 +160,7 @@ def broken(subject: Subject) -> Iterator[Check]:
                 error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))
         begun = time.perf_counter()
         text = error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))
-        yield Check("s to the refusal", time.perf_counter() - begun, 0.5)
+        yield within("s to the refusal", time.perf_counter() - begun, 0.5)
         yield true("BROKEN, with the history", sidecar.state is State.BROKEN and text.count("SIGKILL") == 3)
         sidecar.stop()
         sidecar.sample(subject.scripted, scripted_request(), ULYSSES)

@@ -35,6 +35,7 @@ from .case import (
     request,
     seconds_since,
     true,
+    within,
 )
 
 
@@ -60,7 +61,7 @@ def cancels(subject: Subject) -> Iterator[Check]:
                 )
             )
             # a step of these ranks takes 0.05 s
-            yield Check(
+            yield within(
                 f"after step {after} of {steps}: s to Cancelled", time.perf_counter() - at[0], 0.05 + 0.2
             )
         yield true("the group stayed warm", sidecar.pids == pids)
@@ -72,7 +73,7 @@ def cancels(subject: Subject) -> Iterator[Check]:
             error_of(
                 lambda: sidecar.sample(weights, scripted_request(), placement, should_cancel=fired.exists)
             )
-            yield Check(
+            yield within(
                 "in a load that never ends, beyond 1 s: s to Cancelled", seconds_since(fired) - 1.0, 0.5
             )
         begun = time.perf_counter()
@@ -81,7 +82,7 @@ def cancels(subject: Subject) -> Iterator[Check]:
                 weights, scripted_request(), placement, should_cancel=lambda: sidecar.pids != ()
             )
         )
-        yield Check("while starting: s to Cancelled", time.perf_counter() - begun, 0.5)
+        yield within("while starting: s to Cancelled", time.perf_counter() - begun, 0.5)
     finally:
         deadlines.CANCEL = normal
         sidecar.stop()

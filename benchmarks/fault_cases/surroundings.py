@@ -29,6 +29,7 @@ from .case import (
     ranks,
     seconds_since,
     true,
+    within,
 )
 
 
@@ -42,7 +43,7 @@ def bad_starts(subject: Subject) -> Iterator[Check]:
     fired = subject.fired()
     with ranks() as sidecar, fault("raise", "start", once=fired):
         text = error_of(sidecar.start)
-        yield Check("s from a failure at the start to the error", seconds_since(fired), 1.0)
+        yield within("s from a failure at the start to the error", seconds_since(fired), 1.0)
         yield true("its traceback is shown", "a fault on purpose" in text)
         yield true("nothing is left", sidecar.pids == ())
     yield true(
@@ -69,7 +70,7 @@ def versions(subject: Subject) -> Iterator[Check]:
     sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
     begun = time.perf_counter()
     text = error_of(sidecar.start)
-    yield Check("s to the refusal, the import of torch included", time.perf_counter() - begun, 1.0 + READY)
+    yield within("s to the refusal, the import of torch included", time.perf_counter() - begun, 1.0 + READY)
     yield true("both versions are named", f"it runs protocol {VERSION + 1}" in text)
     sidecar.stop()
 

@@ -1,0 +1,175 @@
+"""Random jobs and model calls: any size, prompt, mask and strategy that the checks let through gives one rank's result,
+and ranks that are killed at any moment cost a retry or one error."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from dataclasses import replace
+
+import torch
+from subject import prompt, sample_request
+from torch import Tensor
+
+from parallel_backend.errors import ParallelError, RankFailed
+from parallel_backend.models.registry import inspect_model
+from parallel_backend.requests import (
+    Conditioning,
+    Extras,
+    ModelSpec,
+    Placement,
+    PredictRequest,
+    SampleRequest,
+)
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from scripted import SLOW, scripted_request, scripted_sidecar, two_ranks
+
+from .findings import Before, Findings
+
+TOLERANCE = 1e-5  # of the largest value
+MOST_STEPS = 3
+SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+
+
+def random_request(draw: random.Random) -> SampleRequest:
+    noise = _random_latent(draw)
+    cfg = draw.choice((1.0, 1.0, 4.0))
+    mask = None
+    if draw.random() < 0.4:
+        batch, channels, *size = noise.shape
+        generator = torch.Generator().manual_seed(draw.randrange(2**32))
+        mask = torch.rand(draw.choice((1, batch)), draw.choice((1, channels)), *size, generator=generator)
+        mask = mask.round() if draw.random() < 0.5 else mask
+    return replace(
+        sample_request(16, steps=draw.randint(1, MOST_STEPS)),
+        noise=noise,
+        latent=torch.zeros_like(noise) if draw.random() < 0.5 else noise.flip(0) * 0.3,
+        denoise_mask=mask,
+        positive=_random_prompt(draw),
+        negative=None if cfg == 1.0 else _random_prompt(draw),
+        cfg=cfg,
+        sampler=draw.choice(SAMPLERS),
+        seed=draw.choice((0, 1, 2**63, 2**64 - 1)),
+    )
+
+
+def random_call(draw: random.Random) -> PredictRequest:
+    """A model call with an attention mask, and a reference latent with a chance of one half."""
+    x, words = _random_latent(draw), _random_prompt(draw)
+    rows, _, height, width = x.shape
+    generator = torch.Generator().manual_seed(draw.randrange(2**32))
+    references = (torch.randn(1, 16, 6, 4, generator=generator),) if draw.random() < 0.5 else ()
+    tokens = words.context.shape[1] + -(-height // 2) * -(-width // 2) + 6 * len(references)
+    mask = torch.randn(draw.choice((1, rows)), tokens, tokens, generator=generator)
+    hidden = torch.rand(mask.shape, generator=generator) < draw.choice((0.0, 0.3, 0.9))
+    hidden[:, :, 0] = False  # every query sees something
+    places = torch.tensor([[0.0, 0, 0, 1, 1], *([1.0, 0, 3, 1, 1] for _ in references)])
+    extras = Extras(references, places, mask.masked_fill(hidden, float("-inf")))
+    return PredictRequest(x, torch.full((rows,), 0.7), words, extras)
+
+
+def _random_latent(draw: random.Random) -> Tensor:
+    batch, height, width = draw.choice((1, 1, 2, 3)), draw.randint(1, 9), draw.randint(1, 9)
+    shape = (batch, 16, 2 * height - draw.randint(0, 1), 2 * width - draw.randint(0, 1))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(2**32)))
+
+
+def _random_prompt(draw: random.Random) -> Conditioning:
+    whole = prompt(draw.randrange(100))
+    return replace(whole, context=whole.context[:, : draw.choice((1, 2, 5, 33, 64))])
+
+
+def random_strategy(draw: random.Random, size: int) -> ParallelStrategy:
+    """Of `size` ranks, whatever the rules say of it. A pipeline's steps are all warm-up, so that it is exact too."""
+    degrees = dict.fromkeys(("data", "cfg", "pipefusion", "ring", "ulysses", "tensor"), 1)
+    rest = size
+    while rest > 1:
+        factor = next(n for n in range(2, rest + 1) if rest % n == 0)
+        degrees[draw.choice(list(degrees))] *= factor
+        rest //= factor
+    shares = tuple(draw.choice((1.0, 2.0, 1e-3, 1e6)) for _ in range(size)) if draw.random() < 0.3 else ()
+    return ParallelStrategy(
+        **{f"{name}_degree": degree for name, degree in degrees.items()},
+        shard_weights=draw.random() < 0.3,
+        num_pipeline_patch=draw.choice((0, 0, 1, 3, 33)),
+        warmup_steps=MOST_STEPS,
+        device_shares=shares,
+    )
+
+
+def compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
+    """`count` random jobs and calls on 2, 3 and 4 ranks against one."""
+    draw, shape = random.Random(1), inspect_model(spec.path).shape
+    before = Before()
+    for size in (2, 3, 4):
+        groups = {n: Sidecar(tuple(f"cpu:{i}" for i in range(n))) for n in (1, size)}
+        try:
+            for number in range(count // 3):
+                strategy = random_strategy(draw, size)
+                while strategy.violations(shape, size):
+                    strategy = random_strategy(draw, size)
+                findings.prompts += 1
+                words = f"{strategy.describe()}, try {number} of {size} ranks"
+                try:
+                    off = _difference(draw, spec, groups[1], groups[size], Placement(strategy, "native"))
+                except RankFailed as error:
+                    kind = "hangs" if error.reason == "hang" else "bare_errors"
+                    findings.add(kind, f"{words}: {error}")
+                    continue
+                if not off <= TOLERANCE:
+                    findings.add("wrong", f"{words}: {off:.1e}")
+        finally:
+            for group in groups.values():
+                group.stop()
+        before.compare(findings, f"jobs on {size} ranks")
+
+
+def _difference(
+    draw: random.Random, spec: ModelSpec, one: Sidecar, several: Sidecar, placement: Placement
+) -> float:
+    """Of a random job or call by one rank and by several, of the largest value."""
+    if draw.random() < 0.3:
+        call = random_call(draw)
+        expected, found = one.predict(spec, call, Placement())[0], several.predict(spec, call, placement)[0]
+    else:
+        request = random_request(draw)
+        expected = one.sample(spec, request, Placement()).latent
+        found = several.sample(spec, request, placement).latent
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def kill_at_random(weights: ModelSpec, count: int, findings: Findings) -> None:
+    """Ranks are killed somewhere between their start and the end of a job."""
+    draw, request = random.Random(2), scripted_request(SLOW, steps=6)
+    calm = scripted_sidecar()
+    expected = calm.sample(weights, request, two_ranks()).latent
+    calm.stop()
+    before = Before()
+    for number in range(count):
+        findings.prompts += 1
+        sidecar, how = (
+            scripted_sidecar(resumes=True),
+            draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)),
+        )
+        sidecar.start()
+        victim = draw.choice(sidecar.pids)
+        killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (victim, how))
+        killer.start()
+        words = f"kill {number}, {how.name}"
+        try:
+            found = sidecar.sample(weights, request, two_ranks()).latent
+            if not torch.equal(found, expected):
+                findings.add("wrong", f"{words}: other bits")
+        except RankFailed as error:
+            if error.reason == "hang":
+                findings.add("hangs", f"{words}: {error}")
+        except ParallelError as error:
+            findings.add("bare_errors", f"{words}: {type(error).__name__}: {error}")
+        finally:
+            killer.cancel()
+            killer.join()
+            sidecar.stop()
+    before.compare(findings, "killed ranks")

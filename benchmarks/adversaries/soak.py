@@ -1,0 +1,210 @@
+"""Many mixed prompts in one ComfyUI: the memory, descriptors and threads of it and of its ranks level off.
+
+A round has every kind of prompt once: sizes, samplers, strategies, ways and models in turn, one that is refused, one
+that is cancelled, a decode. A first third of the rounds warms up; what the last third has more than the middle one is a
+leak.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from any_graphs import AnyGraph
+from comfy_harness import Comfy, start_comfyui
+from comfyui_client import ComfyUIClient, PromptError, PromptFailed, PromptInterrupted
+from graphs import Graph
+from tiny_vae import dims_of, write_vae
+
+from .findings import Findings
+
+DEADLINE = 120.0  # s for a prompt, a load included
+FEWEST_ROUNDS = 6  # two in each third
+GROWTH = 0.02  # of memory, from the middle third of the rounds to the last: what a heap may wander
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one process. `memory`: bytes of its own, without what it maps of files."""
+
+    memory: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        status = Path(f"/proc/{pid}/status").read_text()
+        numbers = {
+            line.split(":")[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1
+        }
+        return cls(
+            memory=int(numbers["RssAnon"]) * 1024,
+            descriptors=len(os.listdir(f"/proc/{pid}/fd")),  # noqa: PTH208, names are enough
+            threads=int(numbers["Threads"]),
+        )
+
+
+def soak(folder: Path, rounds: int, findings: Findings) -> None:
+    """`rounds` of mixed prompts, at least FEWEST_ROUNDS."""
+    seen: dict[str, list[Usage]] = {}
+    with start_comfyui(folder / "soak") as server:
+        comfy = Comfy(server, ComfyUIClient(server.url))
+        prompts = _Mixed(comfy)
+        pids: dict[str, int] = {}
+        for number in range(max(FEWEST_ROUNDS, rounds)):
+            for name, run in prompts.round(seed=number):
+                findings.prompts += 1
+                try:
+                    run()
+                except TimeoutError:
+                    findings.add("hangs", f"soak, {name}")
+                except PromptError as error:
+                    findings.add("wrong", f"soak, {name}: {error}")
+            comfy.client.clear_history()  # ComfyUI's own memory of what it ran
+            now = _processes(comfy)
+            if number and now != pids:
+                findings.add("wrong", f"soak: other processes after round {number}: {now} for {pids}")
+            pids = now
+            for name, pid in pids.items():
+                seen.setdefault(name, []).append(Usage.of(pid))
+        ranks = comfy.ranks()
+    for name, usages in seen.items():
+        for grown in growth(usages):
+            findings.add("leaks", f"soak, {name}: {grown}")
+    for rank in ranks:
+        if rank.is_running():
+            findings.add("survivors", f"rank {rank.pid} after the soak")
+
+
+def growth(usages: list[Usage]) -> Iterator[str]:
+    """What the last third of `usages` has more than the middle one, in words; nothing where it levelled off."""
+    third = len(usages) // 3
+    middle, last = usages[third : 2 * third], usages[-third:]
+
+    def medians(of: Callable[[Usage], int]) -> tuple[float, float]:
+        return median(map(of, middle)), median(map(of, last))
+
+    before, after = medians(lambda usage: usage.memory)
+    if after > before * (1 + GROWTH):
+        yield f"memory {before / MIB:.1f} -> {after / MIB:.1f} MiB in {third} rounds"
+    for name in ("descriptors", "threads"):
+        before, after = medians(lambda usage, name=name: getattr(usage, name))
+        if after > before:
+            yield f"{name} {before:g} -> {after:g} in {third} rounds"
+
+
+def _processes(comfy: Comfy) -> dict[str, int]:
+    ranks = sorted(rank.pid for rank in comfy.ranks())
+    return {"ComfyUI": comfy.server.pid} | {f"rank {number}": pid for number, pid in enumerate(ranks)}
+
+
+class _Mixed:
+    """A round's prompts, all on cpu:2."""
+
+    def __init__(self, comfy: Comfy) -> None:
+        self._comfy = comfy
+        self._unet = comfy.write_flux("tiny_dev.safetensors")
+        vae = comfy.server.base_directory / "models" / "vae" / "soak.safetensors"
+        vae.parent.mkdir(parents=True, exist_ok=True)
+        self._vae = write_vae(vae, dims_of()).name
+
+    def round(self, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
+        """(name, what runs it) of each prompt; another `seed`, so that ComfyUI answers none from its cache."""
+        for number, choice in enumerate(
+            (
+                {"ulysses": 2},
+                {"ring": 2},
+                {"cfg": 2},
+                {"data": 2},
+                {"pipefusion": 2},
+                {"ulysses": 2, "shard_weights": True},
+            )
+        ):
+            yield str(choice), self._running(self._resident(seed, number, choice))
+        for sampler in ("dpmpp_sde", "euler"):
+            yield f"stepwise {sampler}", self._running(self._stepwise(seed, sampler))
+        for kind, choice in (
+            ("wan_t2v", {"ulysses": 2}),
+            ("sd3", {"ring": 2}),
+            ("hunyuan_video", {"cfg": 2}),
+        ):
+            yield f"{kind} {choice}", self._running(self._parallel_model(kind, seed, choice))
+        yield "a decode", self._running(self._decode(seed))
+        yield "a prompt of another width", self._refused(seed)
+        yield "a cancel", self._cancelled(seed)
+
+    def _running(self, graph: Graph) -> Callable[[], object]:
+        return lambda: self._comfy.run(graph.prompt, timeout=DEADLINE)
+
+    def _refused(self, seed: int) -> Callable[[], object]:
+        def run() -> None:
+            try:
+                self._comfy.run(self._resident(seed, 0, {"ulysses": 2}, width=32).prompt, timeout=DEADLINE)
+            except PromptFailed:
+                return
+            raise PromptError("a prompt of another width was not refused")
+
+        return run
+
+    def _cancelled(self, seed: int) -> Callable[[], object]:
+        def run() -> None:
+            client = self._comfy.client
+            with client.listen() as events:
+                name = client.queue(self._resident(seed, 1, {"ulysses": 2}, steps=2000).prompt)
+                deadline = time.monotonic() + DEADLINE
+                while not events.progress and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                client.interrupt()
+                try:
+                    client.wait(name, DEADLINE)
+                except PromptInterrupted:
+                    return
+            raise PromptError("a prompt of 2000 steps was not cancelled")
+
+        return run
+
+    def _resident(self, seed: int, number: int, choice: dict, width: int = 64, steps: int = 2) -> Graph:
+        graph = Graph()
+        latent = graph.latent(width=(8, 14, 9)[number % 3], height=(6, 11)[number % 2], batch=1 + number % 2)
+        sampler = ("euler", "heun", "dpmpp_2m", "euler_ancestral")[number % 4]
+        result = graph.parallel_sampler(
+            graph.parallel_loader(self._unet, "cpu:2", **choice),
+            graph.text(1, width=width), graph.text(2, width=width), latent,
+            seed=seed, steps=steps, cfg=1.0 + 2 * (number % 2), sampler_name=sampler,
+        )  # fmt: skip
+        graph.save(result, "soak.safetensors")
+        return graph
+
+    def _stepwise(self, seed: int, sampler: str) -> Graph:
+        graph = Graph()
+        request = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
+        model = graph.model("ours", self._unet, ulysses=2)
+        graph.save(
+            graph.ksampler(model, *request, seed=seed, steps=2, cfg=3.0, sampler_name=sampler),
+            "soak.safetensors",
+        )
+        return graph
+
+    def _parallel_model(self, kind: str, seed: int, choice: dict) -> Graph:
+        graph = AnyGraph(self._comfy, kind)
+        ours = [graph.parallel(graph.stock(), **choice), 0]
+        graph.save(
+            graph.ksampler(ours, *graph.request(1 + seed % 2), seed=seed, steps=2, cfg=3.0),
+            "soak.safetensors",
+        )
+        return graph
+
+    def _decode(self, seed: int) -> Graph:
+        graph = Graph()
+        vae = [graph.add("VAELoader", vae_name=self._vae), 0]
+        image = graph.add(
+            "ParallelVAEDecode", samples=graph.latent(width=16, height=12, draw=seed), vae=vae,
+            strategy=graph.strategy("cpu:2"),
+        )  # fmt: skip
+        graph.add("TestSaveImage", image=[image, 0], path="soak-image.safetensors")
+        return graph

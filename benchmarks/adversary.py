@@ -1,0 +1,69 @@
+"""Hostile and odd inputs in numbers: fuzzed prompts, random jobs, random kills, odd environments, and a soak of mixed
+prompts, from fixed seeds.
+
+    python benchmarks/adversary.py [--only prompts,jobs] [--scale 0.1] [--json]
+
+Prompts go to the real ComfyUI (scripts/environment.py gets one). All numbers but that of the prompts should be 0; what
+was found is printed as it comes. Takes up to ten minutes on two cores; `--scale` takes a part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from adversaries.environments import run_in_each
+from adversaries.findings import Findings
+from adversaries.jobs import compare_strategies, kill_at_random
+from adversaries.prompts import fuzz_prompts
+from adversaries.soak import soak
+from subject import finish, random_flux
+
+from scripted import scripted_weights
+
+PROMPTS, JOBS, KILLS, ROUNDS = 400, 72, 30, 9  # at scale 1
+KINDS = ("prompts", "jobs", "kills", "environments", "soak")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    if unknown := set(wanted) - set(KINDS):
+        parser.error(f"no kind {min(unknown)}; there are {', '.join(KINDS)}")
+
+    def times(number: int) -> int:
+        return max(3, round(number * args.scale))
+
+    findings = Findings()
+    with tempfile.TemporaryDirectory() as name, random_flux(2, 1, 2) as flux:
+        folder = Path(name)
+        for kind in wanted:
+            print(kind, flush=True)
+            match kind:
+                case "prompts":
+                    fuzz_prompts(folder, times(PROMPTS), findings)
+                case "jobs":
+                    compare_strategies(flux, times(JOBS), findings)
+                case "kills":
+                    weights = scripted_weights(folder / "good.safetensors", "good 0.5")
+                    kill_at_random(weights, times(KILLS), findings)
+                case "environments":
+                    run_in_each(folder, findings)
+                case "soak":
+                    soak(folder, times(ROUNDS), findings)
+    finish(asdict(findings), args.json)
+    if not findings.clean:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""ComfyUI's own modules on two ranks: efficiency of sharing out tokens, what a call costs beside computing, the start.
+
+    python benchmarks/any_model.py [--rounds 7] [--only efficiency,overhead,start,host] [--json]
+
+- efficiency: t(1) / (2 * t(2)) of a model call of a random Wan (hidden 512) over 2,048 tokens, medians of interleaved
+  calls, in both ways to share tokens out;
+- overhead: a call of a 720p video's latent (16 x 21 x 60 x 104, and its prompt) whose module only multiplies;
+- start: a cold start of two ranks and the load of a small file, the import of comfy included;
+- host: what 2 and 4 ranks take of host memory for a file, by its format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import save_file
+from subject import finish
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import inputs, write
+from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModelSpec, ModuleCall, Placement
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from scripted import scripted_sidecar, scripted_weights, two_ranks
+
+KINDS = ("efficiency", "overhead", "start", "host")
+GOALS = {STAY: 0.92, BLOCK: 0.85}
+OVERHEAD_GOAL, START_GOAL, HOST_GOAL = 10.0, 4.0, 1.15  # ms, s, times the file
+# Blocks of each kind for each format. What lies around them, 24 MB that every rank casts to float32 where the format is
+# quantised, weighs less in a real model yet.
+FORMATS = {"bf16": 6, "float8_e4m3fn": 18, "int8": 18}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+VIDEO = (1, 16, 21, 60, 104)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    if unknown := set(wanted) - set(KINDS):
+        parser.error(f"no kind {min(unknown)}; there are {', '.join(KINDS)}")
+    result: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "efficiency" in wanted:
+            result["efficiency"] = _efficiency(folder, args.rounds)
+        if "overhead" in wanted:
+            result["overhead_ms"] = _overhead(folder, args.rounds)
+        if "start" in wanted:
+            result["start_s"] = _start(folder)
+        if "host" in wanted:
+            result["host_growth"] = {form: _host(folder, form) for form in FORMATS}
+    finish(result, args.json)
+
+
+def _wan(folder: Path, **sizes: int) -> ModelSpec:
+    source = import_comfyui_here()
+    path = folder / f"wan_{sizes['dim']}.safetensors"
+    if not path.exists():
+        module = fill(wan(text_dim=4096, freq_dim=256, **sizes))
+        save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
+    return ModelSpec(str(path), family="comfyui", comfyui=source)
+
+
+def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
+    spec = _wan(folder, dim=512, ffn_dim=2048, num_heads=4, num_layers=6)
+    (x, t), kwargs = wan_inputs(1, 32, 32, frames=8)  # 2 x 2 latent pixels of a frame are a token
+    kwargs = {"context": torch.randn(1, 64, 4096), "transformer_options": {}}
+    alone, both = Placement(), Placement(ParallelStrategy(ulysses_degree=2))
+    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
+    seconds: dict[str, list[float]] = {"one": [], STAY: [], BLOCK: []}
+    try:
+        for number in range(rounds + 1):
+            for name, sidecar, placement in (("one", one, alone), (STAY, two, both), (BLOCK, two, both)):
+                call = ModuleCall((x, t), kwargs, 1, ROWS if name == "one" else name)
+                (found,) = sidecar.call(spec, call, placement)[1].step_seconds
+                if number:  # the first round loads
+                    seconds[name].append(found)
+    finally:
+        one.stop()
+        two.stop()
+    found = {tokens: round(median(seconds["one"]) / (2 * median(seconds[tokens])), 3) for tokens in GOALS}
+    for tokens, efficiency in found.items():
+        print(
+            f"efficiency, {tokens:5s}  1 rank {1e3 * median(seconds['one']):7.1f} ms  2 ranks "
+            f"{1e3 * median(seconds[tokens]):7.1f} ms  {efficiency:.3f} (goal {GOALS[tokens]})",
+            flush=True,
+        )
+    return found
+
+
+def _overhead(folder: Path, rounds: int) -> float:
+    """Of all that a call takes, since its module takes next to nothing."""
+    weights = scripted_weights(folder / "scripted.safetensors", "good 0.5")
+    x, kwargs = torch.randn(VIDEO), {"context": torch.randn(1, 512, 4096)}
+    sidecar, times = scripted_sidecar(), []
+    try:
+        for number in range(3 * rounds + 1):
+            begun = time.perf_counter()
+            sidecar.call(weights, ModuleCall((x,), kwargs, 1), two_ranks())
+            if number:
+                times.append(1e3 * (time.perf_counter() - begun))
+    finally:
+        sidecar.stop()
+    print(
+        f"a call of {list(VIDEO)} beside its module: {median(times):.1f} ms (goal {OVERHEAD_GOAL:g})",
+        flush=True,
+    )
+    return round(median(times), 2)
+
+
+def _start(folder: Path) -> float:
+    spec = _wan(folder, dim=128, ffn_dim=256, num_heads=1, num_layers=1)
+    sidecar, begun = Sidecar(("cpu:0", "cpu:1")), time.perf_counter()
+    try:
+        started = sidecar.start()
+        loaded = sidecar.load(spec).seconds
+        took = time.perf_counter() - begun
+    finally:
+        sidecar.stop()
+    print(
+        f"start {started:.1f} s, import of comfy and load {loaded:.1f} s: {took:.1f} s (goal {START_GOAL:g})",
+        flush=True,
+    )
+    return round(took, 2)
+
+
+def _host(folder: Path, form: str) -> dict[str, float]:
+    """Growth of 2 and 4 ranks over the file's size, of memory in use: what ranks have freed, they have given back."""
+    source, found = import_comfyui_here(), {}
+    path = write(folder / f"{form}.safetensors", form, blocks=FORMATS[form], hidden=1024)
+    small = write(folder / f"{form}_small.safetensors", form)
+    size, (args, kwargs) = path.stat().st_size, inputs()
+    os.environ |= GIVE_BACK
+    for ranks in (2, 4):
+        placement = Placement(ParallelStrategy(ring_degree=ranks))
+        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(ranks)))
+
+        def run(file: Path, sidecar=sidecar, placement=placement) -> None:
+            spec = ModelSpec(str(file), family="comfyui", comfyui=source)
+            sidecar.call(spec, ModuleCall(args, kwargs, len(args[0])), placement)
+
+        try:
+            run(small)
+            before = sum(_proportional(pid) for pid in sidecar.pids)
+            run(path)
+            found[str(ranks)] = round((sum(_proportional(pid) for pid in sidecar.pids) - before) / size, 3)
+        finally:
+            sidecar.stop()
+        print(
+            f"host, {form}, {ranks} ranks: {found[str(ranks)]:.3f} x the file (goal {HOST_GOAL})", flush=True
+        )
+    return found
+
+
+def _proportional(pid: int) -> int:
+    """Bytes; a page that n processes map counts 1/n for each."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+if __name__ == "__main__":
+    main()
