@@ -7,7 +7,7 @@ it gives, and shares where tokens stay apart.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,14 @@ class BlockCalls:
 
     def run(self, block: _Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward, with what it calls as attention going over all ranks."""
-        attention = UnevenAttention(self._layout, tokens, block.kind.attends)
-        with self._model.attention_by(attention):
+        attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module)
+        with ExitStack() as inside:
+            inside.enter_context(self._model.attention_by(attention))
+            for path, argument in block.kind.whole.items():
+                module = block.module.get_submodule(path)
+                gather, cut = _around_whole(tokens, argument)
+                inside.callback(module.register_forward_pre_hook(gather).remove)
+                inside.callback(module.register_forward_hook(cut).remove)
             return type(block.module).forward(block.module, *args, **kwargs)
 
 
@@ -112,6 +118,18 @@ class _Pass:
         if self._control is not None:
             tokens.cut_residuals(self._control, _main_stream(block.kind))
             self._control = None
+
+
+def _around_whole(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that gather the first argument of a module, and cut what it gives."""
+
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (tokens.gather(args[0], argument), *args[1:])
+
+    def cut(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return tokens.cut(out, argument, carried=True)
+
+    return gather, cut
 
 
 def _blocks_of(module: nn.Module, region: Region) -> list[_Block]:

@@ -84,6 +84,7 @@ class BlockTokens:
 
     def cut(self, value: Any, argument: Argument, carried: bool = False) -> Any:
         """This rank's share of a block's argument. `carried`: it may be a share already, as a block before gave it."""
+        carried = carried or (isinstance(argument, Tokens) and argument.passed)
         if value is None or (carried and self._is_share(value, argument)):
             return value
         if carried:  # another one for each block, not to be kept
@@ -198,13 +199,13 @@ class BlockTokens:
         if size == total:
             out = torch.cat([value[(slice(None),) * dim + (piece,)] for piece in self._held(stream)], dim)
             return out.unflatten(dim, (out.shape[dim], *[1] * (argument.over - 1))) if several else out
-        if not argument.grouped or total % size:
+        if not argument.grouped or size > total:
             raise RequestError(
                 f"A block takes {size} tokens where {stream} has {total}, so its tokens cannot be shared out. Set "
                 f"ulysses_degree and ring_degree to 1."
             )
         (held,) = self._held(stream)
-        places = torch.arange(held.start, held.stop, device=value.device) // (total // size)
+        places = torch.arange(held.start, held.stop, device=value.device) // -(-total // size)
         return value.index_select(dim, places)
 
     def _in_order(self, shares: Tensor, stream: str) -> Tensor:

@@ -18,10 +18,11 @@ _OPTIONS = "transformer_options"
 _FRAMES = "num_video_frames"
 
 
-def split_rows(call: ModuleCall, rows: int, ranks: int) -> tuple[int, ...]:
-    """The number of rows, of `rows` in a row, that each rank takes."""
-    together = call.kwargs.get(_FRAMES)
-    unit = together if isinstance(together, int) and together > 0 and rows % together == 0 else 1
+def split_rows(call: ModuleCall, ranks: int, together: bool) -> tuple[int, ...]:
+    """The number of rows, one after the other, that each rank takes. `together`: the first takes them all."""
+    rows = call.rows
+    frames = rows if together else call.kwargs.get(_FRAMES)
+    unit = frames if isinstance(frames, int) and frames > 0 and rows % frames == 0 else 1
     return tuple(share * unit for share in split_sizes(rows // unit, ranks))
 
 

@@ -25,6 +25,10 @@ _SCALES = (
     "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
     "so the result is close to one device's, not equal"
 )
+_ROWS_TOGETHER = (
+    "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
+    "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
+)
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
 # What a module answers: a tensor, or some of them with other plain values in lists and tuples.
@@ -77,6 +81,8 @@ class ModuleForward:
         # Whether its answers are those of one device computing exactly.
         self.exact = not model.scales_by_largest or layout.row.size * layout.sequence.size == 1
         self.notes: list[str] = [] if self.exact else [_SCALES]
+        if model.rows_together and layout.row.size > 1:
+            self.notes.append(_ROWS_TOGETHER)
         self._blocks: BlockCalls | None = None
 
     @property
@@ -133,7 +139,7 @@ class ModuleForward:
         axis, *others = axes
         if axis.size == 1:
             return self._by_rows(call, others, compute)
-        shares = split_rows(call, call.rows, axis.size)
+        shares = split_rows(call, axis.size, self.model.rows_together)
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
             mine = slice(0, max(shares))

@@ -186,6 +186,10 @@ class ModuleModel(LoadedModel, Protocol):
     def regions(self) -> tuple[Region, ...]: ...
 
     @property
+    def rows_together(self) -> bool:
+        """Whether its module takes rows by their place among all, so that they cannot be apart."""
+
+    @property
     def scales_by_largest(self) -> bool:
         """Whether quantised layers scale what they compute on by its largest value, which is another one for fewer rows
         or tokens."""

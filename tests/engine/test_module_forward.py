@@ -24,7 +24,8 @@ EXACT = 1e-5  # of the largest value
 # Batch, latent height and width: tokens that divide, and tokens of two rows that do not.
 EVEN, ODD = (1, 8, 8), (2, 9, 7)
 ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
-# Families with two streams, one, grouped keys, tokens in three dims, sound beside, masks.
+# Families with two streams, one, grouped keys, tokens in three dims, sound beside, masks, timesteps of several frames,
+# sound inside of blocks, a window, rows that belong together, what blocks hand to later ones.
 SOME = [
     "flux1 + full mask",
     "qwen-image + text mask",
@@ -32,6 +33,11 @@ SOME = [
     "krea2 + reference, gqa",
     "ltx-2 (video + sound)",
     "cosmos predict2",
+    "wan2.2 s2v, silent",
+    "humo",
+    "ace-step 1.5",
+    "hunyuan 3d 2.1",
+    "triposplat",
 ]
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
 
@@ -106,7 +112,14 @@ def test_proven_call_shapes_let_tokens_stay():
     modes = {
         name: token_mode(type(build()).__name__, inputs(*EVEN)[1]) for name, (build, inputs) in CASES.items()
     }
-    assert {name for name, mode in modes.items() if mode != STAY} == {"hidream"}
+    assert {name for name, mode in modes.items() if mode != STAY} == {
+        "hidream",
+        "chroma radiance",
+        "pid",
+        "wan2.2 animate, face",
+        "wan2.2 s2v",
+        "wan dancer",
+    }
 
 
 @pytest.mark.parametrize(
@@ -170,10 +183,12 @@ def test_without_the_exchange_the_answer_is_another():
     """The tolerance above tells a rank's own tokens from everybody's."""
     calls = [(Reference(*case, EVEN), BLOCK) for case in CASES.values()]
 
+    def own(self, original, q, k, v, mask, queries, keys, others):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return original(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True)
+
     def apart(world):
-        UnevenAttention._attend = lambda self, original, q, k, v, mask, queries, keys, others: original(
-            q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True
-        )
+        UnevenAttention._attend = own
         return _differences(world, ULYSSES_2, calls)
 
     assert min(run_ranks(apart, 2)[0]) > 100 * EXACT

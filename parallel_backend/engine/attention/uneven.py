@@ -7,14 +7,16 @@ merge by log-sum-exp, from the fastest kernel that returns it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...layout import slice_of, split_sizes
+from ...models.comfyui.regions import Attends, Window
 from ..block_tokens import BlockTokens
 from ..collectives import all_gather, all_to_all, ring_shares
 from ..groups import Layout
@@ -25,17 +27,23 @@ Attend = Callable[..., Tensor]
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
 # part.
 _MASKED = -1e30
-# The stream whose tokens are shared out, of queries and keys; None for keys or queries that are whole everywhere.
-Streams = str | tuple[str | None, str | None] | None
 
 
 class UnevenAttention:
-    """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn."""
+    """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
+    whose attributes a Window names."""
 
-    def __init__(self, layout: Layout, tokens: BlockTokens, attends: tuple[Streams, ...]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tokens: BlockTokens,
+        attends: tuple[Attends, ...],
+        block: nn.Module | None = None,
+    ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._tokens = tokens
-        self._attends: Iterator[Streams] = iter(attends)
+        self._attends: Iterator[Attends] = iter(attends)
+        self._block = block
 
     def __call__(
         self,
@@ -51,7 +59,10 @@ class UnevenAttention:
         **others: Any,
     ) -> Tensor:
         """As ComfyUI's attention functions: [B, s, H D] or, with `skip_reshape`, [B, H, s, D] of this rank's tokens."""
-        queries, keys = _streams(next(self._attends, None))
+        attends = next(self._attends, None)
+        if isinstance(attends, Window):
+            mask, attends = self._band(attends, q), attends.stream
+        queries, keys = _streams(attends)
         others |= {"attn_precision": attn_precision}
         if keys is None:
             whole = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
@@ -107,6 +118,16 @@ class UnevenAttention:
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
         return self._to_tokens(out, shares, self._group_lengths(queries))
+
+    def _band(self, window: Window, q: Tensor) -> Tensor | None:
+        """[1, 1, S, S], added to the scores of all tokens."""
+        reach: int | None = operator.attrgetter(window.attribute)(self._block)
+        if reach is None:
+            return None
+        places = torch.arange(self._tokens.total(window.stream), device=q.device)
+        far = (places[:, None] - places).abs() > reach
+        mask = torch.zeros(far.shape, device=q.device, dtype=q.dtype)
+        return mask.masked_fill_(far, torch.finfo(q.dtype).min)[None, None]
 
     def _group_lengths(self, stream: str) -> tuple[int, ...]:
         """Tokens of each rank of this rank's Ulysses group."""
@@ -252,7 +273,7 @@ class UnevenAttention:
         return self._tokens.own(tensor, stream, 2)
 
 
-def _streams(attends: Streams) -> tuple[str | None, str | None]:
+def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
     """(queries', keys')."""
     return attends if isinstance(attends, tuple) else (attends, attends)
 

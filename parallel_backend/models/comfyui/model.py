@@ -55,6 +55,11 @@ class ComfyUIModel:
         entry = TABLE.get(type(self.module).__name__)
         return () if entry is None else entry.regions
 
+    @property
+    def rows_together(self) -> bool:
+        entry = TABLE.get(type(self.module).__name__)
+        return entry is not None and entry.rows_together
+
     @cached_property
     def scales_by_largest(self) -> bool:
         return any(map(_scales_by_largest, self.module.modules()))

@@ -7,15 +7,16 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Tokens:
     """A tensor, or tensors in a tuple, whose dims [dim, dim + over) are the tokens of `stream`.
 
-    `grouped`: it may have fewer entries than tokens, each for equally many in a row (one timestep per frame); `ndim`:
-    tensors with another number of dims have no tokens; `item`: only this item of a tuple has them.
+    `grouped`: it may have fewer entries than tokens, each for equally many in a row, the last for the rest (one
+    timestep per frame); `ndim`: tensors with another number of dims have no tokens; `item`: only this item of a tuple
+    has them; `passed`: made of what blocks before gave, so that it may be a share already.
     """
 
     stream: str
@@ -24,6 +25,7 @@ class Tokens:
     grouped: bool = False
     ndim: int | None = None
     item: int | None = None
+    passed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,19 @@ class FirstToken:
     stream: str
 
 
+@dataclass(frozen=True)
+class Window:
+    """Attention of the tokens of `stream` to those not further away than an attribute of the block says, by its path;
+    None there means all. The mask that a block makes of its share is left for one of all tokens."""
+
+    stream: str
+    attribute: str
+
+
 Argument = Tokens | ExpandingTimestep | Ranges | FirstToken
+
+
+Attends = str | tuple[str | None, str | None] | Window | None
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,14 @@ class Blocks:
     `arguments`: by name, or by number where its forward has *args. `gives`: the arguments that its outputs replace, in
     order; None for an output without tokens. `attends`: of each call of attention inside, in turn, the stream whose
     tokens are shared out; (queries', keys') where they differ; None where the keys are whole on every rank (text).
+    `whole`: modules inside, by path, that look at several tokens outside of attention (sound for each frame): their
+    first argument is gathered, and what they give is cut again.
     """
 
     arguments: Mapping[str | int, Argument]
     gives: tuple[str | int | None, ...]
-    attends: tuple[str | tuple[str | None, str | None] | None, ...]
+    attends: tuple[Attends, ...]
+    whole: Mapping[str, Tokens] = field(default_factory=dict)
 
 
 LAST_BLOCK = "the last block"

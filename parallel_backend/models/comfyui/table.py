@@ -10,25 +10,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...requests import BLOCK, ROWS, STAY
-from .regions import (
-    LAST_BLOCK,
-    Blocks,
-    ExpandingTimestep,
-    FirstToken,
-    Ranges,
-    Region,
-    Tokens,
+from .block_kinds import (
+    ACE_STEP,
+    AURA_DOUBLE,
+    AURA_SINGLE,
+    BOOGU_DOUBLE,
+    BOOGU_SINGLE,
+    COGVIDEO,
+    COSMOS_BLOCKS,
+    ERNIE,
+    FLUX,
+    FLUX_BLOCKS,
+    HIDREAM_DOUBLE,
+    HIDREAM_SINGLE,
+    HUMO,
+    HUNYUAN_3D,
+    HUNYUAN_DIT,
+    IDEOGRAM,
+    JOINT,
+    JOY,
+    KANDINSKY,
+    KREA,
+    LENS,
+    LTX,
+    LTX_AND_SOUND,
+    MINIMAX,
+    NEXT,
+    OMNIGEN,
+    OMNIGEN_REFINERS,
+    PIXART,
+    PIXELDIT,
+    QWEN,
+    TRIPOSPLAT,
+    WAN,
+    WAN_BLOCKS,
+    WAN_VACE,
 )
+from .regions import LAST_BLOCK, Region, Tokens
 
 
 @dataclass(frozen=True)
 class ModuleClass:
     """`source`: the class's file below ComfyUI's folder; `stays_with`: names of keyword arguments with which tokens
-    were proven to stay apart; with any other one, each block gathers what it gives."""
+    were proven to stay apart; with any other one, each block gathers what it gives. `rows_together`: it takes rows by
+    their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves)."""
 
     source: str
     regions: tuple[Region, ...]
     stays_with: frozenset[str]
+    rows_together: bool = False
 
 
 # What ComfyUI's samplers put into transformer_options for every model.
@@ -54,203 +84,189 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _class(source: str, *regions: Region, stays_with: str = "") -> ModuleClass:
-    return ModuleClass(f"comfy/ldm/{source}", regions, frozenset(stays_with.split()))
+def _class(source: str, *regions: Region, stays_with: str = "", rows_together: bool = False) -> ModuleClass:
+    return ModuleClass(f"comfy/ldm/{source}", regions, frozenset(stays_with.split()), rows_together)
 
-
-_DOUBLE = Blocks(  # comfy.ldm.flux.layers.DoubleStreamBlock
-    {
-        "img": Tokens("img"),
-        "txt": Tokens("txt"),
-        "pe": Tokens("txt+img", 2),
-        "modulation_dims_img": Ranges("img"),
-        "modulation_dims_txt": Ranges("txt"),
-    },
-    gives=("img", "txt"),
-    attends=("txt+img",),
-)
-_SINGLE = Blocks(  # comfy.ldm.flux.layers.SingleStreamBlock
-    {"x": Tokens("txt+img"), "pe": Tokens("txt+img", 2), "modulation_dims": Ranges("txt+img")},
-    gives=("x",),
-    attends=("txt+img",),
-)
-_FLUX = Region({"double_blocks": _DOUBLE, "single_blocks": _SINGLE}, "final_layer", "img")
-
-_WAN = Blocks(
-    {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
-    gives=("x",),
-    attends=("x",),
-)
-_WAN_VACE = Blocks(
-    {"c": Tokens("x"), "x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
-    gives=("c", "c"),
-    attends=("x",),
-)
-
-_QWEN = Blocks(
-    {
-        "hidden_states": Tokens("img"),
-        "encoder_hidden_states": Tokens("txt"),
-        "encoder_hidden_states_mask": Tokens("txt", -1),
-        "image_rotary_emb": Tokens("txt+img", 2),
-        "timestep_zero_index": FirstToken("img"),
-    },
-    gives=("encoder_hidden_states", "hidden_states"),
-    attends=("txt+img",),
-)
-
-_NEXT = Blocks(  # comfy.ldm.lumina.model.JointTransformerBlock
-    {"x": Tokens("x"), "freqs_cis": Tokens("x"), "timestep_zero_index": Ranges("x")},
-    gives=("x",),
-    attends=("x",),
-)
-
-_JOINT = Blocks({0: Tokens("txt"), 1: Tokens("img")}, gives=(0, 1), attends=("txt+img", "img"))  # SD3
-
-_LTX = Blocks(
-    {"x": Tokens("x"), "pe": Tokens("x"), "timestep": Tokens("x", grouped=True)}, gives=("x",), attends=("x",)
-)
-_LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
-    {
-        "x": Tokens("x", item=0),
-        "v_pe": Tokens("x"),
-        "v_cross_pe": Tokens("x"),
-        "v_timestep": ExpandingTimestep("x"),
-        "v_cross_scale_shift_timestep": ExpandingTimestep("x"),
-        "v_cross_gate_timestep": ExpandingTimestep("x"),
-    },
-    gives=("x", None),
-    attends=("x", None, None, None, None, (None, "x")),
-)
-
-_MINIMAX = Blocks(  # text, sound and video in one sequence of one row
-    {"x": Tokens("x", 0), "mod_segments": Ranges("x"), "rope_freqs": Tokens("x")},
-    gives=("x",),
-    attends=("x",),
-)
-
-_COSMOS = Blocks(
-    {
-        "x_B_T_H_W_D": Tokens("x", 1, 3),
-        "extra_per_block_pos_emb": Tokens("x", 1, 3),
-        "rope_emb_L_1_1_D": Tokens("x"),
-        "emb_B_T_D": Tokens("x", grouped=True),
-        "adaln_lora_B_T_3D": Tokens("x", grouped=True),
-    },
-    gives=("x_B_T_H_W_D",),
-    attends=("x",),
-)
-
-_HIDREAM_DOUBLE = Blocks(
-    {"image_tokens": Tokens("img"), "text_tokens": Tokens("txt"), "rope": Tokens("img+txt")},
-    gives=("image_tokens", "text_tokens"),
-    attends=("img+txt",),
-)
-_HIDREAM_SINGLE = Blocks(
-    {"image_tokens": Tokens("img"), "rope": Tokens("img")}, gives=("image_tokens",), attends=("img",)
-)
-
-_COGVIDEO = Blocks(
-    {
-        "hidden_states": Tokens("img"),
-        "encoder_hidden_states": Tokens("txt"),
-        "image_rotary_emb": Tokens("img", 0),
-    },
-    gives=("hidden_states", "encoder_hidden_states"),
-    attends=("txt+img",),
-)
-
-_KANDINSKY = Blocks(
-    {"visual_embed": Tokens("x"), "freqs": Tokens("x")}, gives=("visual_embed",), attends=("x",)
-)
-
-_AURA_DOUBLE = Blocks({"c": Tokens("txt"), "x": Tokens("img")}, gives=("c", "x"), attends=("txt+img",))
-_AURA_SINGLE = Blocks({"cx": Tokens("txt+img")}, gives=("cx",), attends=("txt+img",))
-
-_KREA = Blocks(
-    {"x": Tokens("x"), "freqs": Tokens("x", 2), "timestep_zero_index": FirstToken("x")},
-    gives=("x",),
-    attends=("x",),
-)
-
-_ERNIE = Blocks({"x": Tokens("x"), "rotary_pos_emb": Tokens("x")}, gives=("x",), attends=("x",))
 
 TABLE: Mapping[str, ModuleClass] = {
     # Not with ref_latents_method: "index_timestep_zero" looks at tokens between double and single blocks.
-    "Flux": _class(
-        "flux/model.py", _FLUX, stays_with="context y guidance ref_latents control attention_mask"
-    ),
-    "Chroma": _class("chroma/model.py", _FLUX, stays_with="context guidance"),
+    "Flux": _class("flux/model.py", FLUX, stays_with="context y guidance ref_latents control attention_mask"),
+    "Chroma": _class("chroma/model.py", FLUX, stays_with="context guidance"),
     "HunyuanVideo": _class(
         "hunyuan_video/model.py",
-        _FLUX,
+        FLUX,
         stays_with="context y guidance attention_mask guiding_frame_index txt_byt5 clip_fea",
     ),
     "QwenImageTransformer2DModel": _class(
         "qwen_image/model.py",
-        Region({"transformer_blocks": _QWEN}, "norm_out", "img"),
+        Region({"transformer_blocks": QWEN}, "norm_out", "img"),
         stays_with="context attention_mask ref_latents ref_latents_method",
     ),
-    "WanModel": _class("wan/model.py", Region({"blocks": _WAN}, "head", "x"), stays_with="context clip_fea"),
+    "WanModel": _class(
+        "wan/model.py",
+        WAN_BLOCKS,
+        stays_with="context clip_fea time_dim_concat reference_latent context_latents",
+    ),
+    "CameraWanModel": _class("wan/model.py", WAN_BLOCKS, stays_with="context clip_fea camera_conditions"),
+    "SCAILWanModel": _class(
+        "wan/model.py", WAN_BLOCKS, stays_with="context clip_fea reference_latent pose_latents"
+    ),
+    "SCAIL2WanModel": _class(
+        "wan/model.py",
+        WAN_BLOCKS,
+        stays_with="context clip_fea reference_latent pose_latents ref_mask_latents sam_latents ref_mask_flag",
+    ),
+    # Not with faces, sound or music, which are read between blocks.
+    "AnimateWanModel": _class("wan/model_animate.py", WAN_BLOCKS, stays_with="context clip_fea pose_latents"),
+    "WanModel_S2V": _class(
+        "wan/model.py", WAN_BLOCKS, stays_with="context reference_latent control_video reference_motion"
+    ),
+    "WanDancerModel": _class(  # two last layers, by the rate of frames
+        "wan/model_wandancer.py",
+        Region({"blocks": WAN}, LAST_BLOCK),
+        stays_with="context clip_fea clip_fea_ref fps audio_inject_scale",
+    ),
+    "HumoWanModel": _class(
+        "wan/model.py",
+        Region({"blocks": HUMO}, "head", "x"),
+        stays_with="context reference_latent audio_embed",
+    ),
     "VaceWanModel": _class(
         "wan/model.py",
-        Region({"blocks": _WAN, "vace_blocks": _WAN_VACE}, "head", "x"),
+        Region({"blocks": WAN, "vace_blocks": WAN_VACE}, "head", "x"),
         stays_with="context vace_context vace_strength",
     ),
     "NextDiT": _class(
         "lumina/model.py",
-        Region({"noise_refiner": _NEXT}),
-        Region({"layers": _NEXT}, "final_layer", "x"),
+        Region({"noise_refiner": NEXT}),
+        Region({"layers": NEXT}, "final_layer", "x"),
         stays_with="context num_tokens",
     ),
     "OpenAISignatureMMDITWrapper": _class(
         "modules/diffusionmodules/mmdit.py",
-        Region({"joint_blocks": _JOINT}, "final_layer", "img"),
+        Region({"joint_blocks": JOINT}, "final_layer", "img"),
         stays_with="context y",
     ),
     "LTXVModel": _class(
         "lightricks/model.py",
-        Region({"transformer_blocks": _LTX}, "norm_out", "x"),
+        Region({"transformer_blocks": LTX}, "norm_out", "x"),
         stays_with="context frame_rate",
     ),
     "LTXAVModel": _class(
         "lightricks/av_model.py",
-        Region({"transformer_blocks": _LTX_AND_SOUND}, "norm_out", "x"),
+        Region({"transformer_blocks": LTX_AND_SOUND}, "norm_out", "x"),
         stays_with="context frame_rate",
     ),
     "MiniMaxH3Model": _class(
         "minimax/model.py",
-        Region({"blocks": _MINIMAX}, "final_layer", Tokens("x", 0)),
+        Region({"blocks": MINIMAX}, "final_layer", Tokens("x", 0)),
         stays_with="context minimax_payload",
     ),
     "MiniTrainDIT": _class(
         "cosmos/predict2.py",
-        Region({"blocks": _COSMOS}, "final_layer", Tokens("x", 1, 3)),
+        COSMOS_BLOCKS,
         stays_with="context",
     ),
     # Each block has text of its own, so tokens never stay.
     "HiDreamImageTransformer2DModel": _class(
         "hidream/model.py",
-        Region({"double_stream_blocks": _HIDREAM_DOUBLE}),
-        Region({"single_stream_blocks": _HIDREAM_SINGLE}),
+        Region({"double_stream_blocks": HIDREAM_DOUBLE}),
+        Region({"single_stream_blocks": HIDREAM_SINGLE}),
     ),
     "CogVideoXTransformer3DModel": _class(
-        "cogvideo/model.py", Region({"blocks": _COGVIDEO}, "norm_final", "img"), stays_with="context"
+        "cogvideo/model.py", Region({"blocks": COGVIDEO}, "norm_final", "img"), stays_with="context"
     ),
     "Kandinsky5": _class(
         "kandinsky5/model.py",
-        Region({"visual_transformer_blocks": _KANDINSKY}, LAST_BLOCK),
+        Region({"visual_transformer_blocks": KANDINSKY}, LAST_BLOCK),
         stays_with="context y",
     ),
     "MMDiT": _class(  # AuraFlow
         "aura/mmdit.py",
-        Region({"double_layers": _AURA_DOUBLE, "single_layers": _AURA_SINGLE}, "final_linear", "img"),
+        Region({"double_layers": AURA_DOUBLE, "single_layers": AURA_SINGLE}, "final_linear", "img"),
         stays_with="context",
     ),
     "SingleStreamDiT": _class(
-        "krea2/model.py", Region({"blocks": _KREA}, "last", "x"), stays_with="context ref_latents"
+        "krea2/model.py", Region({"blocks": KREA}, "last", "x"), stays_with="context ref_latents"
     ),
     "ErnieImageModel": _class(
-        "ernie/model.py", Region({"layers": _ERNIE}, "final_norm", "x"), stays_with="context"
+        "ernie/model.py", Region({"layers": ERNIE}, "final_norm", "x"), stays_with="context"
+    ),
+    "Anima": _class("anima/model.py", COSMOS_BLOCKS, stays_with="context t5xxl_ids t5xxl_weights"),
+    "MageFlowTransformer2DModel": _class(
+        "mage_flow/model.py",
+        Region({"transformer_blocks": QWEN}, "norm_out", "img"),
+        stays_with="context attention_mask ref_latents",
+    ),
+    "LensTransformer2DModel": _class(
+        "lens/model.py",
+        Region({"transformer_blocks": LENS}, "norm_out", "img"),
+        stays_with="context attention_mask",
+    ),
+    "OmniGen2Transformer2DModel": _class(
+        "omnigen/omnigen2.py",
+        *OMNIGEN_REFINERS,
+        Region({"layers": OMNIGEN}, "norm_out", "x"),
+        stays_with="context num_tokens ref_latents",
+    ),
+    "BooguTransformer2DModel": _class(
+        "boogu/model.py",
+        *OMNIGEN_REFINERS,
+        Region(
+            {"double_stream_layers": BOOGU_DOUBLE, "single_stream_layers": BOOGU_SINGLE},
+            "norm_out",
+            "txt+img",
+        ),
+        stays_with="context num_tokens ref_latents",
+    ),
+    "Ideogram4Transformer2DModel": _class(
+        "ideogram4/model.py",
+        Region({"layers": IDEOGRAM}, "final_layer", "x"),
+        stays_with="context attention_mask",
+    ),
+    "JoyImageTransformer3DModel": _class(
+        "joyimage/model.py", Region({"double_blocks": JOY}, LAST_BLOCK), stays_with="context ref_latents"
+    ),
+    "PixArtMS": _class(
+        "pixart/pixartms.py",
+        Region({"blocks": PIXART}, "final_layer", "x"),
+        stays_with="context c_size c_ar",
+    ),
+    # What it computes of pixels after its blocks takes their number from tokens that would be a share.
+    "ChromaRadiance": _class("chroma_radiance/model.py", Region(FLUX_BLOCKS)),
+    "NextDiTPixelSpace": _class(
+        "lumina/model.py",
+        Region({"noise_refiner": NEXT}),
+        Region({"layers": NEXT}, LAST_BLOCK),
+        stays_with="context num_tokens",
+    ),
+    "PixDiT_T2I": _class(
+        "pixeldit/model.py", Region({"patch_blocks": PIXELDIT}, LAST_BLOCK), stays_with="context"
+    ),
+    # A picture is added before every other block.
+    "PidNet": _class("pixeldit/pid.py", Region({"patch_blocks": PIXELDIT})),
+    "AceStepConditionGenerationModel": _class(
+        "ace/ace_step15.py",
+        Region({"decoder.layers": ACE_STEP}, "decoder.norm_out", "x"),
+        stays_with="context lyric_embed refer_audio audio_codes is_covers",
+        rows_together=True,
+    ),
+    "Hunyuan3Dv2": _class("hunyuan3d/model.py", FLUX, stays_with="context guidance"),
+    "HunYuanDiT": _class(
+        "hydit/models.py",
+        Region({"blocks": HUNYUAN_DIT}, "final_layer", "x"),
+        stays_with="context text_embedding_mask encoder_hidden_states_t5 text_embedding_mask_t5 image_meta_size",
+    ),
+    "HunYuanDiTPlain": _class(
+        "hunyuan3dv2_1/hunyuandit.py",
+        Region({"blocks": HUNYUAN_3D}, "final_layer", "x"),
+        stays_with="context",
+        rows_together=True,
+    ),
+    "LatentSeqMMFlowModel": _class(
+        "triposplat/model.py",
+        Region({"noise_refiner": TRIPOSPLAT}),
+        Region({"blocks": TRIPOSPLAT}, LAST_BLOCK),
+        stays_with="context ref_latents",
     ),
 }

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..model import ComfyUIModel
 from ..weights import ComfyUIWeights
-from . import flux_like, image, video
+from . import flux_like, image, omni_like, pixels, shapes, sound, video, wan_like
 from .weights import Call
 
 # (build the module, inputs(batch, height, width) in latent pixels). Some inputs round odd sizes up, as ComfyUI does for
@@ -41,7 +41,27 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
         "wan2.1 t2v": (video.wan, video.wan_inputs),
         "wan2.2 t per frame": (video.wan, video.wan_frames),
         "wan2.1 i2v": (video.wan_i2v, video.wan_i2v_inputs),
+        "wan2.1 + frames beside (phantom)": (video.wan, wan_like.wan_beside),
+        "wan2.1 fun + reference": (wan_like.wan_fun, wan_like.wan_fun_inputs),
+        "wan2.2 + pictures in context": (video.wan, wan_like.wan_streams),
     },
+    "CameraWanModel": {"wan fun camera": (wan_like.camera, wan_like.camera_inputs)},
+    "SCAILWanModel": {"scail": (wan_like.scail, wan_like.scail_inputs)},
+    "SCAIL2WanModel": {"scail 2": (wan_like.scail2, wan_like.scail2_inputs)},
+    "AnimateWanModel": {
+        "wan2.2 animate, pose": (wan_like.animate, wan_like.animate_pose),
+        "wan2.2 animate, face": (wan_like.animate, wan_like.animate_face),
+    },
+    "WanModel_S2V": {
+        "wan2.2 s2v, silent": (wan_like.s2v, wan_like.s2v_inputs),
+        "wan2.2 s2v": (wan_like.s2v, wan_like.s2v_sound),
+    },
+    "WanDancerModel": {
+        "wan dancer, silent": (wan_like.dancer, wan_like.dancer_inputs),
+        "wan dancer, 24 fps": (wan_like.dancer, wan_like.dancer_slow),
+        "wan dancer": (wan_like.dancer, wan_like.dancer_music),
+    },
+    "HumoWanModel": {"humo": (wan_like.humo, wan_like.humo_inputs)},
     "VaceWanModel": {"wan2.1 vace": (video.wan_vace, video.wan_vace_inputs)},
     "NextDiT": {
         "z-image": (image.zimage, image.zimage_inputs),
@@ -65,6 +85,37 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     "MMDiT": {"auraflow": (image.aura, image.aura_inputs)},
     "SingleStreamDiT": {"krea2 + reference, gqa": (image.krea2, image.krea2_inputs)},
     "ErnieImageModel": {"ernie-image": (image.ernie, image.ernie_inputs)},
+    "Anima": {"anima": (video.anima, video.anima_inputs)},
+    "MageFlowTransformer2DModel": {
+        "mage-flow + reference": (omni_like.mage_flow, omni_like.mage_flow_inputs)
+    },
+    "LensTransformer2DModel": {"lens": (omni_like.lens, omni_like.lens_inputs)},
+    "OmniGen2Transformer2DModel": {
+        "omnigen2": (omni_like.omnigen2, omni_like.omnigen2_inputs),
+        "omnigen2, 2 refs": (omni_like.omnigen2, omni_like.omnigen2_edit),
+    },
+    "BooguTransformer2DModel": {
+        "boogu": (omni_like.boogu, omni_like.omnigen2_inputs),
+        "boogu, 2 refs": (omni_like.boogu, omni_like.omnigen2_edit),
+    },
+    "Ideogram4Transformer2DModel": {
+        "ideogram 4 + text mask": (omni_like.ideogram4, omni_like.ideogram4_inputs),
+        "ideogram 4, no text": (omni_like.ideogram4, omni_like.ideogram4_image),
+    },
+    "JoyImageTransformer3DModel": {"joyimage + reference": (omni_like.joyimage, omni_like.joyimage_inputs)},
+    "PixArtMS": {"pixart": (omni_like.pixart, omni_like.pixart_inputs)},
+    "ChromaRadiance": {"chroma radiance": (pixels.chroma_radiance, pixels.chroma_radiance_inputs)},
+    "NextDiTPixelSpace": {"z-image on pixels": (pixels.zimage_pixels, pixels.zimage_pixels_inputs)},
+    "PixDiT_T2I": {"pixeldit": (pixels.pixeldit, pixels.pixeldit_inputs)},
+    "PidNet": {"pid": (pixels.pid, pixels.pid_inputs)},
+    "AceStepConditionGenerationModel": {
+        "ace-step 1.5": (sound.ace_step, sound.ace_step_inputs),
+        "ace-step 1.5, codes": (sound.ace_step, sound.ace_step_codes),
+    },
+    "Hunyuan3Dv2": {"hunyuan 3d 2": (shapes.hunyuan3d, shapes.hunyuan3d_inputs)},
+    "HunYuanDiTPlain": {"hunyuan 3d 2.1": (shapes.hunyuan3d_21, shapes.hunyuan3d_21_inputs)},
+    "LatentSeqMMFlowModel": {"triposplat": (shapes.triposplat, shapes.triposplat_inputs)},
+    "HunYuanDiT": {"hunyuan-dit": (omni_like.hunyuan_dit, omni_like.hunyuan_dit_inputs)},
 }
 
 

@@ -85,30 +85,32 @@ def flux2_inputs(b: int, h: int, w: int) -> Call:
     )
 
 
+CHROMA: dict[str, Any] = dict(
+    in_channels=64,
+    out_channels=64,
+    context_in_dim=48,
+    hidden_size=128,
+    mlp_ratio=4.0,
+    num_heads=4,
+    depth=19,
+    depth_single_blocks=38,
+    axes_dim=[8, 12, 12],
+    theta=10000,
+    patch_size=2,
+    qkv_bias=True,
+    in_dim=64,
+    out_dim=128,
+    hidden_dim=64,
+    n_layers=2,
+    vec_in_dim=None,
+    txt_ids_dims=[],
+)
+
+
 def chroma() -> nn.Module:
     from comfy.ldm.chroma.model import Chroma, ChromaParams
 
-    config = dict(
-        in_channels=64,
-        out_channels=64,
-        context_in_dim=48,
-        hidden_size=128,
-        mlp_ratio=4.0,
-        num_heads=4,
-        depth=19,
-        depth_single_blocks=38,
-        axes_dim=[8, 12, 12],
-        theta=10000,
-        patch_size=2,
-        qkv_bias=True,
-        in_dim=64,
-        out_dim=128,
-        hidden_dim=64,
-        n_layers=2,
-        vec_in_dim=None,
-        txt_ids_dims=[],
-    )
-    return Chroma(**known(config, ChromaParams), **operations())
+    return Chroma(**known(CHROMA, ChromaParams), **operations())
 
 
 def chroma_inputs(b: int, h: int, w: int) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def qwen_edit(b: int, h: int, w: int) -> Call:
     )
 
 
-def zimage(**over: Any) -> nn.Module:
+def zimage(build: Callable[..., nn.Module] | None = None, **over: Any) -> nn.Module:
+    """`build`: another class of the same arguments."""
     from comfy.ldm.lumina.model import NextDiT
 
     config = dict(
@@ -71,7 +73,7 @@ def zimage(**over: Any) -> nn.Module:
         time_scale=1000.0,
         pad_tokens_multiple=8,
     )
-    return NextDiT(**(config | over), **operations())
+    return (build or NextDiT)(**(config | over), **operations())
 
 
 def zimage_inputs(b: int, h: int, w: int) -> Call:

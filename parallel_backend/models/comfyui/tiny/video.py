@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,7 +195,11 @@ def minimax_references(b: int, h: int, w: int) -> Call:
 def cosmos() -> nn.Module:
     from comfy.ldm.cosmos.predict2 import MiniTrainDIT
 
-    return MiniTrainDIT(
+    return _cosmos(MiniTrainDIT)
+
+
+def _cosmos(build: Callable[..., nn.Module]) -> nn.Module:
+    return build(
         max_img_h=240,
         max_img_w=240,
         max_frames=128,
@@ -216,6 +221,21 @@ def cosmos() -> nn.Module:
 
 def cosmos_inputs(b: int, h: int, w: int) -> Call:
     return (random(b, 16, 3, h, w), torch.linspace(0.9, 0.5, b)), dict(context=random(b, 9, 48))
+
+
+def anima() -> nn.Module:
+    """Its adapter of text has one size only; a smaller one changes no order of tokens."""
+    from comfy.ldm.anima.model import Anima, LLMAdapter
+
+    module = _cosmos(Anima)
+    module.llm_adapter = LLMAdapter(48, 48, 48, num_layers=1, num_heads=4, **operations())
+    return module
+
+
+def anima_inputs(b: int, h: int, w: int) -> Call:
+    return (random(b, 16, 1, h, w), torch.linspace(0.9, 0.5, b)), dict(
+        context=random(b, 9, 48), t5xxl_ids=torch.arange(7).repeat(b, 1), t5xxl_weights=torch.ones(b, 7, 1)
+    )
 
 
 def cogvideo() -> nn.Module:

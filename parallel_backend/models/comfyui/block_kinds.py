@@ -1,0 +1,208 @@
+"""What each kind of block of ComfyUI's takes and gives, and the regions that several classes share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .regions import (
+    Blocks,
+    ExpandingTimestep,
+    FirstToken,
+    Ranges,
+    Region,
+    Tokens,
+    Window,
+)
+
+DOUBLE = Blocks(  # comfy.ldm.flux.layers.DoubleStreamBlock
+    {
+        "img": Tokens("img"),
+        "txt": Tokens("txt"),
+        "pe": Tokens("txt+img", 2),
+        "modulation_dims_img": Ranges("img"),
+        "modulation_dims_txt": Ranges("txt"),
+    },
+    gives=("img", "txt"),
+    attends=("txt+img",),
+)
+SINGLE = Blocks(  # comfy.ldm.flux.layers.SingleStreamBlock
+    {"x": Tokens("txt+img"), "pe": Tokens("txt+img", 2), "modulation_dims": Ranges("txt+img")},
+    gives=("x",),
+    attends=("txt+img",),
+)
+FLUX_BLOCKS = {"double_blocks": DOUBLE, "single_blocks": SINGLE}
+FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
+
+WAN = Blocks(
+    {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
+    gives=("x",),
+    attends=("x",),
+)
+WAN_BLOCKS = Region({"blocks": WAN}, "head", "x")
+WAN_VACE = Blocks(
+    {"c": Tokens("x"), "x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
+    gives=("c", "c"),
+    attends=("x",),
+)
+
+HUMO = replace(WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")})
+
+QWEN = Blocks(
+    {
+        "hidden_states": Tokens("img"),
+        "encoder_hidden_states": Tokens("txt"),
+        "encoder_hidden_states_mask": Tokens("txt", -1),
+        "image_rotary_emb": Tokens("txt+img", 2),
+        "timestep_zero_index": FirstToken("img"),
+    },
+    gives=("encoder_hidden_states", "hidden_states"),
+    attends=("txt+img",),
+)
+
+LENS = Blocks(
+    {
+        "hidden_states": Tokens("img"),
+        "encoder_hidden_states": Tokens("txt"),
+        "freqs_cis": Tokens("img+txt", 2),
+        "attention_mask": Tokens("img+txt", -1),
+    },
+    gives=("encoder_hidden_states", "hidden_states"),
+    attends=("img+txt",),
+)
+
+JOY = Blocks(
+    {
+        "hidden_states": Tokens("img"),
+        "encoder_hidden_states": Tokens("txt"),
+        "image_rotary_emb": Tokens("img"),
+    },
+    gives=("hidden_states", "encoder_hidden_states"),
+    attends=("img+txt",),
+)
+
+OMNIGEN = Blocks(
+    {"hidden_states": Tokens("x"), "image_rotary_emb": Tokens("x")}, gives=("hidden_states",), attends=("x",)
+)
+BOOGU_DOUBLE = Blocks(
+    {
+        "img_hidden_states": Tokens("img"),
+        "instruct_hidden_states": Tokens("txt"),
+        "joint_rotary_emb": Tokens("txt+img"),
+        "img_rotary_emb": Tokens("img"),
+    },
+    gives=("img_hidden_states", "instruct_hidden_states"),
+    attends=("txt+img", "img"),
+)
+BOOGU_SINGLE = Blocks(
+    {"hidden_states": Tokens("txt+img"), "image_rotary_emb": Tokens("txt+img")},
+    gives=("hidden_states",),
+    attends=("txt+img",),
+)
+OMNIGEN_REFINERS = (Region({"noise_refiner": OMNIGEN}), Region({"ref_image_refiner": OMNIGEN}))
+
+IDEOGRAM = Blocks({"x": Tokens("x"), "freqs_cis": Tokens("x")}, gives=("x",), attends=("x",))
+
+PIXART = Blocks({"x": Tokens("x")}, gives=("x",), attends=("x", None))
+
+ACE_STEP = Blocks(
+    {"hidden_states": Tokens("x"), "position_embeddings": Tokens("x", 0)},
+    gives=("hidden_states",),
+    attends=(Window("x", "self_attn.sliding_window"), None),
+)
+
+PIXELDIT = Blocks(
+    {"x": Tokens("img"), "y": Tokens("txt"), "pos_img": Tokens("img", 0), "pos_txt": Tokens("txt", 0)},
+    gives=("x", "y"),
+    attends=("txt+img",),
+)
+
+NEXT = Blocks(  # comfy.ldm.lumina.model.JointTransformerBlock
+    {"x": Tokens("x"), "freqs_cis": Tokens("x"), "timestep_zero_index": Ranges("x")},
+    gives=("x",),
+    attends=("x",),
+)
+
+JOINT = Blocks({0: Tokens("txt"), 1: Tokens("img")}, gives=(0, 1), attends=("txt+img", "img"))  # SD3
+
+LTX = Blocks(
+    {"x": Tokens("x"), "pe": Tokens("x"), "timestep": Tokens("x", grouped=True)}, gives=("x",), attends=("x",)
+)
+LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
+    {
+        "x": Tokens("x", item=0),
+        "v_pe": Tokens("x"),
+        "v_cross_pe": Tokens("x"),
+        "v_timestep": ExpandingTimestep("x"),
+        "v_cross_scale_shift_timestep": ExpandingTimestep("x"),
+        "v_cross_gate_timestep": ExpandingTimestep("x"),
+    },
+    gives=("x", None),
+    attends=("x", None, None, None, None, (None, "x")),
+)
+
+MINIMAX = Blocks(  # text, sound and video in one sequence of one row
+    {"x": Tokens("x", 0), "mod_segments": Ranges("x"), "rope_freqs": Tokens("x")},
+    gives=("x",),
+    attends=("x",),
+)
+
+COSMOS = Blocks(
+    {
+        "x_B_T_H_W_D": Tokens("x", 1, 3),
+        "extra_per_block_pos_emb": Tokens("x", 1, 3),
+        "rope_emb_L_1_1_D": Tokens("x"),
+        "emb_B_T_D": Tokens("x", grouped=True),
+        "adaln_lora_B_T_3D": Tokens("x", grouped=True),
+    },
+    gives=("x_B_T_H_W_D",),
+    attends=("x",),
+)
+
+COSMOS_BLOCKS = Region({"blocks": COSMOS}, "final_layer", Tokens("x", 1, 3))
+
+HIDREAM_DOUBLE = Blocks(
+    {"image_tokens": Tokens("img"), "text_tokens": Tokens("txt"), "rope": Tokens("img+txt")},
+    gives=("image_tokens", "text_tokens"),
+    attends=("img+txt",),
+)
+HIDREAM_SINGLE = Blocks(
+    {"image_tokens": Tokens("img"), "rope": Tokens("img")}, gives=("image_tokens",), attends=("img",)
+)
+
+COGVIDEO = Blocks(
+    {
+        "hidden_states": Tokens("img"),
+        "encoder_hidden_states": Tokens("txt"),
+        "image_rotary_emb": Tokens("img", 0),
+    },
+    gives=("hidden_states", "encoder_hidden_states"),
+    attends=("txt+img",),
+)
+
+KANDINSKY = Blocks(
+    {"visual_embed": Tokens("x"), "freqs": Tokens("x")}, gives=("visual_embed",), attends=("x",)
+)
+
+AURA_DOUBLE = Blocks({"c": Tokens("txt"), "x": Tokens("img")}, gives=("c", "x"), attends=("txt+img",))
+AURA_SINGLE = Blocks({"cx": Tokens("txt+img")}, gives=("cx",), attends=("txt+img",))
+
+KREA = Blocks(
+    {"x": Tokens("x"), "freqs": Tokens("x", 2), "timestep_zero_index": FirstToken("x")},
+    gives=("x",),
+    attends=("x",),
+)
+
+ERNIE = Blocks({"x": Tokens("x"), "rotary_pos_emb": Tokens("x")}, gives=("x",), attends=("x",))
+
+HUNYUAN_DIT = Blocks(
+    {"x": Tokens("x"), "freq_cis_img": Tokens("x", 0), "skip": Tokens("x", passed=True)},
+    gives=("x",),
+    attends=("x", None),
+)
+HUNYUAN_3D = Blocks(
+    {"hidden_states": Tokens("x"), "skip_tensor": Tokens("x", passed=True)},
+    gives=("hidden_states",),
+    attends=("x", None),
+)
+
+TRIPOSPLAT = Blocks({"x": Tokens("x"), "rotary_emb": Tokens("x", passed=True)}, gives=("x",), attends=("x",))
