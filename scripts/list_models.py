@@ -28,21 +28,18 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 _VERSION = "ComfyUI {}."
 
 _CONVOLUTIONS = "its convolutions look at neighbours, so the positions of an image cannot be apart"
-_INJECTORS = "Wan's blocks with others between them, which are not described yet"
+_KEEPS = "keeps keys and values from call to call"
 _NO_SAMPLING = "looks at pictures and samples none"
 _WHY = {  # of classes that the table does not have
     "UNetModel": _CONVOLUTIONS,
     "StageB": _CONVOLUTIONS,
     "StageC": _CONVOLUTIONS,
     "AsymmDiTJoint": "crops the text inside of attention, whose tokens then are others",
-    "CausalWanModel": "keeps keys and values from call to call",
-    "CameraWanModel": _INJECTORS,
-    "HumoWanModel": _INJECTORS,
-    "AnimateWanModel": _INJECTORS,
-    "WanModel_S2V": _INJECTORS,
-    "SCAILWanModel": _INJECTORS,
-    "SCAIL2WanModel": _INJECTORS,
-    "WanDancerModel": _INJECTORS,
+    "CausalWanModel": _KEEPS,
+    "HiDreamO1Transformer": _KEEPS,
+    "ACEStepTransformer2DModel": "its linear attention sums over all tokens, without ComfyUI's attention",
+    "AudioDiffusionTransformer": "its files differ in how often a block attends, and some convolve over time",
+    "NaDiT": "attends in windows that lie across its tokens",
     "RTv4": _NO_SAMPLING,
     "SAM3Model": _NO_SAMPLING,
     "DepthAnything3Net": _NO_SAMPLING,

@@ -39,6 +39,34 @@ MODELS = {
         "text": {"width": 48, "pooled_width": 768},
         "extras": [{"name": "concat_latent_image", "shape": "1,16,3,10,6", "listed": False}],
     },
+    "wan_camera": {
+        "latent": "{b},16,3,10,6",
+        "text": {"width": 4096},
+        "extras": [
+            {"name": "concat_latent_image", "shape": "1,16,3,10,6", "listed": False},
+            {"name": "camera_conditions", "shape": "1,24,3,80,48", "listed": False},
+        ],
+    },
+    "wan_scail": {
+        "latent": "{b},16,3,10,6",
+        "text": {"width": 4096},
+        "extras": [
+            {"name": "reference_latents", "shape": "1,16,1,10,6", "listed": True},
+            {"name": "pose_video_latent", "shape": "1,16,3,5,3", "listed": False},
+        ],
+    },
+    "wan_s2v": {
+        "latent": "{b},16,3,10,6",
+        "text": {"width": 4096},
+        "extras": [
+            {"name": "reference_latents", "shape": "1,16,1,10,6", "listed": True},
+            {"name": "control_video", "shape": "1,16,3,10,6", "listed": False},
+            {"name": "audio_embed", "shape": "1,25,1024,12", "listed": False},
+        ],
+    },
+    "lens": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "padding": 2},
+    "joyimage": {"latent": "{b},16,1,7,9", "text": {"width": 4096}, "reference": "1,16,1,4,6"},
+    "hunyuan_3d": {"latent": "{b},64,21", "text": {"width": 48}},
     "wan_fp8": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
     "cogvideo": {"latent": "{b},16,3,10,6", "text": {"width": 48}},
     "qwen_image": {"latent": "{b},16,1,7,9", "text": {"width": 3584}, "reference": "1,16,1,4,6"},

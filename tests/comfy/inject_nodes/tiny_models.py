@@ -53,6 +53,18 @@ def wan_vace() -> nn.Module:
     return _wan("VaceWanModel", "vace", vace_layers=1, vace_in_dim=96)
 
 
+def wan_camera() -> nn.Module:
+    return _wan("CameraWanModel", "camera_2.2", in_dim=36)
+
+
+def wan_scail() -> nn.Module:
+    return _wan("SCAILWanModel", "scail", in_dim=20)
+
+
+def wan_s2v() -> nn.Module:
+    return _wan("WanModel_S2V", "s2v")
+
+
 def hunyuan_video(**changes) -> nn.Module:
     from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
@@ -168,6 +180,29 @@ def minimax() -> nn.Module:
     )  # fmt: skip
 
 
+def lens() -> nn.Module:
+    from comfy.ldm.lens.model import LensTransformer2DModel
+
+    return LensTransformer2DModel(
+        in_channels=128, out_channels=32, num_layers=2, num_attention_heads=2, enc_hidden_dim=24,
+        selected_layer_index=(0, 1), **_OPERATIONS,
+    )  # fmt: skip
+
+
+def joyimage() -> nn.Module:
+    from comfy.ldm.joyimage.model import JoyImageTransformer3DModel
+
+    return JoyImageTransformer3DModel(hidden_size=256, num_attention_heads=2, num_layers=2, **_OPERATIONS)
+
+
+def hunyuan_3d() -> nn.Module:
+    from comfy.ldm.hunyuan3d.model import Hunyuan3Dv2
+
+    return Hunyuan3Dv2(
+        context_in_dim=48, hidden_size=256, depth=1, depth_single_blocks=2, qkv_bias=True, **_OPERATIONS
+    )
+
+
 # name: (module, prefix of the keys, config in the metadata)
 FILES: dict[str, tuple[Callable[[], nn.Module], str, dict | None]] = {
     "flux2": (flux2, "", None),
@@ -176,6 +211,12 @@ FILES: dict[str, tuple[Callable[[], nn.Module], str, dict | None]] = {
     "wan_ti2v": (wan_ti2v, "", None),
     "wan_vace": (wan_vace, "", None),
     "wan_fp8": (wan, "", None),
+    "wan_camera": (wan_camera, "", None),
+    "wan_scail": (wan_scail, "", None),
+    "wan_s2v": (wan_s2v, "", None),
+    "lens": (lens, "", None),
+    "joyimage": (joyimage, "", None),
+    "hunyuan_3d": (hunyuan_3d, "", None),
     "hunyuan_video": (hunyuan_video, "", None),
     "hunyuan_video_15": (hunyuan_video_15, "", None),
     "skyreels_i2v": (skyreels_i2v, "", None),
