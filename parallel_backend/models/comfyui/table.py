@@ -88,6 +88,8 @@ def _class(source: str, *regions: Region, stays_with: str = "", rows_together: b
     return ModuleClass(f"comfy/ldm/{source}", regions, frozenset(stays_with.split()), rows_together)
 
 
+_LTX_WITH = "context frame_rate denoise_mask keyframe_idxs guide_attention_entries attention_mask"
+
 TABLE: Mapping[str, ModuleClass] = {
     # Not with ref_latents_method: "index_timestep_zero" looks at tokens between double and single blocks.
     "Flux": _class("flux/model.py", FLUX, stays_with="context y guidance ref_latents control attention_mask"),
@@ -105,7 +107,7 @@ TABLE: Mapping[str, ModuleClass] = {
     "WanModel": _class(
         "wan/model.py",
         WAN_BLOCKS,
-        stays_with="context clip_fea time_dim_concat reference_latent context_latents",
+        stays_with="context clip_fea time_dim_concat reference_latent context_latents denoise_mask",
     ),
     "CameraWanModel": _class("wan/model.py", WAN_BLOCKS, stays_with="context clip_fea camera_conditions"),
     "SCAILWanModel": _class(
@@ -140,7 +142,7 @@ TABLE: Mapping[str, ModuleClass] = {
         "lumina/model.py",
         Region({"noise_refiner": NEXT}),
         Region({"layers": NEXT}, "final_layer", "x"),
-        stays_with="context num_tokens",
+        stays_with="context num_tokens attention_mask",
     ),
     "OpenAISignatureMMDITWrapper": _class(
         "modules/diffusionmodules/mmdit.py",
@@ -150,12 +152,12 @@ TABLE: Mapping[str, ModuleClass] = {
     "LTXVModel": _class(
         "lightricks/model.py",
         Region({"transformer_blocks": LTX}, "norm_out", "x"),
-        stays_with="context frame_rate",
+        stays_with=_LTX_WITH,
     ),
     "LTXAVModel": _class(
         "lightricks/av_model.py",
         Region({"transformer_blocks": LTX_AND_SOUND}, "norm_out", "x"),
-        stays_with="context frame_rate",
+        stays_with=f"{_LTX_WITH} audio_denoise_mask",
     ),
     "MiniMaxH3Model": _class(
         "minimax/model.py",
@@ -165,7 +167,7 @@ TABLE: Mapping[str, ModuleClass] = {
     "MiniTrainDIT": _class(
         "cosmos/predict2.py",
         COSMOS_BLOCKS,
-        stays_with="context",
+        stays_with="context denoise_mask fps",
     ),
     # Each block has text of its own, so tokens never stay.
     "HiDreamImageTransformer2DModel": _class(
@@ -179,7 +181,7 @@ TABLE: Mapping[str, ModuleClass] = {
     "Kandinsky5": _class(
         "kandinsky5/model.py",
         Region({"visual_transformer_blocks": KANDINSKY}, LAST_BLOCK),
-        stays_with="context y",
+        stays_with="context y attention_mask time_dim_replace",
     ),
     "MMDiT": _class(  # AuraFlow
         "aura/mmdit.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.models.comfyui.regions import LAST_BLOCK, Tokens
+from parallel_backend.models.comfyui.regions import LAST_BLOCK, Tokens, Window
 from parallel_backend.models.comfyui.table import TABLE, token_mode
 from parallel_backend.requests import BLOCK, ROWS, STAY
 
@@ -24,9 +24,12 @@ USUAL = {
         ("Flux", {"context": CONTEXT, "ref_latents": [CONTEXT], "ref_latents_method": None}, STAY),
         ("Flux", {"context": CONTEXT, "ref_latents_method": "index_timestep_zero"}, BLOCK),
         ("WanModel", {"context": CONTEXT, "control": None}, STAY),
-        ("WanModel", {"context": CONTEXT, "time_dim_concat": CONTEXT}, BLOCK),
+        ("WanModel", {"context": CONTEXT, "time_dim_concat": CONTEXT}, STAY),
+        ("VaceWanModel", {"context": CONTEXT, "time_dim_concat": CONTEXT}, BLOCK),
+        ("WanModel_S2V", {"context": CONTEXT, "audio_embed": CONTEXT}, BLOCK),
         ("HunyuanVideo", {"context": CONTEXT, "ref_latent": CONTEXT}, BLOCK),
-        ("LTXVModel", {"context": CONTEXT, "keyframe_idxs": CONTEXT}, BLOCK),
+        ("LTXVModel", {"context": CONTEXT, "keyframe_idxs": CONTEXT}, STAY),
+        ("LTXAVModel", {"context": CONTEXT, "ref_audio": CONTEXT}, BLOCK),
         ("HiDreamImageTransformer2DModel", {"context": CONTEXT}, BLOCK),
         ("UNetModel", {"context": CONTEXT}, ROWS),
     ],
@@ -62,6 +65,7 @@ def test_an_entry_names_what_it_cuts(class_name):
             )
             streams |= {argument.stream for argument in blocks.arguments.values()}
             for attends in blocks.attends:
+                attends = attends.stream if isinstance(attends, Window) else attends
                 wanted = attends if isinstance(attends, tuple) else (attends,)
                 assert {stream for name in wanted if name for stream in name.split("+")} <= {
                     stream for name in streams for stream in name.split("+")

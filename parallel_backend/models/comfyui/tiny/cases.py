@@ -66,13 +66,18 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     "NextDiT": {
         "z-image": (image.zimage, image.zimage_inputs),
         "lumina2 (grouped kv)": (image.lumina2, image.zimage_inputs),
+        "lumina2 + text mask": (image.lumina2, image.lumina2_mask),
     },
     "OpenAISignatureMMDITWrapper": {"sd3.5 medium": (image.sd35, image.sd35_inputs)},
     "LTXVModel": {
         "ltx-video": (video.ltxv, video.ltxv_inputs),
         "ltx t per token": (video.ltxv, video.ltxv_tokens),
+        "ltx, 2 guides": (video.ltxv, video.ltxv_guides),
     },
-    "LTXAVModel": {"ltx-2 (video + sound)": (video.ltxav, video.ltxav_inputs)},
+    "LTXAVModel": {
+        "ltx-2 (video + sound)": (video.ltxav, video.ltxav_inputs),
+        "ltx-2, 2 guides": (video.ltxav, video.ltxav_guides),
+    },
     "MiniMaxH3Model": {
         "minimax-h3": (video.minimax, video.minimax_inputs),
         "minimax-h3, first frame": (video.minimax, video.minimax_keyframes),
@@ -81,7 +86,10 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     "MiniTrainDIT": {"cosmos predict2": (video.cosmos, video.cosmos_inputs)},
     "HiDreamImageTransformer2DModel": {"hidream": (image.hidream, image.hidream_inputs)},
     "CogVideoXTransformer3DModel": {"cogvideox": (video.cogvideo, video.cogvideo_inputs)},
-    "Kandinsky5": {"kandinsky5": (video.kandinsky5, video.kandinsky5_inputs)},
+    "Kandinsky5": {
+        "kandinsky5": (video.kandinsky5, video.kandinsky5_inputs),
+        "kandinsky5 i2v": (video.kandinsky5, video.kandinsky5_i2v),
+    },
     "MMDiT": {"auraflow": (image.aura, image.aura_inputs)},
     "SingleStreamDiT": {"krea2 + reference, gqa": (image.krea2, image.krea2_inputs)},
     "ErnieImageModel": {"ernie-image": (image.ernie, image.ernie_inputs)},

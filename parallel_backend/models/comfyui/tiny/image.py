@@ -86,6 +86,13 @@ def lumina2() -> nn.Module:
     )
 
 
+def lumina2_mask(b: int, h: int, w: int) -> Call:
+    args, kw = zimage_inputs(b, h, w)
+    mask = torch.ones(b, 11, dtype=torch.long)
+    mask[:, 8:] = 0
+    return args, kw | dict(attention_mask=mask)
+
+
 def sd35() -> nn.Module:
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
 

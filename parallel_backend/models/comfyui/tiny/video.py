@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .weights import Call, operations, random
 
@@ -39,7 +39,9 @@ def wan_inputs(b: int, h: int, w: int, frames: int = 3, **extra: Any) -> Call:
 
 def wan_frames(b: int, h: int, w: int) -> Call:  # Wan 2.2 5B image to video: a timestep for each frame
     (x, _), kw = wan_inputs(b, h, w)
-    return (x, torch.linspace(0, 900, 3).repeat(b, 1)), kw
+    kept = torch.ones(b, 1, 3, h, w)
+    kept[:, :, :1] = 0
+    return (x, torch.linspace(0, 900, 3).repeat(b, 1)), kw | dict(denoise_mask=kept)
 
 
 def wan_i2v() -> nn.Module:
@@ -102,6 +104,38 @@ def ltxv_tokens(b: int, h: int, w: int) -> Call:  # image to video: a timestep f
     return (x, torch.rand(b, 3 * h * w, generator=torch.Generator().manual_seed(1))), kw
 
 
+def ltxv_guides(b: int, h: int, w: int) -> Call:
+    """Two guides of one frame each after the video, of which the first has a part that is left out."""
+    (x, _), kw = ltxv_inputs(b, h, w)
+    guided = torch.cat([x, random(b, 16, 2, h, w, seed=5)], 2)
+    return (guided, _guided_timesteps(b, h, w)), kw | _guides(b, h, w) | dict(attention_mask=_text_mask(b))
+
+
+def _text_mask(b: int) -> Tensor:
+    mask = torch.ones(b, 9, dtype=torch.long)
+    mask[:, :2] = 0
+    return mask
+
+
+def _guided_timesteps(b: int, h: int, w: int) -> Tensor:
+    return torch.tensor([0.2, 0.5, 0.9, 0.0, 0.0]).repeat_interleave(h * w).repeat(b, 1)
+
+
+def _guides(b: int, h: int, w: int) -> dict[str, Any]:
+    kept = torch.ones(b, 1, 5, h, w)
+    kept[:, :, 3:] = 0
+    kept[:, :, 3, :1] = -1
+    places = random(b, 3, 2 * h * w, 1, seed=6).abs() * 100
+    return dict(
+        denoise_mask=kept,
+        keyframe_idxs=torch.cat([places, places + 8], -1),
+        guide_attention_entries=[
+            {"pre_filter_count": h * w, "strength": 1.0, "pixel_mask": None, "latent_shape": [1, h, w]}
+        ]
+        * 2,
+    )
+
+
 def ltxav() -> nn.Module:
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
@@ -128,6 +162,14 @@ def ltxav_inputs(b: int, h: int, w: int) -> Call:
     t = torch.rand(b, 3, 1, generator=torch.Generator().manual_seed(1)).expand(b, 3, h * w).reshape(b, -1)
     return ([random(b, 16, 3, h, w), random(b, 8, 7, 16)], (t, torch.linspace(0.9, 0.5, b))), dict(
         context=random(b, 9, 96), attention_mask=None, frame_rate=25
+    )
+
+
+def ltxav_guides(b: int, h: int, w: int) -> Call:
+    ((picture, sound), (_, of_sound)), kw = ltxav_inputs(b, h, w)
+    picture = torch.cat([picture, random(b, 16, 2, h, w, seed=5)], 2)
+    return ([picture, sound], (_guided_timesteps(b, h, w), of_sound)), kw | _guides(b, h, w) | dict(
+        attention_mask=_text_mask(b), audio_denoise_mask=torch.ones(b, 8, 7, 16)
     )
 
 
@@ -220,7 +262,10 @@ def _cosmos(build: Callable[..., nn.Module]) -> nn.Module:
 
 
 def cosmos_inputs(b: int, h: int, w: int) -> Call:
-    return (random(b, 16, 3, h, w), torch.linspace(0.9, 0.5, b)), dict(context=random(b, 9, 48))
+    kept = torch.ones(b, 1, 3, h, w)
+    return (random(b, 16, 3, h, w), torch.linspace(0.9, 0.5, b)), dict(
+        context=random(b, 9, 48), denoise_mask=kept, fps=16.0
+    )
 
 
 def anima() -> nn.Module:
@@ -278,4 +323,12 @@ def kandinsky5() -> nn.Module:
 def kandinsky5_inputs(b: int, h: int, w: int) -> Call:
     return (random(b, 16, 3, h, w), torch.linspace(900, 500, b)), dict(
         context=random(b, 9, 48), y=random(b, 32)
+    )
+
+
+def kandinsky5_i2v(b: int, h: int, w: int) -> Call:
+    """A first frame, and text with a mask."""
+    args, kw = kandinsky5_inputs(b, h, w)
+    return args, kw | dict(
+        attention_mask=_text_mask(b), time_dim_replace=random(b, 16, 1, h + h % 2, w + w % 2, seed=5)
     )

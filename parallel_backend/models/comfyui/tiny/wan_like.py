@@ -90,23 +90,34 @@ def scail2_inputs(b: int, h: int, w: int) -> Call:
 
 
 class _Motion(nn.Module):
-    """In the place of Animate's encoder of faces, which takes pictures of 512 x 512 only: what goes into the blocks has
-    the same form, and another encoder changes no order of tokens."""
+    """In the place of Animate's encoder of faces, which takes pictures of 512 x 512 only and is large: what goes into
+    the blocks has the same form, and another encoder changes no order of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.motion = nn.Linear(3, 512)
+        self.motion = nn.Linear(3, 12)
 
     def get_motion(self, pictures: Tensor) -> Tensor:
+        """[frames, 3, height, width] -> [frames, 12]."""
         motion: Tensor = self.motion(pictures.mean((2, 3)))
         return motion
+
+
+class _Faces(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.faces = nn.Linear(12, 5 * width)
+
+    def forward(self, motion: Tensor) -> Tensor:
+        """[B, frames, 12] -> [B, frames / 4, 5, width]."""
+        return self.faces(motion[:, ::4]).unflatten(2, (5, -1))
 
 
 def animate() -> nn.Module:
     from comfy.ldm.wan.model_animate import AnimateWanModel
 
     module = AnimateWanModel(in_dim=36, **_SIZES | dict(num_layers=5), **operations())
-    module.motion_encoder = _Motion()
+    module.motion_encoder, module.face_encoder = _Motion(), _Faces(_SIZES["dim"])
     return module
 
 
@@ -185,9 +196,12 @@ def dancer_music(b: int, h: int, w: int) -> Call:
 
 
 def humo() -> nn.Module:
-    from comfy.ldm.wan.model import HumoWanModel
+    from comfy.ldm.wan.model import AudioProjModel, HumoWanModel
 
-    return HumoWanModel(in_dim=16, **_SIZES, **operations())
+    module = HumoWanModel(in_dim=16, **_SIZES, **operations())
+    # The one it builds has forty million weights, in front of the blocks.
+    module.audio_proj = AudioProjModel(2, 2, 12, 16, output_dim=1536, context_tokens=16, **operations())
+    return module
 
 
 def humo_inputs(b: int, h: int, w: int) -> Call:
@@ -195,5 +209,5 @@ def humo_inputs(b: int, h: int, w: int) -> Call:
     h, w = _even(h, w)
     args, kw = wan_inputs(b, h, w)
     return args, kw | dict(
-        reference_latent=random(b, 16, 1, h, w, seed=5), audio_embed=random(b, 3, 8, 5, 1280, seed=6)
+        reference_latent=random(b, 16, 1, h, w, seed=5), audio_embed=random(b, 3, 2, 2, 12, seed=6)
     )
