@@ -66,6 +66,26 @@ def test_one_value_for_all_tokens_and_one_for_each_frame():
     assert tokens.cut(frames, Tokens("x", grouped=True)).flatten().tolist() == [2.0, 3.0, 3.0]
 
 
+def test_timesteps_that_do_not_divide_tokens_leave_the_last_one_fewer():
+    """Eleven tokens and four timesteps are three tokens each and two, as Wan repeats them."""
+    shares = [
+        tokens.cut(torch.arange(4.0).view(1, 4, 1), Tokens("img", grouped=True)).flatten().tolist()
+        for tokens in _ranks(3)
+    ]
+    assert sum(shares, []) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    with pytest.raises(RequestError, match="12 tokens where img has 11"):
+        _ranks(3)[0].cut(torch.zeros(1, 12, 1), Tokens("img", grouped=True))
+
+
+def test_what_blocks_before_made_may_be_a_share_already():
+    first = _ranks(3)[0]
+    share = first.cut(IMAGE, Tokens("img"))
+    assert first.cut(share, Tokens("img", passed=True)) is share
+    assert torch.equal(first.cut(IMAGE, Tokens("img", passed=True)), share)
+    with pytest.raises(RequestError):
+        first.cut(share, Tokens("img"))
+
+
 def test_tokens_in_several_dims():
     grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
     for index, expected in enumerate((range(12), range(12, 24))):

@@ -93,6 +93,24 @@ def test_layers_that_scale_by_the_largest_value_are_not_exact_over_ranks(strateg
     assert run_ranks(forward, 1, ParallelStrategy()) == [[True, []]]
 
 
+def test_rows_that_belong_together_are_computed_by_the_first_rank_and_it_is_said():
+    class Swapped(nn.Module):
+        def forward(self, x, **kwargs):
+            return x.flip(0)
+
+    model = TinyModel(Swapped())
+    model.rows_together = True
+    rows = torch.arange(6.0).view(3, 2)
+
+    def answer(world):
+        forward = make_module_forward(model, Layouts(world), Placement(ParallelStrategy(data_degree=2)))
+        return [forward(ModuleCall((rows,), {}, 3, ROWS)), forward.notes]
+
+    for found, notes in run_ranks(answer, 2):
+        assert torch.equal(found, rows.flip(0))
+        assert len(notes) == 1 and "by their place among all" in notes[0]
+
+
 def test_an_answer_that_has_no_rows_is_refused():
     class Summed(nn.Module):
         def forward(self, x, **kwargs):

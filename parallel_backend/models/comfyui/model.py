@@ -55,7 +55,7 @@ class ComfyUIModel:
         entry = TABLE.get(type(self.module).__name__)
         return () if entry is None else entry.regions
 
-    @property
+    @cached_property
     def rows_together(self) -> bool:
         entry = TABLE.get(type(self.module).__name__)
         return entry is not None and entry.rows_together

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from parallel_backend.engine.attention.uneven import UnevenAttention
 from parallel_backend.engine.block_tokens import BlockTokens
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.errors import RequestError
-from parallel_backend.models.comfyui.regions import Tokens
+from parallel_backend.models.comfyui.regions import Tokens, Window
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -158,3 +159,31 @@ def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():
         return layouts.traffic.bytes_sent
 
     assert run_ranks(refused, 2) == [0, 0]
+
+
+def _in_a_window(world, strategy, reach):
+    """Of one call of a block that sees `reach` tokens to either side, and of one whose mask is of its share."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+    q = _random(1, HEADS, IMAGE, CHANNELS)
+    mine = tokens.cut(q, Tokens("x", 2))
+    block = nn.Module()
+    block.reach = reach
+    form = {"skip_reshape": True, "skip_output_reshape": True}
+    of_share = torch.zeros(mine.shape[2], mine.shape[2])
+    out = UnevenAttention(layout, tokens, (Window("x", "reach"),), block)(
+        optimized, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form
+    )
+    places = torch.arange(IMAGE)
+    far = (places[:, None] - places).abs() > (IMAGE if reach is None else reach)
+    mask = torch.zeros(IMAGE, IMAGE).masked_fill(far, torch.finfo(torch.float32).min)
+    expected = tokens.cut(optimized(q, q, q, HEADS, mask=mask[None, None], **form), Tokens("x", 2))
+    return ((out - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("reach", [2, None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_is_one_of_all_tokens(layout, reach):
+    strategy = LAYOUTS[layout]
+    assert max(run_ranks(_in_a_window, strategy.world_size, strategy, reach)) <= EXACT
