@@ -72,7 +72,7 @@ def test_timesteps_that_do_not_divide_tokens_leave_the_last_one_fewer():
         tokens.cut(torch.arange(4.0).view(1, 4, 1), Tokens("img", grouped=True)).flatten().tolist()
         for tokens in _ranks(3)
     ]
-    assert sum(shares, []) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert [time for share in shares for time in share] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     with pytest.raises(RequestError, match="12 tokens where img has 11"):
         _ranks(3)[0].cut(torch.zeros(1, 12, 1), Tokens("img", grouped=True))
 
