@@ -63,6 +63,7 @@ be split, and that depends on the module class that computes it.
 it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
 finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, or *block* where
 only tokens that stay apart are wrong, and the report of a run says so. `scripts/prove_models.py` tests all of them.
+[templates.md](templates.md) says which graphs of ComfyUI's template library run, and how.
 
 ## {described} classes that can be split
 

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Says of each graph in ComfyUI's template library whether it runs with Parallel Model behind its loaders, and how.
+
+python scripts/check_templates.py FOLDER [--json] [--write]
+
+FOLDER holds the graphs: `templates` in the package comfyui-workflow-templates-json. Judged without running them: by the
+module class of each model (docs/models.md) and by the nodes between loader and sampler (docs/compatibility.md). The
+last line with --json is {"graphs", "run", "not": {graph: reason}}; --write puts the page docs/templates.md together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from parallel_backend.models.comfyui.table import TABLE
+from parallel_backend.requests import BLOCK, ROWS, STAY
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "templates.md"
+LOADERS = {"UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader"}
+_BYPASSED = {2, 4}  # a node's mode: muted, bypassed
+_FILE = re.compile(r"\.(safetensors|sft|ckpt|gguf)$")
+
+# A part of a file's name, as the library names files -> the class that ComfyUI's detection finds in it. First match.
+_CLASSES = (
+    (
+        r"ltx-2\.5|qwen_image_2\.1|flux3|wan_animate_2|moss_|yue2|ming_image|fibo2|pixal3d|trellis|minimax_music",
+        "",
+    ),
+    (r"flux-2|flux2|flux1|flux\.1|longcat|ovis_image", "Flux"),
+    (r"chroma-radiance", "ChromaRadiance"),
+    (r"chroma", "Chroma"),
+    (r"qwen_image|firered", "QwenImageTransformer2DModel"),
+    (r"z_image|netayume|newbie", "NextDiT"),
+    (r"minimax_h3|fasth3", "MiniMaxH3Model"),
+    (r"ltx-2", "LTXAVModel"),
+    (r"ltx-video", "LTXVModel"),
+    (r"vace", "VaceWanModel"),
+    (r"fun_camera", "CameraWanModel"),
+    (r"scail_2", "SCAIL2WanModel"),
+    (r"dancer", "WanDancerModel"),
+    (r"s2v", "WanModel_S2V"),
+    (r"humo", "HumoWanModel"),
+    (r"causal_forcing", "CausalWanModel"),
+    (r"wan_?2|wan21|chrono_edit", "WanModel"),
+    (r"hunyuanvideo|hunyuan_video|capybara", "HunyuanVideo"),
+    (r"hunyuan_3d_v2\.1", "HunYuanDiTPlain"),
+    (r"hunyuan3d", "Hunyuan3Dv2"),
+    (r"triposplat", "LatentSeqMMFlowModel"),
+    (r"hidream_o1", "HiDreamO1Transformer"),
+    (r"hidream", "HiDreamImageTransformer2DModel"),
+    (r"anima", "Anima"),
+    (r"mage_flow", "MageFlowTransformer2DModel"),
+    (r"sd3\.5", "OpenAISignatureMMDITWrapper"),
+    (r"kandinsky5", "Kandinsky5"),
+    (r"krea2", "SingleStreamDiT"),
+    (r"boogu", "BooguTransformer2DModel"),
+    (r"omnigen2", "OmniGen2Transformer2DModel"),
+    (r"ideogram4", "Ideogram4Transformer2DModel"),
+    (r"joyai", "JoyImageTransformer3DModel"),
+    (r"lens", "LensTransformer2DModel"),
+    (r"ernie", "ErnieImageModel"),
+    (r"pixeldit", "PixDiT_T2I"),
+    (r"pid_", "PidNet"),
+    (r"void_pass", "CogVideoXTransformer3DModel"),
+    (r"ace_?step_?(v)?1\.5|ace_step_1\.5", "AceStepConditionGenerationModel"),
+    (r"ace_step_v1_", "ACEStepTransformer2DModel"),
+    (r"stable.audio", "AudioDiffusionTransformer"),
+    (r"seedvr2", "NaDiT"),
+    (r"sd_xl|svd|lotus|sdpose", "UNetModel"),
+    (r"sam3|rt_detr", "no sampling"),
+)
+# Nodes that hand a model on, beside those that docs/compatibility.md names.
+_PASS = {
+    "LoraLoader",
+    "LoraLoaderModelOnly",
+    "ComfySwitchNode",
+    "Reroute",
+    "LTXVReferenceAudio",
+    "ModelNoiseScale",
+}
+
+
+_PAGE = """# The template library
+
+Written by `scripts/check_templates.py` from {package}: {graphs} graphs sample a local model.
+With **Parallel Model** behind each loader **{run}** of them run ({share}): in {stay} the tokens of an image, video or
+sound stay apart from the first block to the last, in {block} each block gathers what it gives, and in {rows} whole
+images and prompts are shared out ([models.md](models.md) says what that means). Judged by the class of each model and by the nodes between
+loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models themselves are too large for
+the machines that tests run on.
+
+| graph | why it does not |
+| --- | --- |
+{missed}
+"""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`models`: the files of its loaders; `nodes`: the types between a loader and a sampler; `samples`: any does."""
+
+    name: str
+    models: tuple[str, ...]
+    nodes: tuple[str, ...]
+    samples: bool
+
+
+def read_graph(path: Path) -> Graph | None:
+    """None for a file that is no graph."""
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(workflow, dict) or "nodes" not in workflow:
+        return None
+    subgraphs = {one["id"]: one for one in (workflow.get("definitions") or {}).get("subgraphs", ())}
+    nodes = [node for part in (workflow, *subgraphs.values()) for node in part.get("nodes", ())]
+    active = [node for node in nodes if node.get("mode") not in _BYPASSED and node["type"] not in subgraphs]
+    loaders = [node for node in active if node["type"] in LOADERS]
+    between = {node["type"] for node in active if _has(node, "inputs") and _has(node, "outputs")}
+    ends = any(_has(node, "inputs") and not _has(node, "outputs") for node in active)
+    models = {file for node in loaders for file in _files(node)}
+    return Graph(path.stem, tuple(sorted(models)), tuple(sorted(between)), ends)
+
+
+def _has(node: Mapping[str, Any], side: str) -> bool:
+    return any(socket.get("type") == "MODEL" for socket in node.get(side) or ())
+
+
+def _files(node: Mapping[str, Any]) -> Iterator[str]:
+    values = node.get("widgets_values") or ()
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, str) and _FILE.search(value):
+            yield re.split(r"[/\\]", value)[-1]
+
+
+def class_of(file: str) -> str | None:
+    """The module class of a file of the library; "" for one that needs a newer ComfyUI than the table knows, None for a
+    file that no pattern names."""
+    return next((found for pattern, found in _CLASSES if re.search(pattern, file.lower())), None)
+
+
+def state_of(class_name: str) -> str:
+    entry = TABLE.get(class_name)
+    if entry is None:
+        return ROWS
+    return STAY if entry.stays_with else BLOCK
+
+
+def judged_nodes() -> tuple[set[str], set[str]]:
+    """(exact, refused) of docs/compatibility.md, node by node."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    lists = (re.search(rf"^\*\*{kind}:\*\* (.+)\.$", page, re.MULTILINE) for kind in ("Exact", "Refused"))
+    exact, refused = (set(found.group(1).split(", ")) if found else set() for found in lists)
+    return exact | _PASS, refused
+
+
+def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]:
+    """(the best state among its models, "") or ("", why it does not run)."""
+    for file in graph.models:
+        found = class_of(file)
+        if found is None:
+            return "", f"nothing is known of the model {file}"
+        if found == "":
+            return "", f"{file} needs a newer ComfyUI than the pack was proven on"
+    for node in graph.nodes:
+        if node in refused:
+            return "", f"the node {node} is refused"
+        if node not in exact:
+            return "", f"the node {node} was not tried"
+    states = [state_of(class_of(file) or "") for file in graph.models if class_of(file) != "no sampling"]
+    return min(states, key=(STAY, BLOCK, ROWS).index), ""
+
+
+def judge(folder: Path) -> dict[str, tuple[str, str]]:
+    """By graph that samples a local model: what `verdict` says."""
+    exact, refused = judged_nodes()
+    graphs = filter(None, map(read_graph, sorted(folder.rglob("*.json"))))
+    return {
+        graph.name: verdict(graph, exact, refused)
+        for graph in graphs
+        if graph.samples and any(class_of(file) != "no sampling" for file in graph.models)
+    }
+
+
+def page(found: Mapping[str, tuple[str, str]], package: str) -> str:
+    states = Counter(state for state, _ in found.values() if state)
+    run = states.total()
+    rows = "\n".join(f"| {name} | {reason} |" for name, (_, reason) in found.items() if reason)
+    return _PAGE.format(
+        package=package,
+        graphs=len(found),
+        run=run,
+        share=f"{run / len(found):.0%}",
+        stay=states[STAY],
+        block=states[BLOCK],
+        rows=states[ROWS],
+        missed=rows,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="of the graphs")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", metavar="PACKAGE", help="put docs/templates.md together, of this package")
+    arguments = parser.parse_args()
+    found = judge(arguments.folder)
+    if not found:
+        parser.error(f"no graph in {arguments.folder} samples a local model")
+    if arguments.write:
+        PAGE.write_text(page(found, arguments.write))
+    missed = {name: reason for name, (_, reason) in found.items() if reason}
+    if arguments.json:
+        print(json.dumps({"graphs": len(found), "run": len(found) - len(missed), "not": missed}))
+        return
+    for name, (state, reason) in found.items():
+        print(f"{name}: {state or reason}")
+
+
+if __name__ == "__main__":
+    main()
