@@ -97,8 +97,8 @@ Written by `scripts/check_templates.py` from {package}: {graphs} graphs sample a
 With **Parallel Model** behind each loader **{run}** of them run ({share}): in {stay} the tokens of an image, video or
 sound stay apart from the first block to the last, in {block} each block gathers what it gives, and in {rows} whole
 images and prompts are shared out ([models.md](models.md) says what that means). Judged by the class of each model and
-by the nodes between loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models themselves are too large for
-the machines that tests run on.
+by the nodes between loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models
+themselves are too large for the machines that tests run on.
 
 | graph | why it does not |
 | --- | --- |
