@@ -68,7 +68,7 @@ class SteadyRounding:
                 same = off <= TOLERANCE * x.abs().amax(dim=1)
                 for own, first in zip(found, rounded, strict=True):
                     own[same] = first[nearest[same]]
-        self._seen.append((x, found))
+        self._seen.append((x.clone(), found))  # layers may go on to write into it
         return found
 
 
