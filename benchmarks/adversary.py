@@ -10,9 +10,11 @@ was found is printed as it comes. Takes up to ten minutes on two cores; `--scale
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from adversaries.environments import run_in_each
@@ -22,6 +24,8 @@ from adversaries.prompts import fuzz_prompts
 from adversaries.soak import soak
 from subject import finish, random_flux
 
+from comfy_harness import Comfy, start_comfyui
+from comfyui_client import ComfyUIClient
 from scripted import scripted_weights
 
 PROMPTS, JOBS, KILLS, ROUNDS = 400, 72, 30, 9  # at scale 1
@@ -44,25 +48,39 @@ def main() -> None:
         return max(3, round(number * args.scale))
 
     findings = Findings()
-    with tempfile.TemporaryDirectory() as name, random_flux(2, 1, 2) as flux:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as last:
+        folder, comfy = Path(name), None
+        if {"prompts", "soak"} & set(wanted):
+            comfy = last.enter_context(shared_comfyui(folder / "comfyui", findings))
         for kind in wanted:
-            print(kind, flush=True)
+            began = time.monotonic()
             match kind:
                 case "prompts":
-                    fuzz_prompts(folder, times(PROMPTS), findings)
+                    fuzz_prompts(comfy, times(PROMPTS), findings)
                 case "jobs":
-                    compare_strategies(flux, times(JOBS), findings)
+                    with random_flux(2, 1, 2) as flux:
+                        compare_strategies(flux, times(JOBS), findings)
                 case "kills":
                     weights = scripted_weights(folder / "good.safetensors", "good 0.5")
                     kill_at_random(weights, times(KILLS), findings)
                 case "environments":
                     run_in_each(folder, findings)
                 case "soak":
-                    soak(folder, times(ROUNDS), findings)
-    finish(asdict(findings), args.json)
+                    soak(comfy, times(ROUNDS), findings)
+            print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
+    finish(findings.counts, args.json)
     if not findings.clean:
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def shared_comfyui(folder: Path, findings: Findings) -> Iterator[Comfy]:
+    """One ComfyUI, whose ranks are forks; whatever outlives it is a finding."""
+    server = start_comfyui(folder, environment={"PARALLEL_TEST_FORKED_RANKS": "1"})
+    with server:
+        yield Comfy(server, ComfyUIClient(server.url))
+    for left in server.survivors:
+        findings.add("survivors", f"2 s after ComfyUI's end: {left}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from forked_ranks import ForkedSubprocess
@@ -18,6 +19,12 @@ from parallel_backend.sidecar import supervisor
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
 os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
+
+# A machine that does much else is slow, and nothing is wrong with that.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 FORKED = ForkedSubprocess(supervisor)
 LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from forked_ranks import ForkedSubprocess
+from parallel_backend.sidecar import supervisor
 from parallel_backend.sidecar.supervisor import get_supervisor
 from scripted import is_running, ranks_of
 
@@ -16,7 +21,7 @@ PATIENCE = 5.0  # s that dying processes and the kernel get
 
 @dataclass
 class Findings:
-    """`prompts`: things tried; of the rest none should be. `details`: a line for each finding."""
+    """`prompts`: things tried; of the rest none should be."""
 
     prompts: int = 0
     bare_errors: int = 0  # that name our insides instead of the input
@@ -24,16 +29,32 @@ class Findings:
     wrong: int = 0  # results that differ from what they should be
     leaks: int = 0  # descriptors, files, and memory that does not level off
     survivors: int = 0  # processes
-    details: list[str] = field(default_factory=list)
 
     def add(self, kind: str, detail: str) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
-        self.details.append(f"{kind}: {detail}"[:300])
-        print(f"  {self.details[-1]}", flush=True)
+        print(f"  {kind}: {detail}"[:300], flush=True)
 
     @property
     def clean(self) -> bool:
-        return not (self.bare_errors or self.hangs or self.wrong or self.leaks or self.survivors)
+        return not any(count for name, count in self.counts.items() if name != "prompts")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@contextmanager
+def quick_starts() -> Iterator[ForkedSubprocess]:
+    """Inside, while it is `enabled`, ranks are forks of a process that has torch loaded: an import of torch for each of
+    some hundred ranks is else most of the time."""
+    forked = ForkedSubprocess(supervisor)
+    forked.prepare()
+    supervisor.subprocess = forked
+    try:
+        yield forked
+    finally:
+        supervisor.subprocess = subprocess
+        forked.close()
 
 
 class Before:

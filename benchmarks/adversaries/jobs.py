@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -27,10 +28,11 @@ from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from scripted import SLOW, scripted_request, scripted_sidecar, two_ranks
 
-from .findings import Before, Findings
+from .findings import Before, Findings, quick_starts
 
 TOLERANCE = 1e-5  # of the largest value
 MOST_STEPS = 3
+REAL_START = 10  # of so many killed groups one starts as ComfyUI's do, with an import of torch
 SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
 
 
@@ -102,6 +104,11 @@ def random_strategy(draw: random.Random, size: int) -> ParallelStrategy:
 
 def compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
     """`count` random jobs and calls on 2, 3 and 4 ranks against one."""
+    with quick_starts():
+        _compare_strategies(spec, count, findings)
+
+
+def _compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
     draw, shape = random.Random(1), inspect_model(spec.path).shape
     before = Before()
     for size in (2, 3, 4):
@@ -144,32 +151,37 @@ def _difference(
 def kill_at_random(weights: ModelSpec, count: int, findings: Findings) -> None:
     """Ranks are killed somewhere between their start and the end of a job."""
     draw, request = random.Random(2), scripted_request(SLOW, steps=6)
-    calm = scripted_sidecar()
-    expected = calm.sample(weights, request, two_ranks()).latent
-    calm.stop()
-    before = Before()
-    for number in range(count):
-        findings.prompts += 1
-        sidecar, how = (
-            scripted_sidecar(resumes=True),
-            draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)),
-        )
-        sidecar.start()
-        victim = draw.choice(sidecar.pids)
-        killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (victim, how))
-        killer.start()
-        words = f"kill {number}, {how.name}"
-        try:
-            found = sidecar.sample(weights, request, two_ranks()).latent
-            if not torch.equal(found, expected):
-                findings.add("wrong", f"{words}: other bits")
-        except RankFailed as error:
-            if error.reason == "hang":
-                findings.add("hangs", f"{words}: {error}")
-        except ParallelError as error:
-            findings.add("bare_errors", f"{words}: {type(error).__name__}: {error}")
-        finally:
-            killer.cancel()
-            killer.join()
-            sidecar.stop()
-    before.compare(findings, "killed ranks")
+    with quick_starts() as forked:
+        calm = scripted_sidecar()
+        expected = calm.sample(weights, request, two_ranks()).latent
+        calm.stop()
+        before = Before()
+        for number in range(count):
+            findings.prompts += 1
+            forked.enabled = number % REAL_START != 0
+            how = draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM))
+            for kind, words in _kill_one(weights, request, expected, how, draw):
+                findings.add(kind, f"kill {number}, {how.name}: {words}")
+        before.compare(findings, "killed ranks")
+
+
+def _kill_one(
+    weights: ModelSpec, request: SampleRequest, expected: Tensor, how: signal.Signals, draw: random.Random
+) -> Iterator[tuple[str, str]]:
+    """(kind of finding, what was found)"""
+    sidecar = scripted_sidecar(resumes=True)
+    sidecar.start()
+    killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (draw.choice(sidecar.pids), how))
+    killer.start()
+    try:
+        if not torch.equal(sidecar.sample(weights, request, two_ranks()).latent, expected):
+            yield "wrong", "other bits"
+    except RankFailed as error:
+        if error.reason == "hang":
+            yield "hangs", str(error)
+    except ParallelError as error:
+        yield "bare_errors", f"{type(error).__name__}: {error}"
+    finally:
+        killer.cancel()
+        killer.join()
+        sidecar.stop()

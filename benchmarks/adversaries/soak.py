@@ -15,15 +15,15 @@ from pathlib import Path
 from statistics import median
 
 from any_graphs import AnyGraph
-from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient, PromptError, PromptFailed, PromptInterrupted
+from comfy_harness import Comfy
+from comfyui_client import PromptError, PromptFailed, PromptInterrupted
 from graphs import Graph
 from tiny_vae import dims_of, write_vae
 
 from .findings import Findings
 
 DEADLINE = 120.0  # s for a prompt, a load included
-FEWEST_ROUNDS = 6  # two in each third
+FEWEST_ROUNDS = 9  # three in each third: a connection that is just closing in one of them is no leak
 GROWTH = 0.02  # of memory, from the middle third of the rounds to the last: what a heap may wander
 MIB = 2**20
 
@@ -49,36 +49,31 @@ class Usage:
         )
 
 
-def soak(folder: Path, rounds: int, findings: Findings) -> None:
+def soak(comfy: Comfy, rounds: int, findings: Findings) -> None:
     """`rounds` of mixed prompts, at least FEWEST_ROUNDS."""
+    comfy.client.free()  # ranks of prompts before these
     seen: dict[str, list[Usage]] = {}
-    with start_comfyui(folder / "soak") as server:
-        comfy = Comfy(server, ComfyUIClient(server.url))
-        prompts = _Mixed(comfy)
-        pids: dict[str, int] = {}
-        for number in range(max(FEWEST_ROUNDS, rounds)):
-            for name, run in prompts.round(seed=number):
-                findings.prompts += 1
-                try:
-                    run()
-                except TimeoutError:
-                    findings.add("hangs", f"soak, {name}")
-                except PromptError as error:
-                    findings.add("wrong", f"soak, {name}: {error}")
-            comfy.client.clear_history()  # ComfyUI's own memory of what it ran
-            now = _processes(comfy)
-            if number and now != pids:
-                findings.add("wrong", f"soak: other processes after round {number}: {now} for {pids}")
-            pids = now
-            for name, pid in pids.items():
-                seen.setdefault(name, []).append(Usage.of(pid))
-        ranks = comfy.ranks()
+    prompts = _Mixed(comfy)
+    pids: dict[str, int] = {}
+    for number in range(max(FEWEST_ROUNDS, rounds)):
+        for name, run in prompts.round(seed=number):
+            findings.prompts += 1
+            try:
+                run()
+            except TimeoutError:
+                findings.add("hangs", f"soak, {name}")
+            except PromptError as error:
+                findings.add("wrong", f"soak, {name}: {error}")
+        comfy.client.clear_history()  # ComfyUI's own memory of what it ran
+        now = _processes(comfy)
+        if number and now != pids:
+            findings.add("wrong", f"soak: other processes after round {number}: {now} for {pids}")
+        pids = now
+        for name, pid in pids.items():
+            seen.setdefault(name, []).append(Usage.of(pid))
     for name, usages in seen.items():
         for grown in growth(usages):
             findings.add("leaks", f"soak, {name}: {grown}")
-    for rank in ranks:
-        if rank.is_running():
-            findings.add("survivors", f"rank {rank.pid} after the soak")
 
 
 def growth(usages: list[Usage]) -> Iterator[str]:

@@ -5,7 +5,7 @@ It is the module's shadow with `RemoteModule` before its class, so whatever asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -38,6 +38,7 @@ from .unsupported import refusal
 
 # Methods with weights that ComfyUI's BaseModel calls beside forward, before a run starts.
 _METHODS = ("preprocess_text_embeds",)
+_REFERENCES = ("ref_latents", "ref_latent", "reference_latent")  # as ComfyUI's classes call them
 
 
 class ModuleParameters:
@@ -109,7 +110,9 @@ class RemoteModule(nn.Module):
         check_module_inputs(args[0], kwargs.get("context"), self.file.inputs)
         call = module_call(self._own.__name__, self._verdict, args, kwargs)
         latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        answer = self._on_ranks(call, tuple(latent.shape), _text_tokens(kwargs), options)
+        answer = self._on_ranks(
+            call, tuple(latent.shape), _text_tokens(kwargs), options, reference_shapes(kwargs)
+        )
         for found in _tensors(answer):
             if not is_finite(found):
                 when = f"at timestep {_tensors(call.args[1])[0].max().item():.4g}"
@@ -123,7 +126,14 @@ class RemoteModule(nn.Module):
         answer = self._on_ranks(call, shape, args[0].shape[1], self._options())
         return map_tensors(answer, lambda tensor: tensor.to(args[0].device))
 
-    def _on_ranks(self, call: ModuleCall, shape: tuple[int, ...], text: int, options: dict) -> Tree:
+    def _on_ranks(
+        self,
+        call: ModuleCall,
+        shape: tuple[int, ...],
+        text: int,
+        options: dict,
+        references: Sequence[tuple[int, ...]] = (),
+    ) -> Tree:
         record: RunRecord | None = options.get(RECORD)
         patches = options.get(PATCHES, NO_PATCHES)
 
@@ -137,7 +147,9 @@ class RemoteModule(nn.Module):
                 patches=patches,
             )
 
-        answer, plan, info = self.plans.run(options, shape, text, run, once=call.method != "forward")
+        answer, plan, info = self.plans.run(
+            options, shape, text, run, references=references, once=call.method != "forward"
+        )
         if record is not None:
             said = (self._verdict.words,) if self._verdict.words else ()
             record.add_run(plan, replace(info, notes=(*info.notes, *said)))
@@ -167,6 +179,12 @@ def _remote_method(name: str) -> Callable[..., Tree]:
 def _text_tokens(kwargs: dict) -> int:
     context = kwargs.get("context")
     return context.shape[-2] if isinstance(context, Tensor) and context.ndim > 1 else 0
+
+
+def reference_shapes(kwargs: Mapping[str, Tree]) -> list[tuple[int, ...]]:
+    """Of the latents of images that the model attends to beside its own."""
+    given = [kwargs[name] for name in _REFERENCES if kwargs.get(name) is not None]
+    return [tuple(latent.shape) for tree in given for latent in _tensors(tree)]
 
 
 def _tensors(tree: Tree) -> list[Tensor]:

@@ -168,7 +168,10 @@ class StepwiseNetwork(nn.Module):
                 patches=patches,
             )
 
-        velocity, plan, info = self.plans.run(options, request.x.shape, context.shape[1], call)
+        references = [latent.shape for latent in extras.references]
+        velocity, plan, info = self.plans.run(
+            options, request.x.shape, context.shape[1], call, references=references
+        )
         if not is_finite(velocity):
             check_numbers(velocity, f"at sigma {request.sigma.max().item():.4g}", given=(request.x,))
         if record is not None:

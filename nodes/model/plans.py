@@ -23,11 +23,13 @@ from ..host.calls import plan_by_rule, plan_job, ranks_for
 from .options import COMPUTE_OPTIONS, SETTINGS
 
 Answer = TypeVar("Answer")
+_RUNS_KEPT = 4  # of one sampling: prompts of other lengths, or with and without references, come in turn
 
 
 @dataclass
 class _Run:
-    """A sampling run: what tells it from others, its plan, the strategies that it tries, and the seconds of its calls.
+    """A sampling run, or those of its calls that are alike: what tells it from others, its plan, the strategies that it
+    tries, and the seconds of its calls.
 
     `job`: as it was asked for; `plan.job`: with its options settled.
     """
@@ -77,7 +79,7 @@ class RunPlans:
     def __init__(self, spec: ModelSpec, file: ModelFile) -> None:
         self._spec = spec
         self._file = file
-        self._run: _Run | None = None
+        self._runs: list[_Run] = []
         self.latest: ExecutionPlan | None = None
 
     def run(
@@ -87,13 +89,15 @@ class RunPlans:
         text: int,
         call: Callable[[Sidecar, Placement], tuple[Answer, RunInfo]],
         *,
+        references: Sequence[Sequence[int]] = (),
         once: bool = False,
     ) -> tuple[Answer, ExecutionPlan, RunInfo]:
         """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
 
-        `text`: tokens of the prompt; `once`: it comes once in a run, for which the rule is good enough.
+        `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `once`: it comes once in
+        a run, for which the rule is good enough.
         """
-        run = self._of_call(options, shape, text, once)
+        run = self._of_call(options, shape, text, references, once)
         plan = run.plan_now
         with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
             try:
@@ -101,9 +105,11 @@ class RunPlans:
             except (RankFailed, OutOfMemory):  # a cancel or a refused prompt says nothing of a strategy
                 run.failed()
                 raise
-        return answer, run.plan, run.took(info) if run is self._run else info
+        return answer, run.plan, info if once else run.took(info)
 
-    def _of_call(self, options: dict, shape: Sequence[int], text: int, once: bool) -> _Run:
+    def _of_call(
+        self, options: dict, shape: Sequence[int], text: int, references: Sequence[Sequence[int]], once: bool
+    ) -> _Run:
         """The run that the call belongs to; for one that comes `once` a run of its own."""
         rows, sigmas = options.get("cond_or_uncond", [0]), options.get("sample_sigmas")
         settings = options.get(SETTINGS, StrategySettings())
@@ -113,17 +119,19 @@ class RunPlans:
             text=text,
             has_cfg=len(set(rows)) > 1,
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
+            references=references,
         )
-        run = self._run
-        if run is not None and (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
-            return run
+        for run in self._runs:
+            if (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
+                return run
         if once:
             return _Run(settings, job, sigmas, plan_by_rule(settings, job))
         plan = plan_job(settings, job)
         trials = TrialRun(plan.decision.strategy, plan.trials, job.steps) if plan.trials else None
-        self._run = _Run(settings, job, sigmas, plan, trials)
+        run = _Run(settings, job, sigmas, plan, trials)
+        self._runs = [*(other for other in self._runs if other.sigmas is sigmas), run][-_RUNS_KEPT:]
         self.latest = plan
-        return self._run
+        return run
 
 
 def compute_options(options: dict) -> ComputeOptions:

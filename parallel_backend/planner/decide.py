@@ -55,23 +55,36 @@ def job_from_request(model: JobModel, request: SampleRequest) -> Job:
 
 
 def job_from_latent(
-    model: JobModel, latent_shape: Sequence[int], *, text: int, has_cfg: bool, steps: int
+    model: JobModel,
+    latent_shape: Sequence[int],
+    *,
+    text: int,
+    has_cfg: bool,
+    steps: int,
+    references: Sequence[Sequence[int]] = (),
 ) -> Job:
     """The job of denoising latents of images [B, C, h, w], videos [B, C, T, h, w] or sound [B, C, L], which counts as
-    one line. `text`: tokens of the prompt."""
-    batch, _, *sides = latent_shape
-    *frames, height, width = (1, *sides) if len(sides) == 1 else sides
-    pixels = model.family.latent_pixels
+    one line. `text`: tokens of the prompt; `references`: shapes of the latents that the model gets beside."""
+    width, height, frames = _size(model, latent_shape)
     return Job(
         model,
-        width=width * pixels,
-        height=height * pixels,
-        frames=math.prod(frames),
-        batch=batch,
+        width=width,
+        height=height,
+        frames=frames,
+        batch=latent_shape[0],
         prompts=2 if has_cfg else 1,
         steps=max(1, steps),
         text=text,
+        reference_tokens=sum(model.family.image_tokens(*_size(model, shape)) for shape in references),
     )
+
+
+def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
+    """(width, height in pixels, frames of the latent)"""
+    _, _, *sides = latent_shape
+    *frames, height, width = (1, *sides) if len(sides) == 1 else sides
+    pixels = model.family.latent_pixels
+    return width * pixels, height * pixels, math.prod(frames)
 
 
 def find_machine(settings: StrategySettings, memory_flag: str = "") -> LocalMachine:

@@ -48,8 +48,9 @@ class JobModel(Protocol):
 @dataclass(frozen=True)
 class Job:
     """The work to be sampled. `width`, `height`: pixels; `frames`: of a video, else 1; `prompts`: evaluated for each
-    image, 2 with CFG; `text`: tokens of a prompt, the model's usual number if None; `model_calls`: of one step;
-    `step_cache`: residuals are kept from one model call to the next."""
+    image, 2 with CFG; `text`: tokens of a prompt, the model's usual number if None; `reference_tokens`: of the images
+    that each image attends to; `model_calls`: of one step; `step_cache`: residuals are kept from one model call to the
+    next."""
 
     model: JobModel
     width: int = 1024
@@ -59,6 +60,7 @@ class Job:
     prompts: int = 1
     steps: int = 28
     text: int | None = None
+    reference_tokens: int = 0
     model_calls: int = 1
     step_cache: bool = False
 
@@ -73,7 +75,9 @@ class Job:
 
     @property
     def image_tokens(self) -> int:
-        return self.model.family.image_tokens(self.width, self.height, self.frames)
+        """Of one image, and of its references."""
+        own = self.model.family.image_tokens(self.width, self.height, self.frames)
+        return own + self.reference_tokens
 
     @property
     def text_tokens(self) -> int:

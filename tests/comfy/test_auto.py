@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from any_graphs import AnyGraph
+from any_graphs import MODELS, AnyGraph
 from graphs import Graph
 
 TIME = r"([A-Za-z]+(?: \d| device)) ([\d.]+) s"
@@ -98,6 +98,28 @@ def test_a_stock_ksampler_leaves_its_measurement_for_auto(measuring):
     assert _runs(kept) == before + 2
 
 
+@pytest.mark.parametrize(("kind", "shape", "tokens"), [("flux", "1,16,4,6", 6), ("flux2", "1,128,4,3", 12)])
+def test_calls_with_a_reference_image_are_measured_apart_from_those_without(measuring, kind, shape, tokens):
+    """Only the positive prompt has one, so that calls with and without it come in turn."""
+    comfy, kept = measuring
+    graph = AnyGraph(comfy, kind)
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    positive, negative = (graph.text(draw, **MODELS[kind]["text"]) for draw in (1, 2))
+    reference = [graph.add("TestShapedLatent", shape=shape, draw=20), 0]
+    positive = [graph.add("ReferenceLatent", conditioning=positive, latent=reference), 0]
+    latent = [graph.add("TestShapedLatent", shape=MODELS[kind]["latent"].format(b=1), draw=-1), 0]
+    before = _observed(kept)
+    comfy.sample(
+        graph.prompt, graph.ksampler(ours, positive, negative, latent, steps=4, cfg=3.0), timeout=300
+    )
+    added = [observed["kind"] for observed in _observed(kept) if observed not in before]
+    assert sorted(kind["reference_tokens"] for kind in added) == [0, tokens]
+
+
 def _runs(kept: Path) -> int:
+    return sum(len(observed["seconds"]) for observed in _observed(kept))
+
+
+def _observed(kept: Path) -> list[dict]:
     files = [json.loads(path.read_text()) for path in kept.glob("measurements-*.json")]
-    return sum(len(kind["seconds"]) for file in files for kind in file["observed"])
+    return [observed for file in files for observed in file["observed"]]

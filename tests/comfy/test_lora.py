@@ -185,6 +185,28 @@ def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(comfy,
         assert failure.exception_message.startswith(f"{name} cannot be read as a LoRA (")
 
 
+class Hostile:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_is_refused_and_runs_nothing(comfy, unet, loras, tmp_path):
+    name, made = "hostile.pt", tmp_path / "made by the pickle"
+    file = comfy.server.base_directory / "models" / "loras" / name
+    torch.save({"lora": Hostile(made)}, file)
+    try:
+        failure = load_alone(comfy, unet, name)
+    finally:
+        file.unlink()  # other tests read the whole list
+    assert failure.exception_message.startswith(f"{name} cannot be read as a LoRA (")
+    assert not made.exists()
+
+
 def test_a_file_name_that_is_no_text_is_refused_in_words(comfy, unet, loras):
     folder = comfy.server.base_directory / "models" / "loras"
     name = os.fsdecode(b"odd\xff.safetensors")

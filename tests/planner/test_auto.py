@@ -72,7 +72,7 @@ def test_measured_times_overrule_the_rule_and_the_reason_says_so(gpus):
     )
 
 
-def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tmp_path):
+def test_another_model_dtype_engine_sampler_size_or_device_is_another_matter(gpus, tmp_path):
     gpus.record(job(), run(ONE, 0.1))
     gpus.record(job(), run(ULYSSES, 9.0))
     assert chosen(gpus, job()) == ONE
@@ -85,6 +85,7 @@ def test_another_model_dtype_engine_sampler_or_device_is_another_matter(gpus, tm
         chosen(swapped, job()),
         chosen(gpus, job(model_calls=2)),
         chosen(gpus, job(width=512)),
+        chosen(gpus, job(reference_tokens=4096)),
     ):
         assert other == ULYSSES
 

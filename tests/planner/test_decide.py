@@ -212,6 +212,16 @@ def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
     assert bf16.weight_bytes == 2 * model.weight_bytes
 
 
+def test_reference_images_are_tokens_of_the_job():
+    model = CheckpointModel(flux_file(FP8))
+    alone = job_from_latent(model, (1, 16, 128, 128), text=512, has_cfg=False, steps=20)
+    shapes = [(1, 16, 128, 128), (1, 16, 31, 32)]
+    beside = job_from_latent(model, (1, 16, 128, 128), text=512, has_cfg=False, steps=20, references=shapes)
+    assert (alone.reference_tokens, beside.reference_tokens) == (0, 4096 + 16 * 16)
+    assert beside.image_tokens == alone.image_tokens + beside.reference_tokens
+    assert beside.flop > 2 * alone.flop
+
+
 def test_a_model_with_one_way_to_run_is_not_tried(store):
     whole = CheckpointModel(replace(TYPICAL, splits_tokens=False))
     job = job_from_latent(whole, (1, 4, 8, 8), text=77, has_cfg=False, steps=20)

@@ -63,7 +63,8 @@ def test_inputs_lie_as_an_exchange_of_ulysses_leaves_them():
 
 def test_torchs_kernel_and_both_merges_are_exact_on_the_cpu_and_the_others_say_what_they_lack():
     found = {finding.name: finding for finding in attention.check_attention(CPU, 96)}
-    assert {name for name, f in found.items() if f.status == "ok"} == {"torch", "merge", "merge with a mask"}
+    exact = {name for name, f in found.items() if f.status == "ok"}
+    assert exact == {"torch", "merge by torch", "merge with a mask"}
     assert {name for name, f in found.items() if f.status == "skipped"} == {
         "cudnn",
         "flash",
@@ -77,12 +78,17 @@ def test_torchs_kernel_and_both_merges_are_exact_on_the_cpu_and_the_others_say_w
 def installed(monkeypatch):
     """Every kernel seems to be there."""
     monkeypatch.setattr(kernel_choice, "why_not_on", lambda kernel, device, dtype: None)
-    real = kernels.attend
+    real, real_with_lse = kernels.attend, kernels.attend_with_lse
 
-    def use(compute):
+    def use(compute, weigh=lambda name, lse: lse):
+        def attend_with_lse(q, k, v, mask, name):
+            out, lse = real_with_lse(q, k, v, mask)
+            return compute(name, out), weigh(name, lse)
+
         monkeypatch.setattr(
             kernels, "attend", lambda q, k, v, mask, name: compute(name, real(q, k, v, mask, "torch"))
         )
+        monkeypatch.setattr(kernels, "attend_with_lse", attend_with_lse)
         return {finding.name: finding for finding in attention.check_attention(CPU, 64)}
 
     return use
@@ -114,10 +120,29 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(installed, mon
     assert (found["flash"].status, "not installed" in found["flash"].finding) == ("skipped", True)
 
 
+def test_each_kernel_merges_by_its_own_log_sum_exp(installed):
+    def weigh(name, lse):
+        if name == "cudnn":
+            raise RuntimeError("no log-sum-exp")
+        return lse / math.log(2) if name == "flash" else lse  # FlashAttention counts in powers of two inside
+
+    found = installed(lambda name, out: out, weigh)
+    assert {name: f.status for name, f in found.items() if name.startswith("merge")} == {
+        "merge by torch": "ok",
+        "merge by cudnn": "broken",
+        "merge by flash": "broken",
+        "merge by flash_3": "ok",
+        "merge with a mask": "ok",
+    }
+    assert found["flash"].status == "ok" and "attention: torch" in found["merge by flash"].remedy
+    assert "no log-sum-exp" in found["merge by cudnn"].finding
+
+
 def test_a_merge_that_weighs_wrongly_is_broken(monkeypatch):
-    monkeypatch.setattr(kernels, "merge", lambda parts, dtype: sum(out for out, _ in parts) / 2 * 1.5)
-    found = {finding.name: finding.status for finding in attention.check_attention(CPU, 64)}
-    assert found["merge"] == found["merge with a mask"] == "broken"
+    monkeypatch.setattr(kernels, "merge", lambda parts, dtype: sum(out for out, _ in parts) / 2)
+    found = {finding.name: finding for finding in attention.check_attention(CPU, 64)}
+    assert found["merge by torch"].status == found["merge with a mask"].status == "broken"
+    assert "prefer Ulysses" in found["merge by torch"].remedy
 
 
 # One model call.

@@ -168,6 +168,15 @@ def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, we
     sidecar.stop()
 
 
+def test_a_rank_killed_while_ranks_start_is_named_and_the_next_prompt_works(no_leaks, weights):
+    sidecar = scripted_sidecar(resumes=True)
+    with fault("kill", "start"), pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == ()
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    sidecar.stop()
+
+
 def test_two_ranks_on_one_device_are_refused():
     with pytest.raises(DeviceError, match="cuda:0 is named twice"):
         Sidecar(("cuda:0", "cuda:1", "cuda:0"))

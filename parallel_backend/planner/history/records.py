@@ -27,6 +27,7 @@ class RunKind:
     batch: int
     prompts: int
     text_tokens: int
+    reference_tokens: int
     model_calls: int
     strategy: ParallelStrategy
     engine: str
@@ -42,6 +43,7 @@ class RunKind:
             job.batch,
             job.prompts,
             job.text_tokens,
+            job.reference_tokens,
             job.model_calls,
             strategy,
             engine,

@@ -19,7 +19,7 @@ from ...wire.strict_json import from_json, parse, to_json
 from .files import locked, replace_whole
 from .records import Measurements, Observed
 
-FORMAT = 3  # of other versions nothing is read, and the next run writes over them
+FORMAT = 4  # of other versions nothing is read, and the next run writes over them
 FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it

@@ -1,9 +1,9 @@
-"""Every attention kernel that is installed, and both ways to merge, against attention in float32."""
+"""Every attention kernel that is installed, alone and as a ring merges it, against attention in float32."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,14 +16,17 @@ _HEADS = {"cpu": 2, "cuda": 12}  # 12: Flux.1's 24 heads on two ranks
 # Largest difference, relative to the largest value. bfloat16 rounds by 0.004; a kernel that quantises by some percent.
 LIMIT, LIMIT_QUANTISED = 0.02, 0.2
 _TIMED = 3  # runs, of which the fastest counts
+_TORCH_INSTEAD = "choose attention: torch, and report it"
+_NO_RING = "prefer Ulysses or CFG to Ring, and report it"
 
 
 def check_attention(device: torch.device, tokens: int) -> list[Finding]:
     """`tokens`: S, on [1, H, S, 128] with the strides that an exchange of Ulysses leaves."""
     query, key, value = ulysses_layout(device, tokens, _HEADS[device.type])
     expected = exact(query, key, value)
-    found = [_kernel(name, query, key, value, expected) for name in ATTENTION_KERNELS if name != "auto"]
-    return [*found, *_merges(query, key, value, expected)]
+    names = [name for name in ATTENTION_KERNELS if name != "auto"]
+    found = [_kernel(name, query, key, value, expected) for name in names]
+    return [*found, *_merges(names, query, key, value, expected)]
 
 
 def ulysses_layout(device: torch.device, tokens: int, heads: int) -> tuple[Tensor, ...]:
@@ -49,52 +52,70 @@ def difference(out: Tensor, expected: Tensor) -> float:
     return found if found == found else float("inf")
 
 
-def judge(name: str, found: float, limit: float, seconds: float = 0.0) -> Finding:
+def judge(name: str, found: float, limit: float, remedy: str, seconds: float = 0.0) -> Finding:
     words = f"off by {found:.1e} of the largest value from float32"
     if seconds:
         words += f", {seconds * 1e3:.2f} ms"
     if found <= limit:
         return Finding(name, "ok", words)
-    return Finding(
-        name,
-        "broken",
-        f"{words}, where {limit:g} is rounding: pictures would be wrong",
-        f"choose attention: torch, and report it; a newer build of {name} may help"
-        if name in ATTENTION_KERNELS
-        else "prefer Ulysses or CFG to Ring, and report it",
-    )
+    return Finding(name, "broken", f"{words}, where {limit:g} is rounding: pictures would be wrong", remedy)
 
 
 def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor, expected: Tensor) -> Finding:
-    from ...engine.attention.kernel_choice import why_not_on
-    from ...engine.attention.kernels import BY_NAME, attend
+    from ...engine.attention.kernels import attend
 
-    if name in BY_NAME and (reason := why_not_on(BY_NAME[name], query.device, query.dtype)):
+    if reason := _why_not(name, query):
         return Finding(name, "skipped", reason)
     try:
         out, seconds = _timed(lambda: attend(query, key, value, None, name), query.device)
     except Exception as error:  # a build that does not fit this torch fails in its own way
-        return Finding(
-            name, "broken", f"{type(error).__name__}: {error}"[:500], "choose attention: torch, and report it"
-        )
+        return _raised(name, error, _TORCH_INSTEAD)
     limit = LIMIT_QUANTISED if name in APPROXIMATE_KERNELS else LIMIT
-    return judge(name, difference(out, expected), limit, seconds)
+    remedy = f"{_TORCH_INSTEAD}; a newer build of {name} may help"
+    return judge(name, difference(out, expected), limit, remedy, seconds)
 
 
-def _merges(query: Tensor, key: Tensor, value: Tensor, expected: Tensor) -> list[Finding]:
-    """A ring's two halves of the keys: by the kernel without a mask, and by the one that takes masks."""
-    from ...engine.attention.kernels import attend_with_lse, merge
+def _merges(
+    names: list[str], query: Tensor, key: Tensor, value: Tensor, expected: Tensor
+) -> Iterator[Finding]:
+    """Two shares of the keys as a ring merges them, by each of the kernels that run here and give a log-sum-exp, and
+    by the one that takes masks.
 
-    half = key.shape[2] // 2
-    parts = [(key[:, :, :half], value[:, :, :half]), (key[:, :, half:], value[:, :, half:])]
-    found = []
-    for name, masked in (("merge", False), ("merge with a mask", True)):
-        results = []
-        for k, v in parts:
-            mask = query.new_zeros(1, 1, query.shape[2], k.shape[2]) if masked else None
-            results.append(attend_with_lse(query, k, v, mask))
-        found.append(judge(name, difference(merge(results, query.dtype), expected), LIMIT))
-    return found
+    The shares are an eighth and the rest: of two halves the log-sum-exps are about equal, whatever is wrong with them.
+    """
+    from ...engine.attention.kernels import BY_NAME, TORCH, attend_with_lse, merge
+
+    cut = key.shape[2] // 8
+    parts = [(key[:, :, :cut], value[:, :, :cut]), (key[:, :, cut:], value[:, :, cut:])]
+
+    def merged(kernel: str, masked: bool) -> Tensor:
+        masks = [query.new_zeros(1, 1, query.shape[2], k.shape[2]) if masked else None for k, _ in parts]
+        results = [
+            attend_with_lse(query, k, v, mask, kernel) for (k, v), mask in zip(parts, masks, strict=True)
+        ]
+        return merge(results, query.dtype)
+
+    for kernel, masked in [*((name, False) for name in names), (TORCH, True)]:
+        if kernel in BY_NAME and (BY_NAME[kernel].with_lse is None or _why_not(kernel, query)):
+            continue  # a ring does not use it, or its own finding has the reason
+        name = "merge with a mask" if masked else f"merge by {kernel}"
+        remedy = _NO_RING if kernel == TORCH else _TORCH_INSTEAD
+        try:
+            yield judge(name, difference(merged(kernel, masked), expected), LIMIT, remedy)
+        except Exception as error:
+            yield _raised(name, error, remedy)
+
+
+def _why_not(name: str, query: Tensor) -> str | None:
+    """Why a kernel cannot run here, in a user's words."""
+    from ...engine.attention.kernel_choice import why_not_on
+    from ...engine.attention.kernels import BY_NAME
+
+    return why_not_on(BY_NAME[name], query.device, query.dtype) if name in BY_NAME else None
+
+
+def _raised(name: str, error: Exception, remedy: str) -> Finding:
+    return Finding(name, "broken", f"{type(error).__name__}: {error}"[:500], remedy)
 
 
 @torch.inference_mode()

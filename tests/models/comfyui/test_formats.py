@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -20,8 +23,12 @@ from ranks import run_ranks
 
 FORMS = ["fp8", *FORMATS, OLD]
 TOLERANCE = 1e-5
-# Where a token's activations are rounded to 8 or 4 bits, a last bit of float32 can tip one of them over.
-ROUNDED = {"int8": 3e-3, "int8 convrot": 3e-3, "convrot w4a4": 2e-2}
+# Formats in which a token's activations are rounded to 8 or 4 bits, and by what of comfy_kitchen.
+ROUNDED = {
+    "int8": ("quantization", "quantize_int8_rowwise"),
+    "int8 convrot": ("quantization", "quantize_int8_rowwise"),
+    "convrot w4a4": ("convrot_w4a4", "quantize_signed_int4_rowwise"),
+}
 WEIGHT = "double_blocks.0.img_mlp.0.weight"
 
 
@@ -34,7 +41,35 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def split(files):
     """The answers of each of two ranks, by format: tokens shared out, rows shared out, rows with weights shared out."""
-    return run_ranks(split_answers, 2, files)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in set(ROUNDED.values()):
+            module = import_module(f"comfy_kitchen.backends.eager.{module}")
+            patch.setattr(module, name, SteadyRounding(getattr(module, name)))
+        for form in ROUNDED:
+            answer(load(spec(files[form]), CPU).module)
+        return run_ranks(split_answers, 2, files)
+
+
+class SteadyRounding:
+    """Rounds a token as it was rounded first, where it is the same but for its last bits.
+
+    The last bit of a sum can tip a value at the edge between two codes over to the other, and the layers behind make
+    more of it: 2e-3 of the result with AVX2, nothing with AVX-512. Whatever else a split changes shows.
+    """
+
+    def __init__(self, quantise):
+        self._quantise, self._seen = quantise, []
+
+    def __call__(self, x, stochastic_rounding=0):
+        found = self._quantise(x, stochastic_rounding=stochastic_rounding)
+        for tokens, rounded in self._seen:
+            if tokens.shape[1] == x.shape[1]:
+                off, nearest = torch.cdist(x, tokens, p=math.inf).min(dim=1)
+                same = off <= TOLERANCE * x.abs().amax(dim=1)
+                for own, first in zip(found, rounded, strict=True):
+                    own[same] = first[nearest[same]]
+        self._seen.append((x.clone(), found))  # layers may go on to write into it
+        return found
 
 
 def split_answers(world, paths):
@@ -82,12 +117,11 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
 def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
     one = answer(load(spec(files[form]), CPU).module)
     other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
-    limit = ROUNDED.get(form, TOLERANCE)
-    assert difference(other, one) > 2 * limit, "another format's rounding shows"
+    assert difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
     for results in split:
         tokens, rows, shares = results[form]
-        assert difference(tokens, one) <= limit
-        assert difference(rows, one) <= TOLERANCE, "whole rows are rounded alike"
+        assert difference(tokens, one) <= TOLERANCE
+        assert difference(rows, one) <= TOLERANCE
         assert shares.equal(rows)
 
 
@@ -114,7 +148,7 @@ def test_only_nvfp4_without_an_input_scale_rounds_activations_by_a_maximum_over_
     assert part.equal(whole[:32]) is alone
 
 
-@pytest.mark.parametrize("form", ["int8", "int8 convrot", "convrot w4a4"])
+@pytest.mark.parametrize("form", ROUNDED)
 def test_int8_and_w4a4_round_the_activations_of_each_token_by_itself(files, form):
     layer = load(spec(files[form]), CPU).module.double_blocks[0].img_mlp[0]
     tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))

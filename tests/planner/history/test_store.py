@@ -26,7 +26,7 @@ NOW = 2_000_000_000.0
 
 def kind(model="m"):
     strategy = ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))
-    return RunKind(model, 1024, 1024, 1, 1, 1, 512, 1, strategy, "native", "devices")
+    return RunKind(model, 1024, 1024, 1, 1, 1, 512, 0, 1, strategy, "native", "devices")
 
 
 def full() -> Measurements:
@@ -64,7 +64,7 @@ def test_a_file_of_another_format_counts_as_empty_and_is_written_over(store):
     assert store.read() == Measurements()
     assert store.update(lambda known: record(known, kind(), 0.25, NOW))
     assert [o.seconds for o in store.read().observed] == [(0.25,)]
-    assert json.loads(store.path.read_text())["format"] == 3
+    assert json.loads(store.path.read_text())["format"] == module.FORMAT
 
 
 def _write(folder, name, count):
@@ -97,7 +97,7 @@ def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path):
         lambda data: data[: len(data) // 2],
         lambda data: b"\xff\x00" * 50,
         lambda data: b"[" * 100_000,
-        lambda data: data.replace(b'"format": 3', b'"format": 4'),
+        lambda data: data.replace(b'"format": %d' % module.FORMAT, b'"format": 99'),
         lambda data: b" " * (module.MAX_BYTES + 1) + data,
         lambda data: b"null",
     ],

@@ -1,0 +1,23 @@
+"""Limits of the fault benchmark on a machine that does much else: seconds hold times its slowness, counts do not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from fault_cases.case import Check
+
+
+@pytest.mark.parametrize(
+    ("check", "slowness", "passes"),
+    [
+        (Check("noticed", 0.9, 0.5, timed=True), 1.0, False),
+        (Check("noticed", 0.9, 0.5, timed=True), 2.0, True),
+        (Check("processes left", 1, 0), 9.0, False),
+        (Check("ready", 99.0), 1.0, True),  # only measured
+    ],
+)
+def test_a_limit_in_seconds_holds_times_how_slow_the_machine_was(check, slowness, passes):
+    assert check.passes(slowness) is passes
