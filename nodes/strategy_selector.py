@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs
+from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs, find_problems
 from ..parallel_backend.observability.preview.preview import preview
 from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
-from ..parallel_backend.strategy import ENGINES
+from ..parallel_backend.strategy import DEGREES, ENGINES
 from .links import CATEGORY, StrategyLink
 
 
@@ -123,6 +123,36 @@ class StrategySelector(io.ComfyNode):
                 io.String.Output("why", tooltip="The choice in words."),
             ],
         )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        mode: str | None,
+        devices: str | None,
+        cfg_degree: int | None,
+        pipefusion_degree: int | None,
+        ring_degree: int | None,
+        ulysses_degree: int | None,
+        data_degree: int | None,
+        tensor_degree: int | None = 1,
+        device_shares: str | None = "",
+    ) -> bool | str:
+        """What no model could run is refused before it is queued. A line for each problem: `inputs: words`.
+
+        ComfyUI marks every input named here, whichever is wrong; web/errors.js leaves those that a line names. An input
+        that another node gives comes as None, and is checked when that has run.
+        """
+        inputs = {name: value for name, value in locals().items() if name != "cls"}
+        known = {name: value for name, value in inputs.items() if value is not None}
+        if mode is None or devices is None:
+            return True
+        for name in DEGREES:  # which ComfyUI leaves to this function
+            least, most = LIMITS[name]
+            if not least <= known.get(name, least) <= most:
+                return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."
+        found = find_problems(SelectorInputs(**known))
+        certain = [problem for problem in found if set(problem.inputs) <= {*known}]
+        return "\n".join(f"{', '.join(p.inputs)}: {p.message}" for p in certain) or True
 
     @classmethod
     def execute(cls, **inputs: str | int | bool) -> io.NodeOutput:

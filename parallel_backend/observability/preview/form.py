@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ...errors import CheckpointError, ParallelError, RequestError, SettingsError
+from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.rules import StrategySettings
@@ -90,6 +90,7 @@ def check_inputs(
 ) -> dict[str, object]:
     """The page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
+    `nearest`: the inputs to change, and to what, for the nearest settings that can run, empty where nobody knows.
     `decided`: inputs that count for nothing now, because `auto` decides them.
 
     `find_file`: the model that a loader names, None for a loader that it does not know; may raise CheckpointError.
@@ -105,27 +106,36 @@ def check_inputs(
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         told = preview(inputs.settings(), file or typical_model(), dtype)
-    except SettingsError as error:
-        problems: list[dict[str, object]] = [
-            {"inputs": list(p.inputs), "message": p.message} for p in error.problems
-        ]
-        return _answer(inputs, problems=problems, notes=notes)
     except ParallelError as error:
-        return _answer(inputs, problems=[{"inputs": [], "message": str(error)}], notes=notes)
+        return _answer(inputs, problems=_problems(error), notes=notes)
     return _answer(inputs, told, notes=notes)
+
+
+def find_problems(inputs: SelectorInputs) -> tuple[Problem, ...]:
+    """What is wrong with them whatever the model is; empty where some model can run."""
+    try:
+        preview(inputs.settings())
+    except ParallelError as error:
+        return _problems(error)
+    return ()
+
+
+def _problems(error: ParallelError) -> tuple[Problem, ...]:
+    return error.problems if isinstance(error, SettingsError) else (Problem(str(error)),)
 
 
 def _answer(
     inputs: SelectorInputs,
     told: Preview | None = None,
     *,
-    problems: Sequence[dict[str, object]] = (),
+    problems: Sequence[Problem] = (),
     notes: list[str],
 ) -> dict[str, object]:
     cases = told.cases if told else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
-        "problems": list(problems),
+        "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
+        "nearest": dict(change for p in problems for change in p.nearest),
         "why": told.why if told else "",
         "basis": told.basis if told else "",
         "layout": [
