@@ -13,8 +13,9 @@ from .links import CATEGORY, StrategyLink
 
 
 def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:
+    """Of those that `auto` decides: ComfyUI folds them away, and web/strategy_panel.js shows them in manual mode."""
     least, most = LIMITS[name]
-    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, **more)
+    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, advanced=True, **more)
 
 
 def _degree(name: str, tooltip: str) -> io.Int.Input:
@@ -33,6 +34,7 @@ _OPTIONAL = (
         "shard_weights",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="Each device keeps its share of the weights and fetches the rest block by block (FSDP): for models "
         "larger than a card. Counts in manual mode only.",
     ),
@@ -40,6 +42,7 @@ _OPTIONAL = (
         "offload_weights",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="Keeps the shares in the computer's memory: slowest, smallest. Counts in manual mode only.",
     ),
     _number(
@@ -92,7 +95,7 @@ class StrategySelector(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="all",
-                    tooltip="all, or GPU numbers such as 0,1,3. On the CPU the number of ranks, such as cpu:2.",
+                    tooltip="all, or GPU numbers such as 0,1,3 or 0-3. On the CPU the number of ranks, such as cpu:2.",
                 ),
                 _degree(
                     "cfg_degree", "2 computes the positive and the negative prompt on different devices."

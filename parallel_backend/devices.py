@@ -50,9 +50,7 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     indices: list[int] = []
     for first, last in re.findall(_GPUS, wanted):
         if last and not 0 <= int(last) - int(first) < _MOST_LETTERS:
-            raise _refuse(
-                f"{text!r}: from {first} to {last} is no range; write the smaller GPU first: 0-3."
-            )
+            raise _refuse(f"{text!r}: from {first} to {last} is no range; write the smaller GPU first: 0-3.")
         indices += range(int(first), int(last or first) + 1)
     if len(set(indices)) != len(indices):
         once = ",".join(str(i) for i in dict.fromkeys(indices) if i < gpus)

@@ -1,8 +1,8 @@
 // Marks the inputs of Strategy Selector that are wrong, and no others, when ComfyUI refuses to queue a prompt: its
 // validation marks each input that a node checks, whichever it is. What the node says has a line for each problem,
 // "inputs: words".
-import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { watchQueue } from "./lib/queue.js";
 
 const SELECTOR = "StrategySelector";
 const KIND = "custom_validation_failed";
@@ -28,18 +28,6 @@ function sift(nodeErrors) {
 app.registerExtension({
   name: "parallel_sampling.errors",
   setup() {
-    const queuePrompt = api.queuePrompt;
-    api.queuePrompt = function (...args) {
-      return queuePrompt.apply(this, args).then(
-        (answer) => {
-          sift(answer?.node_errors);
-          return answer;
-        },
-        (error) => {
-          sift(error?.response?.node_errors);
-          throw error;
-        },
-      );
-    };
+    watchQueue((prompt, answer) => sift(answer.node_errors));
   },
 });

@@ -17,11 +17,30 @@ const STYLE = `
 .parallel-report.empty { color: var(--descrip-text); }
 `;
 
+const INSTEAD = {
+  running: "Running: its report comes at the end.",
+  cancelled: "The latest run was cancelled.",
+  failed: "The latest run failed.",
+};
+
+function reportOf(node) {
+  return node.widgets?.find((widget) => widget.name === PANEL)?.element.querySelector(".parallel-report");
+}
+
 function show(node, output) {
-  const report = node.widgets?.find((widget) => widget.name === PANEL)?.element.querySelector(".parallel-report");
+  const report = reportOf(node);
   if (!report || !output.text) return;
-  report.textContent = [].concat(output.text).join("\n\n");
-  report.classList.remove("empty");
+  report.own = [].concat(output.text).join("\n\n");
+  mark(node, "done");
+}
+
+// Of the latest run and of no other: what it says of itself, or why it says nothing.
+function mark(node, state) {
+  const report = reportOf(node);
+  if (!report) return;
+  if (state === "failed" || state === "cancelled") report.own = "";
+  report.textContent = INSTEAD[state] ?? (report.own || EMPTY);
+  report.classList.toggle("empty", state !== "done" || !report.own);
 }
 
 app.registerExtension({
@@ -29,7 +48,7 @@ app.registerExtension({
 
   setup() {
     addStyle(STYLE);
-    watchOutputs(SAMPLER, show);
+    watchOutputs(SAMPLER, show, mark);
   },
 
   nodeCreated(node) {

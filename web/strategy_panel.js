@@ -69,7 +69,8 @@ function ownWidgets(node) {
   return (node.widgets ?? []).filter((widget) => names.has(widget.name));
 }
 
-const labelOf = (node, name) => plainLabel(ownWidgets(node).find((widget) => widget.name === name)) ?? name;
+const widgetOf = (node, name) => ownWidgets(node).find((widget) => widget.name === name);
+const labelOf = (node, name) => plainLabel(widgetOf(node, name)) ?? name;
 
 // One step that undo takes back.
 function captureState() {
@@ -111,6 +112,20 @@ function withoutUnknown(said, unknown) {
 function forgetRefusal(node) {
   const errors = app.lastNodeErrors ?? {};
   for (const id of Object.keys(errors)) if (nodeOf(id) === node && errors[id].refused) delete errors[id];
+}
+
+// What auto decides is folded away, and seen where a person sets it. Nodes drawn by Vue have a button of their own for
+// that; on the canvas ComfyUI only leaves the rows empty, so there they are hidden.
+function fold(node) {
+  node.showAdvanced = inputsOf(node).mode !== "auto";
+  hideOnCanvas(node);
+  node.expandToFitContent?.();
+}
+
+function hideOnCanvas(node) {
+  const byVue = app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
+  const hidden = !byVue && inputsOf(node).mode === "auto";
+  for (const widget of ownWidgets(node)) if (widget.options?.advanced) widget.hidden = hidden;
 }
 
 class Panel {
@@ -159,6 +174,7 @@ class Panel {
     this.foreseen = { basis, layout };
     this.drawLayout();
     if (!problems.length) forgetRefusal(this.node);
+    hideOnCanvas(this.node); // who draws the nodes may be another one now
     const wrong = new Set(problems.flatMap(({ inputs }) => inputs));
     for (const widget of ownWidgets(this.node)) {
       markWidget(widget, wrong.has(widget.name));
@@ -183,11 +199,20 @@ class Panel {
     return [button(`Apply ${words.join(", ")}`, apply)];
   }
 
-  showRun({ parallel_layout: layout = [], parallel_candidates: rows = [] }) {
+  showRun(output) {
+    this.latest = output;
+    const { parallel_layout: layout = [], parallel_candidates: rows = [] } = output;
     this.run = layout[0];
     drawCandidates(this.candidates, rows);
     this.drawLayout();
     this.node.setDirtyCanvas(true, true);
+  }
+
+  // Another run than the one that is shown: nothing of the former one stays, unless this one left it as it was.
+  markRun(state) {
+    const { latest } = this;
+    this.showRun(state === "done" ? (latest ?? {}) : {});
+    if (state === "running") this.latest = latest;
   }
 
   // What ran, as long as nothing was edited since; else what would.
@@ -204,7 +229,7 @@ function chain(object, name, then) {
   const before = object[name];
   object[name] = function (...args) {
     const result = before?.apply(this, args);
-    then();
+    then(...args);
     return result;
   };
 }
@@ -216,7 +241,7 @@ app.registerExtension({
     addStyle(STYLE);
     watchOutputs(SAMPLER, (sampler, output) => {
       if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output);
-    });
+    }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state));
     // Whatever else changes in the graph: undo, links, another file in the loader.
     api.addEventListener("graphChanged", () => {
       for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();
@@ -229,6 +254,9 @@ app.registerExtension({
     panels.set(node, panel);
     const askSoon = () => panel.askSoon();
     for (const widget of ownWidgets(node)) chain(widget, "callback", askSoon);
+    chain(widgetOf(node, "mode"), "callback", () => fold(node));
+    chain(node, "onConfigure", (saved) => (saved.showAdvanced === undefined ? fold(node) : hideOnCanvas(node)));
+    fold(node);
     for (const event of ["onConfigure", "onConnectionsChange", "onAdded"]) chain(node, event, askSoon);
     addPanel(node, PANEL, panel.root, MIN_HEIGHT);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);

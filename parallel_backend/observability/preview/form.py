@@ -13,12 +13,13 @@ from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
-from .preview import Preview, preview
+from .preview import PIXELS, Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
 _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
+_PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
@@ -105,7 +106,8 @@ def check_inputs(
         )
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
-        told = preview(inputs.settings(), file or typical_model(), dtype)
+        pixels = _PIXELS.get(loader.node, PIXELS)
+        told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error), notes=notes)
     return _answer(inputs, told, notes=notes)

@@ -46,7 +46,15 @@ def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
         "cpu:3 · uncond · heads 2/2",
     ]
     chosen = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).settings()
-    assert answer["why"] == preview(chosen).why
+    assert answer["why"].startswith(preview(chosen).why)
+
+
+def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
+    chosen = SelectorInputs(devices="cpu:2")
+    assert "GiB" not in preview(chosen.settings()).why
+    told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda loader: PUBLISHED_DEV)["memory"]
+    assert " at 128x128, on the fullest device: " in told and "; once for all ranks, " in told
+    assert "at 1024x1024" in check_inputs(chosen, Loader(), lambda loader: PUBLISHED_DEV)["memory"]
 
 
 def test_auto_is_shown_without_and_with_a_negative_prompt():
