@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.latent_formats
 import comfy.model_patcher
 import comfy.sd
 import comfy.utils
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..parallel_backend.errors import CheckpointError
 from ..parallel_backend.models.demo.captions import tokenize
 from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
+from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_model
@@ -68,7 +70,18 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel_model, model = load_parallel_model(str(MODEL), "auto", strategy)
+        model.model.latent_format = DemoLatents()
         return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
+
+
+class DemoLatents(comfy.latent_formats.Flux):
+    """Flux's numbers, with the colours of the demo's own coder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
+        self.latent_rgb_factors_bias = list(RGB_BIAS)
+        self.taesd_decoder_name = None  # Flux's small decoder knows nothing of these
 
 
 def make_clip() -> comfy.sd.CLIP:

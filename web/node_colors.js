@@ -1,7 +1,8 @@
 // One colour for this pack's nodes where a person chose none: one of ComfyUI's own, and never written into a workflow.
 import { app } from "../../scripts/app.js";
 
-const CATEGORY = "parallel";
+// By which ComfyUI names the pack's nodes, in every language: the folder that this file comes from.
+const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/")[2])}`;
 const COLOR = "pale_blue"; // of ComfyUI's palette
 
 app.registerExtension({
@@ -9,7 +10,7 @@ app.registerExtension({
 
   nodeCreated(node) {
     const palette = globalThis.LGraphCanvas?.node_colors?.[COLOR];
-    if (node.constructor.nodeData?.category !== CATEGORY || !palette || node.color || node.bgcolor) return;
+    if (node.constructor.nodeData?.python_module !== PACK || !palette || node.color || node.bgcolor) return;
     const { color, bgcolor } = palette;
     Object.assign(node, { color, bgcolor });
     const before = node.onSerialize;
