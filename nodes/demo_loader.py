@@ -70,18 +70,15 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel_model, model = load_parallel_model(str(MODEL), "auto", strategy)
-        model.model.latent_format = DemoLatents()
+        show_own_colours(model.model.latent_format)
         return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
 
 
-class DemoLatents(comfy.latent_formats.Flux):
-    """Flux's numbers, with the colours of the demo's own coder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
-        self.latent_rgb_factors_bias = list(RGB_BIAS)
-        self.taesd_decoder_name = None  # Flux's small decoder knows nothing of these
+def show_own_colours(latents: comfy.latent_formats.LatentFormat) -> None:
+    """Has previews of a model that has this format to itself show what the demo's own coder would."""
+    latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
+    latents.latent_rgb_factors_bias = list(RGB_BIAS)
+    latents.taesd_decoder_name = None  # the small decoder of the format knows nothing of these latents
 
 
 def make_clip() -> comfy.sd.CLIP:
