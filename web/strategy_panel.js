@@ -119,7 +119,7 @@ function forgetRefusal(node) {
 function fold(node) {
   node.showAdvanced = inputsOf(node).mode !== "auto";
   hideOnCanvas(node);
-  node.expandToFitContent?.();
+  if (node.showAdvanced) node.expandToFitContent?.();
 }
 
 function hideOnCanvas(node) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
@@ -20,6 +20,7 @@ _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
 _PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
+_UNNAMED = ("ParallelModel",)  # nodes behind a loader that the page does not ask for its file
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
@@ -110,6 +111,8 @@ def check_inputs(
         told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error), notes=notes)
+    if file is None or loader.node in _UNNAMED:
+        told = replace(told, memory="")  # a typical model's, which says nothing of this one
     return _answer(inputs, told, notes=notes)
 
 

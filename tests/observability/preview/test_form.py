@@ -54,7 +54,10 @@ def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
     assert "GiB" not in preview(chosen.settings()).why
     told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda loader: PUBLISHED_DEV)["memory"]
     assert " at 128x128, on the fullest device: " in told and "; once for all ranks, " in told
-    assert "at 1024x1024" in check_inputs(chosen, Loader(), lambda loader: PUBLISHED_DEV)["memory"]
+    flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda loader: PUBLISHED_DEV)
+    assert "at 1024x1024" in flux["memory"]
+    assert check_inputs(chosen, Loader(), lambda loader: None)["memory"] == ""
+    assert check_inputs(chosen, Loader("ParallelModel"), lambda loader: PUBLISHED_DEV)["memory"] == ""
 
 
 def test_auto_is_shown_without_and_with_a_negative_prompt():
