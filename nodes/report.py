@@ -79,6 +79,25 @@ def summarise(record: RunRecord) -> str:
     return f"{strategy}: {typical(times):.3f} s a {unit}"
 
 
+def headline(record: RunRecord) -> str:
+    """The run in one short line, e.g. `Ulysses 2 · 0.045 s/step · 1.8 × one device · exact`, with `–` where one device
+    was not measured. Of a record with at least one run."""
+    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    exact = "exact" if all(run.exact for run in record.runs) else "approximate"
+    alone = _alone(record)
+    won = f"{alone / typical(times):.1f} ×" if alone is not None else "–"
+    compared = () if record.strategy.world_size == 1 else (f"{won} one device",)
+    unit = "step" if record.stepwise_because is None else "call"
+    return " · ".join([record.strategy.describe(), f"{typical(times):.3g} s/{unit}", *compared, exact])
+
+
+def _alone(record: RunRecord) -> float | None:
+    """Seconds of a step on one device: tried in this run, else measured before."""
+    tried = [min(t.seconds) for t in record.trials if t.seconds and t.strategy.world_size == 1]
+    seen = record.plan.candidates if record.plan is not None else ()
+    return min(tried, default=next((c.step_s for c in seen if c.strategy.world_size == 1), None))
+
+
 def _result(record: RunRecord) -> str:
     approximate = [run for run in record.runs if not run.exact]
     if not approximate:

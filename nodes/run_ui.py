@@ -13,7 +13,7 @@ from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
-from .report import typical
+from .report import headline, typical
 
 
 def run_ui(
@@ -21,6 +21,8 @@ def run_ui(
 ) -> dict[str, list]:
     """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
+    if record.runs:
+        shown["parallel_headline"] = [headline(record)]
     if rows := panel_rows(record):
         shown["parallel_candidates"] = rows
     if record.decisions:

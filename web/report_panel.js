@@ -11,6 +11,8 @@ const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than 
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
+.parallel-headline { font-weight: bold; padding: 0 4px 2px; overflow-wrap: anywhere; user-select: text; }
+.parallel-headline:empty { display: none; }
 .parallel-report { flex: 1 1 0; min-height: 0; overflow: auto; margin: 0; padding: 4px; font: inherit; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--comfy-menu-bg); border-radius: 4px; user-select: text; }
 .parallel-report:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
@@ -31,6 +33,7 @@ function show(node, output) {
   const report = reportOf(node);
   if (!report || !output.text) return;
   report.own = [].concat(output.text).join("\n\n");
+  report.previousSibling.own = output.parallel_headline?.[0] ?? "";
   mark(node, "done");
 }
 
@@ -40,6 +43,7 @@ function mark(node, state) {
   if (!report) return;
   if (state === "failed" || state === "cancelled") report.own = "";
   report.textContent = INSTEAD[state] ?? (report.own || EMPTY);
+  report.previousSibling.textContent = state === "done" && report.own ? report.previousSibling.own : "";
   report.classList.toggle("empty", state !== "done" || !report.own);
 }
 
@@ -54,7 +58,9 @@ app.registerExtension({
   nodeCreated(node) {
     if (node.comfyClass !== SAMPLER) return;
     const report = makeScrollable(element("pre", "parallel-report empty", EMPTY), "Report of the latest run");
-    addPanel(node, PANEL, element("div", "parallel-run", report), MIN_HEIGHT);
+    const headline = element("div", "parallel-headline");
+    headline.own = "";
+    addPanel(node, PANEL, element("div", "parallel-run", headline, report), MIN_HEIGHT);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
   },
 });

@@ -42,9 +42,6 @@ def rank_bars() -> Iterator[None]:
     sender.watch(client, math.inf)
     try:
         yield
-    except BaseException:
-        server.send_progress_text("", context.node_id, client)  # no phase of it is left under the node
-        raise
     finally:
         stop()
         sender.close()

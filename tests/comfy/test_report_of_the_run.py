@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,9 @@ from graphs import Graph
 
 UNET = "tiny_report.safetensors"  # two attention heads
 REPORT = "() => document.querySelector('.parallel-report')?.textContent"
+HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
+PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
+  w => w.name.includes('text-preview'))?.value || ''"""
 ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
 SET = """([type, name, value]) => {
   app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
@@ -48,15 +52,18 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     _run(page, seed=1)
     _wait_for_report(page, "strategy: ")
     assert page.evaluate(ROWS) > 1
+    assert re.fullmatch(r"[\w ×]+ · [\d.e-]+ s/step · (.+ one device · )?exact", page.evaluate(HEADLINE))
 
     _run(page, seed=2, steps=4000)
     _wait_for_report(page, "Running")
-    assert page.evaluate(ROWS) == 0
+    assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == ""
+    page.wait_for_function(PHASE, timeout=60_000)
     page.wait_for_function(
         "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000
     )
     page.evaluate("() => app.api.interrupt()")
     _wait_for_report(page, "The latest run was cancelled")
+    page.wait_for_function(f"() => ({PHASE})() === ''", timeout=20_000)
     page.reload()
     _wait_for_report(page, "The latest run was cancelled")
     assert page.evaluate(ROWS) == 0

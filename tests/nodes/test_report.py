@@ -10,6 +10,7 @@ from pack_nodes import import_node_module
 from parallel_backend.planner.rules import Decision
 from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import Trial
 
 report = import_node_module("nodes.report")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
@@ -47,6 +48,18 @@ def test_all_words_tell_one_median_which_leaves_out_the_first_step():
     assert told["expected"] == "a median of 0.0400 s a step (measured before); this one is 25% more"
     assert report.summarise(record()) == "Ulysses 2: 0.050 s a step"
     assert report.typical([0.3]) == 0.3
+
+
+def test_the_headline_says_what_ran_how_fast_and_what_that_won():
+    assert report.headline(record()) == "Ulysses 2 · 0.05 s/step · – one device · exact"
+    one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.09)
+    plan = SimpleNamespace(candidates=[one])
+    assert report.headline(record(plan=plan)) == "Ulysses 2 · 0.05 s/step · 1.8 × one device · exact"
+    tried = (Trial(ULYSSES, (0.05,)), Trial(ParallelStrategy(), (0.2, 0.1)))
+    assert report.headline(record(plan=plan, trials=tried)).split(" · ")[2] == "2.0 × one device"
+    alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
+    words = report.headline(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x"))
+    assert words == "one device · 0.1 s/call · exact"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import { nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { watchQueue } from "./queue.js";
 
 const LOOK_BACK = 16; // prompts of the history
+const PHASE = "$$node-text-preview"; // ComfyUI's widget
 const ENDS = { execution_error: "failed", execution_interrupted: "cancelled", execution_success: "done" };
 const watchers = []; // [class, show, mark]
 const runs = new Map(); // prompt id -> the graph that it came from, and the execution ids of its nodes
@@ -20,8 +21,15 @@ export function watchOutputs(comfyClass, show, mark = () => {}) {
 
 function mark(ids, state) {
   for (const node of ids.map(nodeOf)) {
+    if (state === "failed" || state === "cancelled") forgetPhase(node);
     for (const [comfyClass, , marked] of watchers) if (node?.comfyClass === comfyClass) marked(node, state);
   }
+}
+
+// What a run was doing, which ComfyUI leaves under the node when it ends in the middle of that.
+function forgetPhase(node) {
+  const text = node?.widgets?.find((widget) => widget.name === PHASE);
+  if (text) text.value = "";
 }
 
 // A run of the graph that is shown: its nodes wait for their outputs.
