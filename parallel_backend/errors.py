@@ -11,7 +11,8 @@ class ParallelError(Exception):
 
     def __init_subclass__(cls) -> None:
         # ComfyUI names a pack's modules by the folder they lie in, and shows an error with its module's name.
-        cls.__module__ = "parallel_backend.errors"
+        _, package, module = cls.__module__.rpartition("parallel_backend.")
+        cls.__module__ = package + module
 
 
 class PlatformError(ParallelError):

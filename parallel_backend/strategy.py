@@ -211,7 +211,7 @@ class ParallelStrategy:
             if way.sequence_degree <= self.sequence_degree
             and not any(way._broken(model, device_count, "auto", way))
         ]
-        return max(valid, key=lambda way: (way.world_size, -self._distance(way)))
+        return max(valid, key=lambda way: (way.world_size, -self._distance(way)), default=self)
 
     def _distance(self, other: ParallelStrategy) -> float:
         return sum(abs(math.log2(getattr(other, name) / getattr(self, name))) for name in DEGREES)
