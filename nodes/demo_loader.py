@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.latent_formats
 import comfy.model_patcher
 import comfy.sd
 import comfy.utils
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..parallel_backend.errors import CheckpointError
 from ..parallel_backend.models.demo.captions import tokenize
 from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
+from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_model
@@ -68,7 +70,15 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel_model, model = load_parallel_model(str(MODEL), "auto", strategy)
+        show_own_colours(model.model.latent_format)
         return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
+
+
+def show_own_colours(latents: comfy.latent_formats.LatentFormat) -> None:
+    """Has previews of a model that has this format to itself show what the demo's own coder would."""
+    latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
+    latents.latent_rgb_factors_bias = list(RGB_BIAS)
+    latents.taesd_decoder_name = None  # the small decoder of the format knows nothing of these latents
 
 
 def make_clip() -> comfy.sd.CLIP:

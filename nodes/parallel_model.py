@@ -24,7 +24,14 @@ class ParallelModelNode(io.ComfyNode):
             category=CATEGORY,
             description="Has several devices compute a model that one of ComfyUI's own loaders has loaded: images or "
             "videos of any family. The devices read the file themselves; LoRAs and other changes come along.",
-            search_aliases=["multi gpu model", "any model parallel", "distributed", "xdit", "split model"],
+            search_aliases=[
+                "multi gpu model",
+                "any model parallel",
+                "distributed",
+                "xdit",
+                "split model",
+                "raylight",
+            ],
             inputs=[
                 io.Model.Input(
                     "model",

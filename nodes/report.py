@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 from ..parallel_backend.options import APPROXIMATE_KERNELS
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from ..parallel_backend.trials import Trial
-from .host.calls import RunRecord
+
+if TYPE_CHECKING:
+    from .host.calls import RunRecord
+
+
+def typical(times: Sequence[float]) -> float:
+    """The median without the first, which pays for what is done once: the one number that all words and panels tell."""
+    return median(times[1:] or times)
 
 
 def write_report(record: RunRecord) -> str:
@@ -31,9 +40,10 @@ def write_report(record: RunRecord) -> str:
         unit = "step" if record.stepwise_because is None else "model call"
         lines += _foreseen(record, times, unit)
         lines += _trials(record, unit)
-        lines.append(f"{unit}: median {median(times):.4f} s, first {times[0]:.4f} s, {len(times)} in all")
+        first = "" if len(times) == 1 else f", first {times[0]:.4f} s, {len(times)} in all"
+        lines.append(f"{unit}: median {typical(times):.4f} s{first}")
     lines.append(
-        f"load: {sum(load.seconds for load in record.loads):.2f} s"
+        f"load: {_seconds(sum(load.seconds for load in record.loads))}"
         if record.loads
         else "load: 0 s (weights were warm)"
     )
@@ -66,7 +76,26 @@ def summarise(record: RunRecord) -> str:
         calls = sum(run.model_calls for run in record.runs)
         return f"{strategy}: {mean(times):.3f} s a step on average, {reused} of {calls} model calls reused"
     unit = "step" if record.stepwise_because is None else "model call"
-    return f"{strategy}: {median(times):.3f} s a {unit}"
+    return f"{strategy}: {typical(times):.3f} s a {unit}"
+
+
+def headline(record: RunRecord) -> str:
+    """The run in one short line, e.g. `Ulysses 2 · 0.045 s/step · 1.8 × one device · exact`, with `–` where one device
+    was not measured. Of a record with at least one run."""
+    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    exact = "exact" if all(run.exact for run in record.runs) else "approximate"
+    alone = _alone(record)
+    won = f"{alone / typical(times):.1f} ×" if alone is not None else "–"
+    compared = () if record.strategy.world_size == 1 else (f"{won} one device",)
+    unit = "step" if record.stepwise_because is None else "call"
+    return " · ".join([record.strategy.describe(), f"{typical(times):.3g} s/{unit}", *compared, exact])
+
+
+def _alone(record: RunRecord) -> float | None:
+    """Seconds of a step on one device: tried in this run, else measured before."""
+    tried = [min(t.seconds) for t in record.trials if t.seconds and t.strategy.world_size == 1]
+    seen = record.plan.candidates if record.plan is not None else ()
+    return min(tried, default=next((c.step_s for c in seen if c.strategy.world_size == 1), None))
 
 
 def _result(record: RunRecord) -> str:
@@ -78,7 +107,8 @@ def _result(record: RunRecord) -> str:
     if any(run.reused_calls for run in approximate):
         return "result: approximate (step cache; a lower cache_threshold comes nearer to the exact result)"
     return (
-        f"result: approximate (PipeFusion: exact for the first {approximate[0].strategy.warmup_steps} step(s), then "
+        f"result: approximate (PipeFusion: exact for the first "
+        f"{_count(approximate[0].strategy.warmup_steps, 'step')}, then "
         f"patches attend to keys and values of the step before; more warmup_steps come nearer to one device's result)"
     )
 
@@ -111,7 +141,7 @@ def _computing(record: RunRecord) -> list[str]:
     compiled = [run.compiled for run in record.runs if run.compiled is not None]
     if graphs := sum(one.graphs for one in compiled):
         seconds = sum(one.seconds for one in compiled)
-        lines.append(f"compile: {graphs} graph(s) in {seconds:.1f} s, kept for the next prompts")
+        lines.append(f"compile: {_count(graphs, 'graph')} in {seconds:.1f} s, kept for the next prompts")
     elif compiled:
         lines.append("compile: blocks (were compiled)")
     return lines
@@ -122,11 +152,23 @@ def _loras(record: RunRecord) -> list[str]:
     if patched is None or not (patched.weights or patched.touched):
         return []
     if patched.cached:
-        return [f"LoRA: {patched.weights} weights (were in place)"]
+        return [f"LoRA: {_count(patched.weights, 'weight')} (in place already)"]
     if not patched.weights:
-        return [f"LoRA: none; {patched.touched} weights were restored in {patched.seconds:.2f} s"]
+        were = "was" if patched.touched == 1 else "were"
+        return [f"LoRA: none; {_count(patched.touched, 'weight')} {were} restored in {patched.seconds:.2f} s"]
     sent = f", {patched.bytes_sent / 2**20:.2f} MiB of factors sent" if patched.bytes_sent else ""
-    return [f"LoRA: {patched.weights} weights, {patched.touched} changed in {patched.seconds:.2f} s{sent}"]
+    return [
+        f"LoRA: {_count(patched.weights, 'weight')}, {patched.touched} changed in {patched.seconds:.2f} s{sent}"
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    """Never 0.00 for what took its time."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds:.3f} s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _strategy(record: RunRecord) -> str:
@@ -173,10 +215,9 @@ def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:
-        took = median(times[1:] or times)
-        off = took / seen - 1
+        off = typical(times) / seen - 1
         lines.append(
-            f"expected: {seen:.4f} s a {unit} (measured before); it took {took:.4f} s, "
+            f"expected: a median of {seen:.4f} s a {unit} (measured before); this one is "
             f"{abs(off):.0%} {'more' if off > 0 else 'less'}"
         )
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from statistics import median
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.model_file import ModelFile
@@ -14,6 +13,7 @@ from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
+from .report import headline, typical
 
 
 def run_ui(
@@ -21,6 +21,8 @@ def run_ui(
 ) -> dict[str, list]:
     """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
+    if record.runs:
+        shown["parallel_headline"] = [headline(record)]
     if rows := panel_rows(record):
         shown["parallel_candidates"] = rows
     if record.decisions:
@@ -51,7 +53,7 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
     tried = {trial.strategy: min(trial.seconds) for trial in record.trials if trial.seconds}
     times = [seconds for run in record.runs for seconds in run.step_seconds]
     if times and not any(run.reused_calls for run in record.runs):
-        tried.setdefault(record.strategy.canonical, median(times[1:] or times))
+        tried.setdefault(record.strategy.canonical, typical(times))
     seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
     seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))
     return [_row(candidate, record.strategy) for candidate in table(seen, record.strategy)]

@@ -33,7 +33,13 @@ class ParallelSampler(io.ComfyNode):
             display_name="Parallel Sampler",
             category=CATEGORY,
             description="Samples one latent on several devices at once and gives what KSampler gives on one.",
-            search_aliases=["multi gpu sampler", "ksampler parallel", "xdit sampler", "distributed"],
+            search_aliases=[
+                "multi gpu sampler",
+                "ksampler parallel",
+                "xdit sampler",
+                "distributed",
+                "raylight",
+            ],
             inputs=[
                 ModelLink.Input("parallel_model", tooltip="From Parallel Model, or a loader of this pack."),
                 io.Conditioning.Input("positive", tooltip="What the image should show."),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs
+from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs, find_problems
 from ..parallel_backend.observability.preview.preview import preview
 from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
-from ..parallel_backend.strategy import ENGINES
+from ..parallel_backend.strategy import DEGREES, ENGINES
 from .links import CATEGORY, StrategyLink
 
 
 def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:
+    """Of those that `auto` decides: ComfyUI folds them away, and web/strategy_panel.js shows them in manual mode."""
     least, most = LIMITS[name]
-    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, **more)
+    return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, advanced=True, **more)
 
 
 def _degree(name: str, tooltip: str) -> io.Int.Input:
@@ -33,6 +34,7 @@ _OPTIONAL = (
         "shard_weights",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="Each device keeps its share of the weights and fetches the rest block by block (FSDP): for models "
         "larger than a card. Counts in manual mode only.",
     ),
@@ -40,6 +42,7 @@ _OPTIONAL = (
         "offload_weights",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="Keeps the shares in the computer's memory: slowest, smallest. Counts in manual mode only.",
     ),
     _number(
@@ -92,7 +95,7 @@ class StrategySelector(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="all",
-                    tooltip="all, or GPU numbers such as 0,1,3. On the CPU the number of ranks, such as cpu:2.",
+                    tooltip="all, or GPU numbers such as 0,1,3 or 0-3. On the CPU the number of ranks, such as cpu:2.",
                 ),
                 _degree(
                     "cfg_degree", "2 computes the positive and the negative prompt on different devices."
@@ -123,6 +126,36 @@ class StrategySelector(io.ComfyNode):
                 io.String.Output("why", tooltip="The choice in words."),
             ],
         )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        mode: str | None,
+        devices: str | None,
+        cfg_degree: int | None,
+        pipefusion_degree: int | None,
+        ring_degree: int | None,
+        ulysses_degree: int | None,
+        data_degree: int | None,
+        tensor_degree: int | None = 1,
+        device_shares: str | None = "",
+    ) -> bool | str:
+        """What no model could run is refused before it is queued. A line for each problem: `inputs: words`.
+
+        ComfyUI marks every input named here, whichever is wrong; web/errors.js leaves those that a line names. An input
+        that another node gives comes as None, and is checked when that has run.
+        """
+        inputs = {name: value for name, value in locals().items() if name != "cls"}
+        known = {name: value for name, value in inputs.items() if value is not None}
+        if mode is None or devices is None:
+            return True
+        for name in DEGREES:  # which ComfyUI leaves to this function
+            least, most = LIMITS[name]
+            if not least <= known.get(name, least) <= most:
+                return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."
+        found = find_problems(SelectorInputs(**known))
+        certain = [problem for problem in found if set(problem.inputs) <= {*known}]
+        return "\n".join(f"{', '.join(p.inputs)}: {p.message}" for p in certain) or True
 
     @classmethod
     def execute(cls, **inputs: str | int | bool) -> io.NodeOutput:

@@ -13,6 +13,9 @@ from .errors import DeviceError
 MAX_CPU_RANKS = 16
 _MOST_LETTERS = 1000  # far more than any list of devices takes, and few enough digits for Python to read
 
+_GPUS = r"(?:cuda:)?([0-9]+)(?:\s*-\s*(?:cuda:)?([0-9]+))?"  # one, or from one to another
+_BETWEEN = r"(?:\s*[,;]\s*|\s+)"
+
 _only_cpu = False
 
 
@@ -25,13 +28,11 @@ def use_only_cpu() -> None:
 def resolve_devices(text: str) -> tuple[str, ...]:
     """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
 
-    `all`: every GPU, or one CPU rank where there is none; `0,1,3`: these GPUs; `cpu:2`: two ranks on the CPU.
-    Raises DeviceError naming what does not exist.
+    `all`: every GPU, or one CPU rank where there is none; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
+    GPUs; `cpu:2`: two ranks on the CPU. Raises DeviceError naming what does not exist.
     """
     if len(text) > _MOST_LETTERS:
-        raise DeviceError(
-            f"devices {text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2."
-        )
+        raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
     wanted = text.strip().lower()
     gpus = 0 if _only_cpu else torch.cuda.device_count()
     if wanted in ("", "all"):
@@ -39,24 +40,35 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     if cpu := re.fullmatch(r"cpu(?::(\d+))?", wanted):
         ranks = int(cpu[1] or 1)
         if not 1 <= ranks <= MAX_CPU_RANKS:
-            raise DeviceError(f"devices {text!r}: the CPU takes 1 to {MAX_CPU_RANKS} ranks; use e.g. cpu:2.")
+            nearest = f"cpu:{min(max(ranks, 1), MAX_CPU_RANKS)}"
+            raise _refuse(f"{text!r}: the CPU takes 1 to {MAX_CPU_RANKS} ranks; use e.g. cpu:2.", nearest)
         return tuple(f"cpu:{i}" for i in range(ranks))
-    if not re.fullmatch(r"(cuda:)?\d+(\s*,\s*(cuda:)?\d+)*", wanted):
-        raise DeviceError(
-            f"devices {text!r} is not understood; write 'all', GPU numbers such as '0,1,3', or 'cpu:2'."
+    if not re.fullmatch(rf"{_GPUS}({_BETWEEN}{_GPUS})*", wanted):
+        raise _refuse(
+            f"{text!r} is not understood; write 'all', GPU numbers such as '0,1,3' or '0-3', or 'cpu:2'."
         )
-    indices = [int(part.strip().removeprefix("cuda:")) for part in wanted.split(",")]
+    indices: list[int] = []
+    for first, last in re.findall(_GPUS, wanted):
+        if last and not 0 <= int(last) - int(first) < _MOST_LETTERS:
+            raise _refuse(f"{text!r}: from {first} to {last} is no range; write the smaller GPU first: 0-3.")
+        indices += range(int(first), int(last or first) + 1)
     if len(set(indices)) != len(indices):
-        raise DeviceError(f"devices {text!r} names a GPU twice; each rank needs a GPU of its own.")
+        once = ",".join(str(i) for i in dict.fromkeys(indices) if i < gpus)
+        raise _refuse(f"{text!r} names a GPU twice; each rank needs a GPU of its own.", once or "all")
     missing = [i for i in indices if i >= gpus]
     if missing:
         without = "no GPU, since ComfyUI runs with --cpu" if _only_cpu else "no GPU that torch can use"
         has = f"GPUs 0 to {gpus - 1}" if gpus > 1 else "GPU 0 only" if gpus else without
-        raise DeviceError(
-            f"devices {text!r}: GPU {missing[0]} does not exist; this machine has {has}. "
-            f"Use 'all'{' or cpu:2 to run on the CPU' if not gpus else ''}."
+        raise _refuse(
+            f"{text!r}: GPU {missing[0]} does not exist; this machine has {has}. "
+            f"Use 'all'{' or cpu:2 to run on the CPU' if not gpus else ''}.",
+            ",".join(str(i) for i in indices if i < gpus) or "all",
         )
     return tuple(f"cuda:{i}" for i in indices)
+
+
+def _refuse(words: str, nearest: str = "all") -> DeviceError:
+    return DeviceError(f"devices {words}", nearest=(("devices", nearest),))
 
 
 def is_cpu(devices: Sequence[str]) -> bool:

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 class ParallelError(Exception):
     """Base of every error this pack raises on purpose."""
 
+    def __init_subclass__(cls) -> None:
+        # ComfyUI names a pack's modules by the folder they lie in, and shows an error with its module's name.
+        _, package, module = cls.__module__.rpartition("parallel_backend.")
+        cls.__module__ = package + module
+
 
 class PlatformError(ParallelError):
     """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
@@ -20,12 +25,17 @@ class PlatformError(ParallelError):
 FAILURES = ("signal", "exit", "out_of_memory", "hang", "device", "error", "link", "version")
 
 
+Nearest = tuple[tuple[str, "int | bool | str"], ...]  # (input, value) of what must change
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what a person set, in words. `inputs`: those of Strategy Selector it lies in."""
+    """One thing that is wrong with what a person set, in words. `inputs`: those of Strategy Selector it lies in;
+    `nearest`: the changes that lead to the nearest settings that can run, empty where nobody knows."""
 
     message: str
     inputs: tuple[str, ...] = ()
+    nearest: Nearest = ()
 
 
 class SettingsError(ParallelError):
@@ -34,10 +44,15 @@ class SettingsError(ParallelError):
     inputs: tuple[str, ...] = ()  # where it lies, unless told otherwise
 
     def __init__(
-        self, message: str, *, inputs: tuple[str, ...] | None = None, problems: tuple[Problem, ...] = ()
+        self,
+        message: str,
+        *,
+        inputs: tuple[str, ...] | None = None,
+        nearest: Nearest = (),
+        problems: tuple[Problem, ...] = (),
     ) -> None:
         super().__init__(message)
-        self.problems = problems or (Problem(message, self.inputs if inputs is None else inputs),)
+        self.problems = problems or (Problem(message, self.inputs if inputs is None else inputs, nearest),)
 
 
 class DeviceError(SettingsError):
@@ -46,8 +61,8 @@ class DeviceError(SettingsError):
 
     inputs = ("devices",)
 
-    def __init__(self, message: str, *, device: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, device: str | None = None, nearest: Nearest = ()) -> None:
+        super().__init__(message, nearest=nearest)
         self.device = device
 
 

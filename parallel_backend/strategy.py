@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .errors import Problem, StrategyError
+from .errors import Nearest, Problem, StrategyError
 
 ENGINES = ("auto", "native", "xfuser")
 MAX_SHARE = 1e15  # of a device: bytes of its memory serve too; sums of far larger numbers are no numbers
@@ -18,6 +19,7 @@ DEGREES = (
     "ulysses_degree",
     "tensor_degree",
 )
+_NEAREST = (*DEGREES, "shard_weights", "offload_weights")  # that the nearest valid strategy may change
 # What a person reads in a report, in the order of the rank layout (slowest axis first).
 _LABELS = {
     "data_degree": "data",
@@ -169,77 +171,114 @@ class ParallelStrategy:
             offload_weights=self.offload_weights,
         )
 
-    def problems(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[Problem]:
-        """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run."""
-        found = []
+    def problems(
+        self,
+        model: ModelShape,
+        device_count: int,
+        engine: str = "auto",
+        *,
+        as_set: ParallelStrategy | None = None,
+    ) -> list[Problem]:
+        """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run.
 
-        def add(message: str, *inputs: str) -> None:
-            found.append(Problem(message, inputs))
+        `as_set`: by a person, where degrees have moved since."""
+        own = as_set or self
+        broken = list(self._broken(model, device_count, engine, own))
+        if not broken:
+            return []
+        nearest = self.nearest(model, device_count)
+        changes = tuple((n, v) for n in _NEAREST if (v := getattr(nearest, n)) != getattr(own, n))
+        return [Problem(_with_nearest(words, inputs, changes), inputs, changes) for words, inputs in broken]
 
+    def nearest(self, model: ModelShape, device_count: int) -> ParallelStrategy:
+        """The strategy that keeps every rule, keeps as many devices busy as this one wants, and changes least. No
+        degree rises but Ring's, which takes what Ulysses cannot."""
+        base = self.replace(device_shares=())
+        if self.pipefusion_degree > 1 and self.shards:
+            base = base.replace(shard_weights=False, offload_weights=False)
+        most = {name: getattr(self, name) for name in DEGREES} | {"ring_degree": self.sequence_degree}
+        ways: list[tuple[int, ...]] = [()]
+        for name in DEGREES:
+            ways = [
+                (*way, degree)
+                for way in ways
+                for degree in range(1, min(most[name], device_count // math.prod(way)) + 1)
+            ]
+        found = [base.replace(**dict(zip(DEGREES, way, strict=True))) for way in ways]
+        valid = [
+            way
+            for way in found
+            if way.sequence_degree <= self.sequence_degree
+            and not any(way._broken(model, device_count, "auto", way))
+        ]
+        return max(valid, key=lambda way: (way.world_size, -self._distance(way)), default=self)
+
+    def _distance(self, other: ParallelStrategy) -> float:
+        return sum(abs(math.log2(getattr(other, name) / getattr(self, name))) for name in DEGREES)
+
+    def _broken(
+        self, model: ModelShape, device_count: int, engine: str, own: ParallelStrategy
+    ) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(words, inputs) of each broken rule; {nearest} stands for the nearest valid setting."""
         if self.world_size > device_count:
-            add(
-                f"{self.describe()} needs {self.world_size} devices and {device_count} "
+            split = tuple(name for name in DEGREES if getattr(own, name) > 1)
+            yield (
+                f"{own.describe()} needs {own.world_size} devices and {device_count} "
                 f"{'is' if device_count == 1 else 'are'} selected; lower a degree so that the product of all "
-                f"degrees is at most {device_count}, or select more devices.",
-                *(name for name in DEGREES if getattr(self, name) > 1),
-                "devices",
+                f"degrees is at most {device_count} ({{nearest}}), or select more devices.",
+                (*split, "devices"),
             )
-        for message, *inputs in self._unknown_to(model):
-            add(message, *inputs)
+        for words, *inputs in self._unknown_to(model):
+            yield words, tuple(inputs)
         if model.splits_tokens and not model.takes_ulysses(self.ulysses_degree):
-            ulysses, ring = model.split_sequence(self.sequence_degree)
             than = "is more than" if model.uneven_heads else "does not divide"
-            add(
+            yield (
                 f"ulysses_degree {self.ulysses_degree} {than} the {model.heads} attention heads of "
-                f"{model.name}; the nearest valid setting is ulysses_degree {ulysses} with ring_degree {ring}.",
-                "ulysses_degree",
+                f"{model.name}; {{nearest}}.",
+                ("ulysses_degree",),
             )
         if self.cfg_degree > 2:
-            add(
-                f"cfg_degree {self.cfg_degree}: there are only two prompts to share out, positive and negative; the "
-                f"nearest valid setting is cfg_degree 2.",
-                "cfg_degree",
+            yield (
+                f"cfg_degree {self.cfg_degree}: there are only two prompts to share out, positive and negative; "
+                f"{{nearest}}.",
+                ("cfg_degree",),
             )
         if model.pipelines and self.pipefusion_degree > model.blocks > 0:
-            add(
+            yield (
                 f"pipefusion_degree {self.pipefusion_degree}: {model.name} has {model.blocks} blocks and each device "
-                f"needs one; the nearest valid setting is pipefusion_degree {model.blocks}.",
-                "pipefusion_degree",
+                f"needs one; {{nearest}}.",
+                ("pipefusion_degree",),
             )
         whole = not model.heads % self.ulysses_degree
         if model.splits_layers and whole and model.heads % (self.ulysses_degree * self.tensor_degree):
-            heads = model.heads // self.ulysses_degree
-            nearest = max(d for d in range(1, self.tensor_degree) if heads % d == 0)
-            add(
+            yield (
                 f"tensor_degree {self.tensor_degree} times ulysses_degree {self.ulysses_degree} does not divide the "
-                f"{model.heads} attention heads of {model.name}; the nearest valid setting is tensor_degree {nearest}.",
-                "tensor_degree",
+                f"{model.heads} attention heads of {model.name}; {{nearest}}.",
+                ("tensor_degree",),
             )
         if self.pipefusion_degree > 1 and self.tensor_degree > 1:
-            add(
+            yield (
                 f"pipefusion_degree {self.pipefusion_degree} with tensor_degree {self.tensor_degree}: the layers of a "
                 f"pipeline's stages are not split yet; the nearest valid settings are tensor_degree 1, or "
                 f"pipefusion_degree 1.",
-                "pipefusion_degree",
-                "tensor_degree",
+                ("pipefusion_degree", "tensor_degree"),
             )
         if self.pipefusion_degree > 1 and self.shards:
-            add(
+            switches = tuple(name for name in ("shard_weights", "offload_weights") if getattr(self, name))
+            yield (
                 f"pipefusion_degree {self.pipefusion_degree} with {'shard' if self.shard_weights else 'offload'}"
                 f"_weights: the stages of a pipeline are not sharded yet, each holds its blocks whole; the nearest "
                 f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1.",
-                "pipefusion_degree",
-                *(name for name in ("shard_weights", "offload_weights") if getattr(self, name)),
+                ("pipefusion_degree", *switches),
             )
         if self.device_shares and len(self.device_shares) != self.world_size:
-            add(
+            yield (
                 f"device_shares names {len(self.device_shares)} shares and {self.describe()} uses {self.world_size} "
                 f"devices; name one share for each.",
-                "device_shares",
+                ("device_shares",),
             )
         if engine not in ENGINES:
-            add(f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.", "engine")
-        return found
+            yield f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.", ("engine",)
 
     def _unknown_to(self, model: ModelShape) -> Iterator[tuple[str, ...]]:
         """(words, inputs…) of each way to split that this model does not have."""
@@ -270,9 +309,16 @@ class ParallelStrategy:
         """The same in words only."""
         return [problem.message for problem in self.problems(model, device_count, engine)]
 
-    def check(self, model: ModelShape, device_count: int, engine: str = "auto") -> None:
+    def check(
+        self,
+        model: ModelShape,
+        device_count: int,
+        engine: str = "auto",
+        *,
+        as_set: ParallelStrategy | None = None,
+    ) -> None:
         """Raises StrategyError with every violated rule."""
-        found = self.problems(model, device_count, engine)
+        found = self.problems(model, device_count, engine, as_set=as_set)
         if found:
             lines = "\n".join(f"- {problem.message}" for problem in found)
             raise StrategyError(f"This strategy cannot run:\n{lines}", problems=tuple(found))
@@ -286,3 +332,10 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise StrategyError(
             f"{name} is {value!r}; it must be a whole number of at least {least}.", inputs=(name,)
         )
+
+
+def _with_nearest(words: str, inputs: tuple[str, ...], changes: Nearest) -> str:
+    """`words` with the changes for {nearest}, those of `inputs` first."""
+    ordered = sorted(changes, key=lambda change: change[0] not in inputs)
+    setting = (" with " if len(ordered) == 2 else ", ").join(f"{name} {value}" for name, value in ordered)
+    return words.replace("{nearest}", f"the nearest valid setting is {setting}")

@@ -33,6 +33,12 @@ def test_all_without_a_gpu_is_one_cpu_rank(gpus):
         ("0,1,3", ("cuda:0", "cuda:1", "cuda:3")),
         ("3, 1", ("cuda:3", "cuda:1")),
         ("cuda:2", ("cuda:2",)),
+        ("cuda:0,1", ("cuda:0", "cuda:1")),
+        ("0-2", ("cuda:0", "cuda:1", "cuda:2")),
+        ("cuda:0-1, 3", ("cuda:0", "cuda:1", "cuda:3")),
+        ("0 1", ("cuda:0", "cuda:1")),
+        ("0;1", ("cuda:0", "cuda:1")),
+        ("0 ; 1", ("cuda:0", "cuda:1")),
         ("cpu", ("cpu:0",)),
         ("cpu:2", ("cpu:0", "cpu:1")),
     ],
@@ -52,7 +58,11 @@ def test_explicit_lists_keep_their_order(gpus, text, expected):
         ("cpu:0", 0, "1 to 16"),
         (f"cpu:{MAX_CPU_RANKS + 1}", 0, "1 to 16"),
         ("-1", 2, "not understood"),
-        ("0;1", 2, "not understood"),
+        ("0;;1", 2, "not understood"),
+        ("1-0", 2, "write the smaller GPU first"),
+        ("0-99999999", 2, "write the smaller GPU first"),
+        ("0-2,1", 4, "twice"),
+        ("0-4", 2, "GPU 2 does not exist"),
         ("gpu0", 2, "not understood"),
         ("1" * 5000, 2, r"devices '1{20}\.\.\.' has 5000 letters"),
         ("cpu:" + "1" * 5000, 0, "has 5004 letters"),
@@ -62,6 +72,19 @@ def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):
     gpus(count)
     with pytest.raises(DeviceError, match=message):
         resolve_devices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "nearest"),
+    [("0,5", 2, "0"), ("5", 2, "all"), ("0,0,1", 2, "0,1"), ("gpu0", 2, "all"), ("cpu:99", 0, "cpu:16")],
+)
+def test_a_refusal_knows_the_nearest_devices_that_are_there(gpus, text, count, nearest):
+    gpus(count)
+    with pytest.raises(DeviceError) as refused:
+        resolve_devices(text)
+    (problem,) = refused.value.problems
+    assert problem.inputs == ("devices",) and problem.nearest == (("devices", nearest),)
+    resolve_devices(nearest)
 
 
 def test_a_comfyui_without_gpus_uses_none(monkeypatch):

@@ -47,13 +47,49 @@ def test_every_violated_rule_is_listed():
         strategy.check(FLUX, device_count=4)
     text = str(raised.value)
     assert text.count("\n- ") == 4
-    for word in ("needs 900 devices", "cfg_degree 2", "pipefusion_degree 57", "ulysses_degree 5"):
+    for word in ("needs 900 devices", "cfg_degree 3", "has 57 blocks", "ulysses_degree 5"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "nearest"),
+    [
+        ({"ulysses_degree": 5}, 2, {"ulysses_degree": 2}),
+        ({"ulysses_degree": 16}, 16, {"ulysses_degree": 8, "ring_degree": 2}),
+        ({"cfg_degree": 3}, 3, {"cfg_degree": 2}),
+        ({"ring_degree": 3}, 2, {"ring_degree": 2}),
+        ({"pipefusion_degree": 60}, 60, {"pipefusion_degree": 57}),
+        ({"pipefusion_degree": 2, "shard_weights": True}, 2, {"shard_weights": False}),
+        (
+            {"cfg_degree": 3, "pipefusion_degree": 60, "ulysses_degree": 5},
+            4,
+            {"cfg_degree": 1, "pipefusion_degree": 1, "ulysses_degree": 4},
+        ),
+    ],
+)
+def test_the_nearest_valid_setting_is_one_for_all_rules_and_runs_on_the_devices(strategy, devices, nearest):
+    wrong = ParallelStrategy(**strategy)
+    problems = wrong.problems(FLUX, devices)
+    assert [dict(problem.nearest) for problem in problems] == [nearest] * len(problems) != []
+    assert wrong.replace(**nearest).problems(FLUX, devices) == []
+    for problem in problems:
+        for name, value in nearest.items():
+            assert "nearest valid setting is" not in problem.message or f"{name} {value}" in problem.message
+
+
+def test_too_many_devices_are_told_of_the_degrees_that_a_person_set():
+    own = ParallelStrategy(pipefusion_degree=2, tensor_degree=2)
+    (problem,) = ParallelStrategy(pipefusion_degree=4).problems(FLUX, 2, as_set=own)
+    assert problem.message.startswith("PipeFusion 2 × tensor 2 needs 4 devices and 2 are selected")
+    assert problem.inputs == ("pipefusion_degree", "tensor_degree", "devices")
+    assert dict(problem.nearest) == {"tensor_degree": 1}
 
 
 def test_tensor_and_ulysses_together_must_divide_the_heads():
     (line,) = ParallelStrategy(ulysses_degree=4, tensor_degree=4).violations(FLUX, 16)
-    assert "24 attention heads" in line and "tensor_degree 3" in line
+    assert "24 attention heads" in line and "ring_degree 2 with ulysses_degree 2" in line
+    (line,) = ParallelStrategy(tensor_degree=5).violations(FLUX, 5)
+    assert "tensor_degree 4" in line
     assert ParallelStrategy(ulysses_degree=4, tensor_degree=3).violations(FLUX, 12) == []
 
 

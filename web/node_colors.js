@@ -1,15 +1,20 @@
-// One colour for this pack's nodes where a person chose none: one of ComfyUI's own, and never written into a workflow.
+// Room for the title of this pack's new nodes, and one colour where a person chose none: one of ComfyUI's own, and never written into a workflow.
 import { app } from "../../scripts/app.js";
 
-const CATEGORY = "parallel";
+// By which ComfyUI names the pack's nodes, in every language: the folder that this file comes from.
+const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/")[2])}`;
+const WIDTH = { title: 70, letter: 9 }; // pixels that a new node needs for its title to be read whole
 const COLOR = "pale_blue"; // of ComfyUI's palette
 
 app.registerExtension({
   name: "parallel_sampling.node_colors",
 
   nodeCreated(node) {
+    if (node.constructor.nodeData?.python_module !== PACK) return;
+    const width = WIDTH.title + WIDTH.letter * node.title.length;
+    node.setSize([Math.max(node.size[0], width), node.size[1]]);
     const palette = globalThis.LGraphCanvas?.node_colors?.[COLOR];
-    if (node.constructor.nodeData?.category !== CATEGORY || !palette || node.color || node.bgcolor) return;
+    if (!palette || node.color || node.bgcolor) return;
     const { color, bgcolor } = palette;
     Object.assign(node, { color, bgcolor });
     const before = node.onSerialize;

@@ -11,17 +11,40 @@ const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than 
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
+.parallel-headline { font-weight: bold; padding: 0 4px 2px; overflow-wrap: anywhere; user-select: text; }
+.parallel-headline:empty { display: none; }
 .parallel-report { flex: 1 1 0; min-height: 0; overflow: auto; margin: 0; padding: 4px; font: inherit; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--comfy-menu-bg); border-radius: 4px; user-select: text; }
 .parallel-report:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
 .parallel-report.empty { color: var(--descrip-text); }
 `;
 
+const INSTEAD = {
+  running: "Running: its report comes at the end.",
+  cancelled: "The latest run was cancelled.",
+  failed: "The latest run failed.",
+};
+
+function reportOf(node) {
+  return node.widgets?.find((widget) => widget.name === PANEL)?.element.querySelector(".parallel-report");
+}
+
 function show(node, output) {
-  const report = node.widgets?.find((widget) => widget.name === PANEL)?.element.querySelector(".parallel-report");
+  const report = reportOf(node);
   if (!report || !output.text) return;
-  report.textContent = [].concat(output.text).join("\n\n");
-  report.classList.remove("empty");
+  report.own = [].concat(output.text).join("\n\n");
+  report.previousSibling.own = output.parallel_headline?.[0] ?? "";
+  mark(node, "done");
+}
+
+// Of the latest run and of no other: what it says of itself, or why it says nothing.
+function mark(node, state) {
+  const report = reportOf(node);
+  if (!report) return;
+  if (state === "failed" || state === "cancelled") report.own = "";
+  report.textContent = INSTEAD[state] ?? (report.own || EMPTY);
+  report.previousSibling.textContent = state === "done" && report.own ? report.previousSibling.own : "";
+  report.classList.toggle("empty", state !== "done" || !report.own);
 }
 
 app.registerExtension({
@@ -29,13 +52,15 @@ app.registerExtension({
 
   setup() {
     addStyle(STYLE);
-    watchOutputs(SAMPLER, show);
+    watchOutputs(SAMPLER, show, mark);
   },
 
   nodeCreated(node) {
     if (node.comfyClass !== SAMPLER) return;
     const report = makeScrollable(element("pre", "parallel-report empty", EMPTY), "Report of the latest run");
-    addPanel(node, PANEL, element("div", "parallel-run", report), MIN_HEIGHT);
+    const headline = element("div", "parallel-headline");
+    headline.own = "";
+    addPanel(node, PANEL, element("div", "parallel-run", headline, report), MIN_HEIGHT);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
   },
 });

@@ -2,12 +2,13 @@
 // foreseen of each way to split it. Rules and words are the backend's; here they are asked for and shown.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { button } from "./lib/button.js";
 import { drawCandidates } from "./lib/candidates.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { followersOf, nodesOf, originOf } from "./lib/graph.js";
+import { followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
 import { watchOutputs } from "./lib/outputs.js";
-import { disableWidget, markRows, markWidget } from "./lib/widgets.js";
+import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
@@ -27,6 +28,7 @@ const STYLE = `
 .parallel-strategy .basis, .parallel-strategy .notes { color: var(--descrip-text); }
 .parallel-strategy [role="alert"] p { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
   white-space: pre-line; }
+.parallel-strategy [role="alert"] button { margin: 0 4px 4px; }
 .parallel-strategy .outdated { opacity: 0.5; }
 `;
 
@@ -53,8 +55,11 @@ function loaderFor(selector) {
   return null;
 }
 
-function linkedInputs(node) {
-  return (node.inputs ?? []).filter((input) => input.widget && input.link != null).map((input) => input.widget.name);
+// Inputs whose value nobody knows before another node has run.
+function unknownInputs(node) {
+  return (node.inputs ?? [])
+    .filter((input) => input.widget && input.link != null && valueAt(node, input.name) === undefined)
+    .map((input) => input.widget.name);
 }
 
 // The widgets of the node's own inputs, whatever else lies on it.
@@ -64,15 +69,26 @@ function ownWidgets(node) {
   return (node.widgets ?? []).filter((widget) => names.has(widget.name));
 }
 
-function inputsOf(node) {
-  return Object.fromEntries(ownWidgets(node).map((widget) => [widget.name, widget.value]));
+const widgetOf = (node, name) => ownWidgets(node).find((widget) => widget.name === name);
+const labelOf = (node, name) => plainLabel(widgetOf(node, name)) ?? name;
+
+// One step that undo takes back.
+function captureState() {
+  const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
+  (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);
 }
 
-function question(node) {
+// What the widgets say, and what other nodes say for them.
+function inputsOf(node) {
+  return Object.fromEntries(ownWidgets(node).map(({ name, value }) => [name, valueAt(node, name) ?? value]));
+}
+
+function question(node, unknown) {
   const loader = loaderFor(node);
   const valueOf = (name) => loader.widgets?.find((widget) => widget.name === name)?.value ?? undefined;
+  const inputs = Object.entries(inputsOf(node)).filter(([name]) => !unknown.includes(name));
   return JSON.stringify({
-    inputs: inputsOf(node),
+    inputs: Object.fromEntries(inputs),
     loader: loader
       ? {
           node: loader.comfyClass,
@@ -81,6 +97,35 @@ function question(node) {
         }
       : {},
   });
+}
+
+// Of an answer what counts whatever the unknown inputs will be: they had their defaults in the question.
+function withoutUnknown(said, unknown) {
+  if (!unknown.length) return said;
+  const note = `${unknown.join(", ")} comes from another node: checked when the graph runs.`;
+  const decides = unknown.some((name) => name === "mode" || name === "devices");
+  const certain = ({ inputs }) => !decides && !inputs.some((name) => unknown.includes(name));
+  return { problems: (said.problems ?? []).filter(certain), decided: decides ? [] : said.decided, notes: [note] };
+}
+
+// What ComfyUI's validation said of the node goes with its cause, as what it says of numbers out of range does.
+function forgetRefusal(node) {
+  const errors = app.lastNodeErrors ?? {};
+  for (const id of Object.keys(errors)) if (nodeOf(id) === node && errors[id].refused) delete errors[id];
+}
+
+// What auto decides is folded away, and seen where a person sets it. Nodes drawn by Vue have a button of their own for
+// that; on the canvas ComfyUI only leaves the rows empty, so there they are hidden.
+function fold(node) {
+  node.showAdvanced = inputsOf(node).mode !== "auto";
+  hideOnCanvas(node);
+  if (node.showAdvanced) node.expandToFitContent?.();
+}
+
+function hideOnCanvas(node) {
+  const byVue = app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
+  const hidden = !byVue && inputsOf(node).mode === "auto";
+  for (const widget of ownWidgets(node)) if (widget.options?.advanced) widget.hidden = hidden;
 }
 
 class Panel {
@@ -107,14 +152,10 @@ class Panel {
 
   async ask() {
     if (!this.node.graph) return; // taken out since
-    const linked = linkedInputs(this.node);
-    const asking = linked.length ? linked.join(", ") : question(this.node);
+    const unknown = unknownInputs(this.node);
+    const asking = question(this.node, unknown);
     if (asking === this.asked) return;
     this.asked = asking;
-    if (linked.length) {
-      this.show({ notes: [`${asking} comes from another node: checked when the graph runs.`] });
-      return;
-    }
     let said;
     try {
       const answer = await api.fetchApi(ROUTE, { method: "POST", body: asking });
@@ -124,14 +165,16 @@ class Panel {
       said = { problems: [{ inputs: [], message: `ComfyUI did not answer: ${error}` }] };
       if (asking === this.asked) this.asked = null; // worth another try
     }
-    if (asking === (this.asked ?? asking)) this.show(said); // else a later question is under way
+    if (asking === (this.asked ?? asking)) this.show(withoutUnknown(said, unknown)); // else a later one is under way
   }
 
-  show({ problems = [], decided = [], basis = "", layout = [], notes = [], memory = "" }) {
-    this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", message)));
+  show({ problems = [], nearest = {}, decided = [], basis = "", layout = [], notes = [], memory = "" }) {
+    this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", message)), ...this.remedy(nearest));
     this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => element("p", "", note)));
     this.foreseen = { basis, layout };
     this.drawLayout();
+    if (!problems.length) forgetRefusal(this.node);
+    hideOnCanvas(this.node); // who draws the nodes may be another one now
     const wrong = new Set(problems.flatMap(({ inputs }) => inputs));
     for (const widget of ownWidgets(this.node)) {
       markWidget(widget, wrong.has(widget.name));
@@ -141,11 +184,35 @@ class Panel {
     this.node.setDirtyCanvas(true, true);
   }
 
-  showRun({ parallel_layout: layout = [], parallel_candidates: rows = [] }) {
+  // A button that makes the changes which lead to the nearest settings that can run.
+  remedy(nearest) {
+    const words = Object.entries(nearest).map(([name, value]) => `${labelOf(this.node, name)} ${value}`);
+    if (!words.length) return [];
+    const apply = () => {
+      for (const widget of ownWidgets(this.node)) {
+        if (!(widget.name in nearest)) continue;
+        widget.value = nearest[widget.name];
+        widget.callback?.(widget.value);
+      }
+      captureState();
+    };
+    return [button(`Apply ${words.join(", ")}`, apply)];
+  }
+
+  showRun(output) {
+    this.latest = output;
+    const { parallel_layout: layout = [], parallel_candidates: rows = [] } = output;
     this.run = layout[0];
     drawCandidates(this.candidates, rows);
     this.drawLayout();
     this.node.setDirtyCanvas(true, true);
+  }
+
+  // Another run than the one that is shown: nothing of the former one stays, unless this one left it as it was.
+  markRun(state) {
+    const { latest } = this;
+    this.showRun(state === "done" ? (latest ?? {}) : {});
+    if (state === "running") this.latest = latest;
   }
 
   // What ran, as long as nothing was edited since; else what would.
@@ -162,7 +229,7 @@ function chain(object, name, then) {
   const before = object[name];
   object[name] = function (...args) {
     const result = before?.apply(this, args);
-    then();
+    then(...args);
     return result;
   };
 }
@@ -174,7 +241,7 @@ app.registerExtension({
     addStyle(STYLE);
     watchOutputs(SAMPLER, (sampler, output) => {
       if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output);
-    });
+    }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state));
     // Whatever else changes in the graph: undo, links, another file in the loader.
     api.addEventListener("graphChanged", () => {
       for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();
@@ -187,6 +254,9 @@ app.registerExtension({
     panels.set(node, panel);
     const askSoon = () => panel.askSoon();
     for (const widget of ownWidgets(node)) chain(widget, "callback", askSoon);
+    chain(widgetOf(node, "mode"), "callback", () => fold(node));
+    chain(node, "onConfigure", (saved) => (saved.showAdvanced === undefined ? fold(node) : hideOnCanvas(node)));
+    fold(node);
     for (const event of ["onConfigure", "onConnectionsChange", "onAdded"]) chain(node, event, askSoon);
     addPanel(node, PANEL, panel.root, MIN_HEIGHT);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);

@@ -1,12 +1,23 @@
 // Tells of ranks that started, started again after a failure or failed too often, and of devices that are left out.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { addStyle } from "./lib/dom.js";
+
+// Beside the card on which ComfyUI shows errors, which is as wide as that and has the same corner.
+const STYLE = `body:has([data-testid="error-overlay"]) .parallel-toast { position: relative; right: 496px; }`;
+
+const shown = new Map(); // what it is about -> the toast; what came before about the same is over
 
 app.registerExtension({
   name: "parallel_sampling.toasts",
   setup() {
-    api.addEventListener("parallel_sampling.toast", ({ detail: { severity, summary, detail, life } }) => {
-      app.extensionManager.toast.add({ severity, summary, detail, ...(life === null ? {} : { life }) });
+    addStyle(STYLE);
+    api.addEventListener("parallel_sampling.toast", ({ detail: { severity, summary, detail, life, about } }) => {
+      const { toast } = app.extensionManager;
+      if (shown.has(about)) toast.remove(shown.get(about));
+      const message = { severity, summary, detail, styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
+      toast.add(message);
+      if (about) shown.set(about, message);
     });
   },
 });

@@ -11,6 +11,7 @@ from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 
 BUSY = "a prompt is using the ranks; cancel it first"
+FAILED_TOO_OFTEN = "they failed too often; press Try again first"
 NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
 _WARM = (State.READY.value, State.ASLEEP.value)
@@ -64,11 +65,12 @@ def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, st
     is_broken = state == State.BROKEN.value
     failing = is_broken or bool(set(left_out) & set(status.devices))
     asleep = state == State.ASLEEP.value
+    none = FAILED_TOO_OFTEN if is_broken else NO_RANKS
     return {
-        "sleep": NO_RANKS if not warm else "the ranks sleep already" if asleep else "",
-        "wake": NO_RANKS if not warm else "" if asleep else "the ranks are awake",
-        "restart": "they failed too often; press Try again first" if is_broken else "",
-        "stop": "" if warm else NO_RANKS,
+        "sleep": none if not warm else "the ranks sleep already" if asleep else "",
+        "wake": none if not warm else "" if asleep else "the ranks are awake",
+        "restart": FAILED_TOO_OFTEN if is_broken else "",
+        "stop": "" if warm else none,
         "reset": "" if failing else "nothing failed too often",
     }
 

@@ -14,12 +14,14 @@ _BRIEF, _LONGER = 4000, 15_000  # ms
 
 @dataclass(frozen=True)
 class Toast:
-    """As ComfyUI's page shows it. `severity`: success, warn or error; `life`: ms, None until it is dismissed."""
+    """As ComfyUI's page shows it. `severity`: success, warn or error; `life`: ms, None until it is dismissed or its
+    cause is gone; `about`: the page takes away what it shows about the same."""
 
     severity: str
     summary: str
     detail: str
     life: int | None = None
+    about: str = ""
 
 
 class Notifier:
@@ -34,9 +36,13 @@ class Notifier:
     def on_event(self, event: Event) -> None:
         names = ", ".join(event.devices)
         if isinstance(event, Started) and event.after:
-            self._show(Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER))
+            self._show(
+                Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER, names)
+            )
         elif isinstance(event, Started):
-            self._show(Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF))
+            self._show(
+                Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF, names)
+            )
         elif isinstance(event, RequestFailed) and event.broken:
             who = "all ranks" if event.rank is None else f"rank {event.rank} on {event.device}"
             self._show(
@@ -45,6 +51,7 @@ class Notifier:
                     "The ranks failed too often",
                     f"On {names}; last {who}: {event.cause}. They are not started again "
                     f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
+                    about=names,
                 )
             )
         if isinstance(event, (RequestFailed, Ended)):

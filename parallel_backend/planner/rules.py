@@ -76,7 +76,7 @@ def resolve_strategy(
         strategy, notes = _with_shares(strategy, shares)
         return Decision(strategy, settings.engine, reason, tuple(said + notes + _remarks(strategy, devices)))
     strategy, notes = _resolve_weights(settings.strategy)
-    strategy.check(job.model.shape, len(devices), settings.engine)
+    strategy.check(job.model.shape, len(devices), settings.engine, as_set=settings.strategy)
     strategy, moved = _resolve_conflicts(strategy, job)
     strategy, shared = _with_shares(strategy, shares)
     notes += moved + shared + _remarks(strategy, devices)

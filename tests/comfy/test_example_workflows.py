@@ -67,6 +67,10 @@ def test_no_example_is_missing_or_untested():
 def test_example_loads_and_validates(comfy_with_picture, name):
     comfy = comfy_with_picture
     prompt = workflow_to_api(_workflow(name), comfy.client.object_info())
+    for node in prompt.values():
+        if node["inputs"].get("mode") == "manual":  # for two devices, of which a test machine has one
+            assert node["inputs"]["devices"] == "all"
+            node["inputs"]["devices"] = "cpu:2"
     try:
         prompt_id = comfy.client.queue(prompt)
     except PromptRejected as rejected:
@@ -168,6 +172,18 @@ def test_no_node_of_an_example_lies_on_another(name):
         for other, b in boxes[place + 1 :]:
             apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
             assert apart, f"{one} and {other}"
+
+
+# ComfyUI shows a template so that it takes three quarters of the window, and draws no text below 8 pixels (0.57 of 14).
+_WINDOW, _MARGIN, _READABLE = (1600, 960), 0.75, 0.58
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_opens_with_text_that_can_be_read(name):
+    boxes = [outline(node) for node in _workflow(name)["nodes"]]
+    width = max(box.right for box in boxes) - min(box.left for box in boxes)
+    height = max(box.bottom for box in boxes) - min(box.top for box in boxes)
+    assert _MARGIN * min(_WINDOW[0] / width, _WINDOW[1] / height) >= _READABLE, (width, height)
 
 
 def test_each_example_has_a_small_picture_and_no_picture_is_left_over():

@@ -8,13 +8,20 @@ import pytest
 
 from comfy_harness import ROOT
 
-# Titles lie above a node's position.
+# Rectangles with their titles, which lie above a node's position; where Vue draws the nodes, those of its elements.
 OVERLAPS = """() => {
-  const box = (n) => [n.pos[0], n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT, n.pos[0] + n.size[0], n.pos[1] + n.size[1]];
+  const { scale } = app.canvas.ds;
+  const drawn = [...document.querySelectorAll('.lg-node[data-node-id]')].map(e => [e.dataset.nodeId, e]);
+  const boxes = drawn.length
+    ? drawn.map(([id, e]) => [app.graph.getNodeById(id).title + id, e.getBoundingClientRect()])
+    : app.graph.nodes.map(n => [n.title + n.id, new DOMRect(n.pos[0] * scale,
+        (n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT) * scale, n.size[0] * scale,
+        (n.size[1] + LiteGraph.NODE_TITLE_HEIGHT) * scale)]);
   const found = [];
-  for (const a of app.graph.nodes) for (const b of app.graph.nodes) {
-    const [p, q] = [box(a), box(b)];
-    if (a.id < b.id && p[0] < q[2] && q[0] < p[2] && p[1] < q[3] && q[1] < p[3]) found.push([a.title, b.title]);
+  for (const [one, p] of boxes) for (const [other, q] of boxes) {
+    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (one < other && across > 1 && down > 1) found.push([one, other]);
   }
   return found;
 }"""
@@ -37,10 +44,44 @@ def test_the_help_of_a_node_is_its_page(page):
     page.wait_for_function("picture => picture.naturalWidth > 0", arg=picture)
 
 
-@pytest.mark.parametrize(
-    "name", ["flux_dev_controlnet", "flux_dev_lora_parallel", "stock_ksampler_parallel_model"]
-)
-def test_nodes_do_not_overlap_at_the_sizes_that_the_page_gives_them(page, name):
+def test_the_title_of_a_new_node_is_not_cut(page):
+    nodes = json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text("utf-8"))
+    left = page.evaluate(
+        """names => names.map(name => {
+          const node = LiteGraph.createNode(name);
+          app.graph.add(node);
+          const pen = document.createElement("canvas").getContext("2d");
+          pen.font = node.titleFontStyle;
+          return node.size[0] - 2 * LiteGraph.NODE_TITLE_HEIGHT - pen.measureText(node.title).width;
+        })""",
+        sorted(nodes),
+    )
+    assert len(left) == len(nodes) and all(pixels >= 0 for pixels in left), left
+
+
+@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
+def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_the_page_gives_them(
+    page, drawn_by
+):
     """ComfyUI's page enlarges a node whose widgets do not fit."""
-    _load(page, name)
-    assert page.evaluate(OVERLAPS) == []
+    page.set_viewport_size({"width": 1600, "height": 1000})
+    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
+    try:
+        for path in sorted((ROOT / "example_workflows").glob("*.json")):
+            workflow = json.loads(path.read_text("utf-8"))
+            page.evaluate(
+                "async w => { await app.loadGraphData(w, true, true, 'template', { openSource: 'template' }); }",
+                workflow,
+            )
+            page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
+            if drawn_by == "vue":
+                page.wait_for_function(
+                    "n => document.querySelectorAll('.lg-node[data-node-id]').length === n",
+                    arg=len(workflow["nodes"]),
+                )
+            page.wait_for_function(
+                "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.75", timeout=20_000
+            )
+            assert page.evaluate(OVERLAPS) == [], path.stem
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")

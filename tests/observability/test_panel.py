@@ -71,6 +71,9 @@ def test_only_buttons_that_do_something_can_be_pressed():
         "failed": {"restart"},
         "broken": {"reset"},
     }
+    assert {why_not(STATES["broken"])[name] for name in ("sleep", "wake", "restart", "stop")} == {
+        "they failed too often; press Try again first"
+    }
     assert why_not(GROUP, left_out=("cuda:1",))["reset"] == ""
     assert "cancel" in why_not(STATES["decoding"])["stop"]
 

@@ -40,3 +40,12 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
     assert shown_after(DONE) == []
     failing.add("cuda:1", 2)
     assert shown_after(DONE) == [("warn", "A device is left out", False)]
+
+
+def test_ranks_that_start_take_the_place_of_what_was_told_of_their_failure():
+    toasts = []
+    notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
+    for event in (failed(broken=True), Started(("cpu:0",), 1.0, ""), Started(DEVICES, 2.5, "")):
+        notifier.on_event(event)
+    broken, others, started = [toast.about for toast in toasts]
+    assert broken == started != others and broken

@@ -17,14 +17,30 @@ export function nodeOf(id) {
   return node;
 }
 
+const isReroute = (node) => node?.type === "Reroute" || (node?.isVirtualNode && node.inputs?.length === 1);
+
+// The node at the other end of an input's link, past reroutes.
 export function originOf(node, inputName) {
   const slot = node?.inputs?.findIndex((input) => input.name === inputName) ?? -1;
-  return slot < 0 ? null : node.getInputNode(slot);
+  let at = slot < 0 ? null : node.getInputNode(slot);
+  for (let steps = 0; isReroute(at) && steps < 100; steps++) at = at.getInputNode(0);
+  return at;
 }
 
+// The nodes at the other ends of an output's links, past reroutes.
 export function followersOf(node, outputName) {
   const slot = node?.outputs?.findIndex((output) => output.name === outputName) ?? -1;
-  return (slot < 0 ? null : node.getOutputNodes(slot)) ?? [];
+  return slot < 0 ? [] : pastReroutes(node.getOutputNodes(slot) ?? [], 0);
+}
+
+function pastReroutes(nodes, depth) {
+  return depth > 100 ? [] : nodes.flatMap((n) => (isReroute(n) ? pastReroutes(n.getOutputNodes(0) ?? [], depth + 1) : [n]));
+}
+
+// What a linked input will be, where the node that gives it only holds a value; undefined where it has to run for that.
+export function valueAt(node, inputName) {
+  const origin = originOf(node, inputName);
+  return /^Primitive/.test(origin?.type ?? "") ? origin.widgets?.[0]?.value : undefined;
 }
 
 // All nodes of a class, those in subgraphs too.

@@ -3,13 +3,49 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { watchQueue } from "./queue.js";
 
 const LOOK_BACK = 16; // prompts of the history
-const watchers = []; // [class, show]
+const PHASE = "$$node-text-preview"; // ComfyUI's widget
+const ENDS = { execution_error: "failed", execution_interrupted: "cancelled", execution_success: "done" };
+const watchers = []; // [class, show, mark]
+const runs = new Map(); // prompt id -> the graph that it came from, and the execution ids of its nodes
+const early = new Set(); // prompt ids of runs that began before ComfyUI's answer told whose they are
 
 // `show(node, output)` for each node of the class that has an output; it may be called again with the same.
-export function watchOutputs(comfyClass, show) {
-  watchers.push([comfyClass, show]);
+// `mark(node, state)` for those of a run that has none (yet): running, failed, cancelled, or done, where what was shown
+// before holds.
+export function watchOutputs(comfyClass, show, mark = () => {}) {
+  watchers.push([comfyClass, show, mark]);
+}
+
+function mark(ids, state) {
+  for (const node of ids.map(nodeOf)) {
+    if (state === "failed" || state === "cancelled") forgetPhase(node);
+    for (const [comfyClass, , marked] of watchers) if (node?.comfyClass === comfyClass) marked(node, state);
+  }
+}
+
+// What a run was doing, which ComfyUI leaves under the node when it ends in the middle of that.
+function forgetPhase(node) {
+  const text = node?.widgets?.find((widget) => widget.name === PHASE);
+  if (text) text.value = "";
+}
+
+// A run of the graph that is shown: its nodes wait for their outputs.
+function begin({ prompt_id: id }) {
+  const run = runs.get(id);
+  if (!run) early.add(id);
+  if (!run || run.graph !== rootGraph()?.id) return;
+  run.waiting = new Set(run.ids);
+  mark(run.ids, "running");
+}
+
+function end({ prompt_id: id }, state) {
+  const run = runs.get(id);
+  runs.delete(id);
+  early.delete(id);
+  if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state);
 }
 
 // Whether somebody watches that node.
@@ -28,7 +64,12 @@ function tellAll(outputs) {
   return found > 0;
 }
 
-// The newest run of this very workflow that has an output of a watched node.
+// Execution ids of a prompt's nodes that somebody watches.
+function watchedIn(prompt) {
+  return Object.keys(prompt ?? {}).filter((id) => watchers.some(([name]) => name === prompt[id].class_type));
+}
+
+// The newest run of this very workflow that had a watched node, whatever became of it.
 async function recall() {
   const graph = rootGraph();
   if (!watchers.some(([comfyClass]) => nodesOf(comfyClass).length)) return;
@@ -36,7 +77,13 @@ async function recall() {
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
   for (const run of Object.values(history).sort((a, b) => b.prompt[0] - a.prompt[0])) {
     if (graph !== rootGraph() || before !== told) return;
-    if (run.prompt[3]?.extra_pnginfo?.workflow?.id === graph.id && tellAll(run.outputs)) return;
+    if (run.prompt[3]?.extra_pnginfo?.workflow?.id !== graph.id) continue;
+    const ids = watchedIn(run.prompt[2]);
+    if (!ids.length) continue;
+    const last = run.status?.messages?.map(([kind]) => ENDS[kind]).findLast(Boolean) ?? "done";
+    tellAll(run.outputs);
+    mark(ids.filter((id) => !run.outputs[id]), last);
+    return;
   }
 }
 
@@ -44,8 +91,18 @@ app.registerExtension({
   name: "parallel_sampling.outputs",
   setup() {
     api.addEventListener("executed", ({ detail }) => {
-      if (detail) tellAll({ [detail.display_node ?? detail.node]: detail.output });
+      if (!detail) return;
+      const id = detail.display_node ?? detail.node;
+      runs.get(detail.prompt_id)?.waiting?.delete(String(id));
+      tellAll({ [id]: detail.output });
     });
+    watchQueue((prompt, { prompt_id: id }) => {
+      if (!id) return;
+      runs.set(id, { graph: rootGraph()?.id, ids: watchedIn(prompt) });
+      if (early.delete(id)) begin({ prompt_id: id });
+    });
+    api.addEventListener("execution_start", ({ detail }) => begin(detail));
+    for (const [event, state] of Object.entries(ENDS)) api.addEventListener(event, ({ detail }) => end(detail, state));
   },
   // Also after undo, which makes all nodes anew and keeps what they showed.
   afterConfigureGraph() {

@@ -22,6 +22,11 @@ export function markWidget(widget, wrong) {
   }
 }
 
+// What a person reads as its name, without the mark.
+export function plainLabel(widget) {
+  return (labels.has(widget) ? labels.get(widget) : widget?.label) ?? widget?.name;
+}
+
 export function disableWidget(widget, off) {
   if (widget.type === "toggle") widget.options.read_only = off; // as nodes drawn by Vue know a toggle to be off
   widget.disabled = off;

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from ...errors import CheckpointError, ParallelError, RequestError, SettingsError
+from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
-from .preview import Preview, preview
+from .preview import PIXELS, Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
 _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
+_PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
+_UNNAMED = ("ParallelModel",)  # nodes behind a loader that the page does not ask for its file
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
@@ -90,6 +92,7 @@ def check_inputs(
 ) -> dict[str, object]:
     """The page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
+    `nearest`: the inputs to change, and to what, for the nearest settings that can run, empty where nobody knows.
     `decided`: inputs that count for nothing now, because `auto` decides them.
 
     `find_file`: the model that a loader names, None for a loader that it does not know; may raise CheckpointError.
@@ -104,28 +107,40 @@ def check_inputs(
         )
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
-        told = preview(inputs.settings(), file or typical_model(), dtype)
-    except SettingsError as error:
-        problems: list[dict[str, object]] = [
-            {"inputs": list(p.inputs), "message": p.message} for p in error.problems
-        ]
-        return _answer(inputs, problems=problems, notes=notes)
+        pixels = _PIXELS.get(loader.node, PIXELS)
+        told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
     except ParallelError as error:
-        return _answer(inputs, problems=[{"inputs": [], "message": str(error)}], notes=notes)
+        return _answer(inputs, problems=_problems(error), notes=notes)
+    if file is None or loader.node in _UNNAMED:
+        told = replace(told, memory="")  # a typical model's, which says nothing of this one
     return _answer(inputs, told, notes=notes)
+
+
+def find_problems(inputs: SelectorInputs) -> tuple[Problem, ...]:
+    """What is wrong with them whatever the model is; empty where some model can run."""
+    try:
+        preview(inputs.settings())
+    except ParallelError as error:
+        return _problems(error)
+    return ()
+
+
+def _problems(error: ParallelError) -> tuple[Problem, ...]:
+    return error.problems if isinstance(error, SettingsError) else (Problem(str(error)),)
 
 
 def _answer(
     inputs: SelectorInputs,
     told: Preview | None = None,
     *,
-    problems: Sequence[dict[str, object]] = (),
+    problems: Sequence[Problem] = (),
     notes: list[str],
 ) -> dict[str, object]:
     cases = told.cases if told else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
-        "problems": list(problems),
+        "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
+        "nearest": dict(change for p in problems for change in p.nearest),
         "why": told.why if told else "",
         "basis": told.basis if told else "",
         "layout": [

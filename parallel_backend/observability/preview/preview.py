@@ -19,7 +19,7 @@ from ...sidecar.device_health import left_out
 from ...strategy import ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 
-_SIZE = "1024x1024"
+PIXELS = 1024  # sides of the image that memory is told for
 # Any model: zero heads divide by everything, so only the rules that hold for each count. And a request that gives every
 # degree something to do.
 _ANY_MODEL = CatalogModel(Family("the model", hidden=0, heads=0, blocks=(), parameters=0, text_tokens=0))
@@ -47,28 +47,50 @@ class Preview:
     memory: str
 
 
-def preview(settings: StrategySettings, file: ModelFile | None = None, weight_dtype: str = "auto") -> Preview:
+@dataclass(frozen=True)
+class _Subject:
+    """What is told of: a model, a typical one where none `is_known`, and its images."""
+
+    model: CheckpointModel
+    pixels: int
+    is_known: bool
+
+    @property
+    def size(self) -> str:
+        return f"{self.pixels}x{self.pixels}"
+
+    @property
+    def job(self) -> Job:
+        return Job(self.model, width=self.pixels, height=self.pixels, steps=20, text=512)
+
+
+def preview(
+    settings: StrategySettings,
+    file: ModelFile | None = None,
+    weight_dtype: str = "auto",
+    pixels: int = PIXELS,
+) -> Preview:
     """Raises StrategyError or DeviceError for what cannot run: with `file`, by that model's own rules too.
 
-    Without, `manual` is held to the rules of any model, and `auto` and the memory are told for a typical one.
+    Without, `manual` is held to the rules of any model, `auto` is told for a typical one, and `why` tells no memory.
+    `pixels`: sides of the images that the model makes.
     """
     machine = find_machine(settings)
-    model = CheckpointModel(file or typical_model(), weight_dtype)
+    subject = _Subject(CheckpointModel(file or typical_model(), weight_dtype), pixels, file is not None)
     tell = _manual if settings.mode == "manual" else _auto
-    return tell(settings, machine, model, file is not None)
+    return tell(settings, machine, subject)
 
 
-def _manual(
-    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel, is_known: bool
-) -> Preview:
-    job = replace(_ANY_JOB, model=model) if is_known else _ANY_JOB
+def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
+    model = subject.model
+    job = replace(_ANY_JOB, model=model) if subject.is_known else _ANY_JOB
     decision = resolve_strategy(settings, job, machine.devices)
     strategy, notes = decision.strategy, decision.notes
-    memory = _memory(model, strategy, machine)
+    memory = _memory(subject, strategy, machine)
     said = f"{strategy.describe()} on {', '.join(machine.devices)}, set by hand"
-    why = ". ".join([said, *(note.rstrip(".") for note in notes), memory]) + "."
-    if is_known:
-        notes += _capacity(model, strategy, machine)
+    why = ". ".join([said, *(note.rstrip(".") for note in notes), *[memory] * subject.is_known]) + "."
+    if subject.is_known:
+        notes += _capacity(subject, strategy, machine)
     title = strategy.describe()
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
@@ -76,13 +98,12 @@ def _manual(
     return Preview(why, "Set by hand", (case,), notes, memory)
 
 
-def _auto(
-    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel, is_known: bool
-) -> Preview:
+def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
+    model = subject.model
     plain, with_cfg = (
         resolve_strategy(settings, Job(model, prompts=prompts), machine.devices) for prompts in (1, 2)
     )
-    memory = _memory(model, plain.strategy, machine)
+    memory = _memory(subject, plain.strategy, machine)
     name = model.file.name
     alike = plain.strategy == with_cfg.strategy
     said = [f"auto on {', '.join(machine.devices)}"]
@@ -93,10 +114,10 @@ def _auto(
         said.append(f"With one: {with_cfg.reason}")
     left = [left_out(machine.failing)] if machine.failing else []
     notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
-    if is_known and not fits(MemoryCheck(_square(model), plain.strategy, machine.devices)):
+    if subject.is_known and not fits(MemoryCheck(subject.job, plain.strategy, machine.devices)):
         notes += (
-            f"At {_SIZE} that does not fit in the memory of these devices: auto then shards the weights or keeps "
-            f"them in host memory.",
+            f"At {subject.size} that does not fit in the memory of these devices: auto then shards the weights or "
+            f"keeps them in host memory.",
         )
     if alike:
         cases = [("With or without a negative prompt", plain.strategy, 1)]
@@ -106,7 +127,7 @@ def _auto(
             ("With a negative prompt", with_cfg.strategy, 2),
         ]
     return Preview(
-        ". ".join([*said, memory]) + ".",
+        ". ".join([*said, *[memory] * subject.is_known]) + ".",
         f"By the rule for {name}; what was measured may choose otherwise in a run",
         tuple(
             Case(
@@ -121,20 +142,17 @@ def _auto(
     )
 
 
-def _square(model: CheckpointModel) -> Job:
-    return Job(model, width=1024, height=1024, steps=20, text=512)
-
-
-def _memory(model: CheckpointModel, strategy: ParallelStrategy, machine: LocalMachine) -> str:
-    memories = model.memory(_square(model), strategy, on_cpu=machine.on_cpu)
+def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
+    model = subject.model
+    memories = model.memory(subject.job, strategy, on_cpu=machine.on_cpu)
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
     fullest = fullest_rank(memories).describe()
-    return f"Predicted for {model.file.name} in {dtype} at {_SIZE}: {fullest} on the fullest device"
+    return f"Predicted for {model.file.name} in {dtype} at {subject.size}, on the fullest device: {fullest}"
 
 
-def _capacity(model: CheckpointModel, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:
+def _capacity(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:
     try:
-        check_capacity(MemoryCheck(_square(model), strategy, machine.devices[: strategy.world_size]))
+        check_capacity(MemoryCheck(subject.job, strategy, machine.devices[: strategy.world_size]))
     except StrategyError as error:
-        return (f"At {_SIZE}: {error}",)
+        return (f"At {subject.size}: {error}",)
     return ()

@@ -16,6 +16,7 @@ from parallel_backend.observability.preview.form import (
     Loader,
     SelectorInputs,
     check_inputs,
+    find_problems,
     read_inputs,
 )
 from parallel_backend.observability.preview.preview import preview
@@ -45,7 +46,18 @@ def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
         "cpu:3 · uncond · heads 2/2",
     ]
     chosen = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).settings()
-    assert answer["why"] == preview(chosen).why
+    assert answer["why"].startswith(preview(chosen).why)
+
+
+def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
+    chosen = SelectorInputs(devices="cpu:2")
+    assert "GiB" not in preview(chosen.settings()).why
+    told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda loader: PUBLISHED_DEV)["memory"]
+    assert " at 128x128, on the fullest device: " in told and "; once for all ranks, " in told
+    flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda loader: PUBLISHED_DEV)
+    assert "at 1024x1024" in flux["memory"]
+    assert check_inputs(chosen, Loader(), lambda loader: None)["memory"] == ""
+    assert check_inputs(chosen, Loader("ParallelModel"), lambda loader: PUBLISHED_DEV)["memory"] == ""
 
 
 def test_auto_is_shown_without_and_with_a_negative_prompt():
@@ -97,6 +109,29 @@ def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
     problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
     assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "ulysses_degree", "cfg_degree"]
     assert all(problem["message"] in str(raised.value) for problem in problems)
+
+
+def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():
+    wrong = {"mode": "manual", "devices": "cpu:2", "cfg_degree": 3, "ulysses_degree": 5}
+    nearest = _check(**wrong)["nearest"]
+    assert nearest == {"cfg_degree": 1, "ulysses_degree": 2}
+    answer = _check(**{**wrong, **nearest})
+    assert answer["problems"] == [] and answer["nearest"] == {}
+
+
+def test_degrees_that_were_folded_are_marked_where_a_person_set_them():
+    (problem,) = _manual("cpu:2", pipefusion_degree=2, tensor_degree=2)["problems"]
+    assert problem["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices and 2 are selected")
+    assert problem["inputs"] == ["pipefusion_degree", "tensor_degree", "devices"]
+
+
+def test_what_is_refused_before_a_run_is_what_no_model_can_run():
+    assert find_problems(SelectorInputs("manual", "cpu:5", ulysses_degree=5)) == ()
+    assert find_problems(SelectorInputs("auto", "cpu:1", cfg_degree=64)) == ()
+    (problem,) = find_problems(SelectorInputs("manual", "cpu:1", ulysses_degree=2))
+    assert problem.inputs == ("ulysses_degree", "devices")
+    (problem,) = find_problems(SelectorInputs(devices="gpu7"))
+    assert problem.inputs == ("devices",)
 
 
 def test_the_rules_are_those_of_the_model_that_the_loader_names():

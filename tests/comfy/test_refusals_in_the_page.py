@@ -1,0 +1,81 @@
+"""In a real browser: what cannot run is red where it is set and nowhere else, goes with its cause, and one click mends
+it; a toast leaves ComfyUI's own card of errors to be read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graphs import Graph
+
+UNET = "tiny_refused.safetensors"  # two attention heads
+MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
+  node => node.errors.map(error => [error.extra_info.input_name, error.message]))"""
+VALUES = """() => Object.fromEntries(
+  app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(w => [w.name, w.value]))"""
+BOXES = """() => ['[data-testid=error-overlay]', '.p-toast-message'].map(
+  name => document.querySelector(name).getBoundingClientRect().toJSON())"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET)
+
+
+@pytest.fixture
+def graph(page):
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=3, ring=2)
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    graph.save(latent, "refused.safetensors")
+    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'refused')")
+    page.get_by_role("button", name="Apply").wait_for(timeout=20_000)
+
+
+def _queued(page) -> int:
+    queue = page.evaluate("async () => (await (await app.api.fetchApi('/queue')).json())")
+    return len(queue["queue_running"]) + len(queue["queue_pending"])
+
+
+def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with_a_click(page, graph):
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
+    marked = page.evaluate(MARKED)
+    assert {name for name, _ in marked} == {"ulysses_degree", "ring_degree", "devices"}
+    assert len(marked) == 3
+    assert all(words.startswith("Ring 2 × Ulysses 3 needs 6 devices") for _, words in marked)
+    assert _queued(page) == 0
+
+    apply = page.get_by_role("button", name="Apply")
+    assert apply.inner_text() == "Apply ring_degree 1, ulysses_degree 2"
+    before = page.evaluate(VALUES)
+    apply.click()
+    page.wait_for_function(f"() => !({MARKED})().length", timeout=20_000)
+    after = page.evaluate(VALUES)
+    assert after == {**before, "ring_degree": 1, "ulysses_degree": 2}
+    apply.wait_for(state="detached", timeout=10_000)
+    page.locator("[data-testid=error-overlay]").wait_for(state="hidden", timeout=10_000)
+
+
+def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.locator("[data-testid=error-overlay]").wait_for(timeout=20_000)
+    toast = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
+
+    def send(**changes) -> None:
+        detail = json.dumps({**toast, **changes})
+        page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {detail})")
+
+    send()
+    page.wait_for_function(
+        f"() => {{ const [card, toast] = ({BOXES})(); return toast.right <= card.left && toast.left >= 0; }}",
+        timeout=10_000,
+    )
+    send(about="cpu:1", summary="Another", life=60_000)
+    page.get_by_text("Another").wait_for(timeout=10_000)
+    assert page.get_by_text("Failed", exact=True).is_visible()
+    send(severity="success", summary="Started", life=60_000)
+    page.get_by_text("Started").wait_for(timeout=10_000)
+    page.get_by_text("Failed", exact=True).wait_for(state="detached", timeout=10_000)

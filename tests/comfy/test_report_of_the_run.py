@@ -1,0 +1,83 @@
+"""In a real browser: what nodes show is of the latest run and of no other, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from graphs import Graph
+
+UNET = "tiny_report.safetensors"  # two attention heads
+REPORT = "() => document.querySelector('.parallel-report')?.textContent"
+HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
+PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
+  w => w.name.includes('text-preview'))?.value || ''"""
+ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
+SET = """([type, name, value]) => {
+  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
+}"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=4)
+
+
+def _wait_for_report(page, words: str) -> None:
+    page.wait_for_function(f"() => ({REPORT})()?.startsWith({json.dumps(words)})", timeout=120_000)
+
+
+def _run(page, **sampler) -> None:
+    for name, value in sampler.items():
+        page.evaluate(SET, ["ParallelSampler", name, value])
+    page.evaluate("() => app.queuePrompt(0, 1)")
+
+
+def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page):
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2")
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
+    graph.save(latent, "report.safetensors")
+    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'report')")
+    page.evaluate(
+        """async () => {
+          const saved = app.graph.serialize();
+          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'report');
+        }"""
+    )
+    _wait_for_report(page, "After a run")
+    _run(page, seed=1)
+    _wait_for_report(page, "strategy: ")
+    assert page.evaluate(ROWS) > 1
+    assert re.fullmatch(r"[\w ×]+ · [\d.e-]+ s/step · (.+ one device · )?exact", page.evaluate(HEADLINE))
+
+    _run(page, seed=2, steps=4000)
+    _wait_for_report(page, "Running")
+    assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == ""
+    page.wait_for_function(PHASE, timeout=60_000)
+    page.wait_for_function(
+        "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000
+    )
+    page.evaluate("() => app.api.interrupt()")
+    _wait_for_report(page, "The latest run was cancelled")
+    page.wait_for_function(f"() => ({PHASE})() === ''", timeout=20_000)
+    page.reload()
+    _wait_for_report(page, "The latest run was cancelled")
+    assert page.evaluate(ROWS) == 0
+
+    _run(page, seed=3, steps=2)
+    _wait_for_report(page, "strategy: ")
+    # Two heads do not share out over three devices: the loader refuses, and the sampler never begins.
+    for name, value in (("mode", "manual"), ("devices", "cpu:3"), ("ulysses_degree", 3)):
+        page.evaluate(SET, ["StrategySelector", name, value])
+    _run(page, seed=4)
+    _wait_for_report(page, "The latest run failed")
+    assert page.evaluate(ROWS) == 0
+
+    for name, value in (("mode", "auto"), ("devices", "cpu:2"), ("ulysses_degree", 1)):
+        page.evaluate(SET, ["StrategySelector", name, value])
+    _run(page, seed=3)  # all of it is known already
+    _wait_for_report(page, "strategy: ")

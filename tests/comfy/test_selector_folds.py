@@ -1,0 +1,120 @@
+"""Strategy Selector in a real browser: what auto decides is folded away, and neither a reroute nor a node that holds a
+value keeps anything from being checked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graphs import Graph
+
+UNET = "tiny_folds.safetensors"  # two attention heads
+DECIDED = {
+    *("cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "data_degree", "tensor_degree"),
+    *("shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"),
+}
+ALWAYS = {"mode", "devices", "engine", "device_shares", "approximation"}
+SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
+ON_CANVAS = f"() => {SELECTOR}.widgets.filter(w => !w.hidden).map(w => w.name)"
+BY_VUE = """() => [...document.querySelector('.parallel-strategy').closest('[data-node-id]')
+  .querySelectorAll('.lg-node-widget')].map(row => row.innerText.trim().split('\\n')[0])"""
+EDIT = f"""([name, value]) => {{
+  const widget = {SELECTOR}.widgets.find(w => w.name === name);
+  widget.value = value;
+  widget.callback?.(value);
+}}"""
+ALERTS = "() => [...document.querySelectorAll('.parallel-strategy [role=alert] p')].map(p => p.textContent)"
+NOTES = "() => document.querySelector('.parallel-strategy .notes').textContent"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET)
+
+
+def _load(page, graph: Graph) -> None:
+    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'folds')")
+    page.evaluate(
+        f"() => {{ app.canvas.ds.scale = 1; app.canvas.ds.offset = [100, 100]; {SELECTOR}.pos = [0, 0]; }}"
+    )
+    page.wait_for_selector(".parallel-strategy", timeout=30_000)
+
+
+def _wait_for(page, function: str, wanted: set[str]) -> None:
+    page.wait_for_function(
+        f"wanted => {{ const found = ({function})(); return wanted.every(n => found.includes(n)); }}",
+        arg=sorted(wanted),
+        timeout=20_000,
+    )
+
+
+@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
+def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, drawn_by):
+    shown = BY_VUE if drawn_by == "vue" else ON_CANVAS
+    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
+    try:
+        graph = Graph()
+        graph.parallel_loader(UNET, "cpu:2")
+        _load(page, graph)
+        _wait_for(page, shown, ALWAYS)
+        assert not set(page.evaluate(shown)) & DECIDED
+        page.evaluate(EDIT, ["mode", "manual"])
+        _wait_for(page, shown, ALWAYS | DECIDED)
+        saved = page.evaluate(f"() => {SELECTOR}.serialize().widgets_values")
+        assert saved == ["manual", "cpu:2", 1, 1, 1, 1, 1, "auto", 1, False, False, 0, 1, "", "if_needed"]
+        # A workflow that was saved before there was anything to fold.
+        page.evaluate(
+            """async () => {
+              const saved = app.graph.serialize();
+              for (const node of saved.nodes) delete node.showAdvanced;
+              await app.loadGraphData(saved, true, true, 'old');
+            }"""
+        )
+        _wait_for(page, shown, ALWAYS | DECIDED)
+        page.evaluate(EDIT, ["mode", "auto"])
+        page.wait_for_function(f"() => !({shown})().includes('cfg_degree')", timeout=20_000)
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
+def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:3", ulysses=3)
+    strategy = graph.prompt[loader]["inputs"]["strategy"][0]
+    number = graph.add("PrimitiveInt", value=3)
+    graph.prompt[strategy]["inputs"]["ulysses_degree"] = [number, 0]
+    _load(page, graph)
+    page.evaluate(
+        f"""() => {{
+          const reroute = LiteGraph.createNode("Reroute");
+          app.graph.add(reroute);
+          const loader = app.graph.nodes.find(n => n.comfyClass === "ParallelFluxLoader");
+          {SELECTOR}.connect(0, reroute, 0);
+          reroute.connect(0, loader, loader.inputs.findIndex(i => i.name === "strategy"));
+        }}"""
+    )
+    page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))", timeout=20_000)
+    page.evaluate("() => { app.graph.nodes.find(n => n.type === 'PrimitiveInt').widgets[0].value = 2; }")
+    page.evaluate(EDIT, ["ring_degree", 2])
+    page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')", timeout=20_000)
+
+    # What has to run first is not known; the rest is checked.
+    page.evaluate(
+        f"""() => {{
+          const text = LiteGraph.createNode("TestAnything");
+          app.graph.add(text);
+          const slot = {SELECTOR}.inputs.findIndex(i => i.name === "ulysses_degree");
+          text.connect(0, {SELECTOR}, slot);
+        }}"""
+    )
+    page.evaluate(EDIT, ["ring_degree", 1])
+    page.wait_for_function(
+        f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')", timeout=20_000
+    )
+    assert page.evaluate(ALERTS) == []
+    page.evaluate(EDIT, ["cfg_degree", 3])
+    page.wait_for_function(
+        f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))", timeout=20_000
+    )

@@ -1,0 +1,82 @@
+"""The report's sentences: one number for one thing, and words that a person would say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pack_nodes import import_node_module
+from parallel_backend.planner.rules import Decision
+from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import Trial
+
+report = import_node_module("nodes.report")
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+
+
+def record(**changes):
+    """A run of four steps, the first of which was slow, as host.calls.RunRecord has it."""
+    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06))
+    plain = {
+        "runs": [run],
+        "decisions": [Decision(ULYSSES, "auto", "Ulysses 2: set by hand")],
+        "strategy": ULYSSES,
+        "devices": ("cpu:0", "cpu:1"),
+        "plan": None,
+        "loads": [],
+        "switches": [],
+        "dropped": [],
+        "patched": None,
+        "trials": (),
+        "stepwise_because": None,
+        "cache_threshold": None,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def lines(**changes) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in report.write_report(record(**changes)).splitlines())
+
+
+def test_all_words_tell_one_median_which_leaves_out_the_first_step():
+    seen = SimpleNamespace(strategy=ULYSSES, step_s=0.04)
+    plan = SimpleNamespace(candidates=[seen], memory=SimpleNamespace(describe=lambda: "1 GiB"))
+    told = lines(plan=plan)
+    assert told["step"] == "median 0.0500 s, first 0.9000 s, 4 in all"
+    assert told["expected"] == "a median of 0.0400 s a step (measured before); this one is 25% more"
+    assert report.summarise(record()) == "Ulysses 2: 0.050 s a step"
+    assert report.typical([0.3]) == 0.3
+
+
+def test_the_headline_says_what_ran_how_fast_and_what_that_won():
+    assert report.headline(record()) == "Ulysses 2 · 0.05 s/step · – one device · exact"
+    one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.09)
+    plan = SimpleNamespace(candidates=[one])
+    assert report.headline(record(plan=plan)) == "Ulysses 2 · 0.05 s/step · 1.8 × one device · exact"
+    tried = (Trial(ULYSSES, (0.05,)), Trial(ParallelStrategy(), (0.2, 0.1)))
+    assert report.headline(record(plan=plan, trials=tried)).split(" · ")[2] == "2.0 × one device"
+    alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
+    words = report.headline(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x"))
+    assert words == "one device · 0.1 s/call · exact"
+
+
+@pytest.mark.parametrize(
+    ("patched", "words"),
+    [
+        (PatchInfo(0.5, 1, 1, 0, False), "1 weight, 1 changed in 0.50 s"),
+        (PatchInfo(0.5, 2, 1, 0, False), "2 weights, 1 changed in 0.50 s"),
+        (PatchInfo(0.0, 1, 0, 0, True), "1 weight (in place already)"),
+        (PatchInfo(0.5, 0, 1, 0, False), "none; 1 weight was restored in 0.50 s"),
+        (PatchInfo(0.5, 0, 6, 0, False), "none; 6 weights were restored in 0.50 s"),
+    ],
+)
+def test_weights_are_counted_as_a_person_would(patched, words):
+    assert lines(patched=patched)["LoRA"] == words
+
+
+def test_a_load_is_told_with_its_time_and_only_without_one_as_none():
+    assert lines()["load"] == "0 s (weights were warm)"
+    assert lines(loads=[LoadInfo(0.004, 10, False, "float32", "float32")])["load"] == "0.004 s"
+    assert lines(loads=[LoadInfo(2.5, 10, False, "float32", "float32")])["load"] == "2.50 s"
