@@ -23,11 +23,11 @@ from statistics import mean, median
 
 from subject import SIZES, finish, random_flux, sample_request
 
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
 from parallel_backend.planner.decide import ExecutionPlan, find_machine, job_from_request, plan_execution
 from parallel_backend.planner.history.measurement_history import GIVEN_UP, open_history, record_run
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings

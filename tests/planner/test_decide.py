@@ -10,6 +10,7 @@ import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
@@ -21,7 +22,6 @@ from parallel_backend.planner.decide import (
 )
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory, open_history
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import RunInfo

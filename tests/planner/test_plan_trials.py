@@ -8,6 +8,7 @@ import pytest
 
 import fake_nvml
 from jobs import FP8, catalog_job, flux_job
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -15,7 +16,6 @@ from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.sheet import lower_bound
 from parallel_backend.planner.trials import plan_trials
 from parallel_backend.requests import RunInfo
