@@ -27,7 +27,7 @@ from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
 from parallel_backend.planner.decide import ExecutionPlan, find_machine, job_from_request, plan_execution
-from parallel_backend.planner.history.measurement_history import GIVEN_UP, open_history, record_run
+from parallel_backend.planner.history.measurement_history import GIVEN_UP, JOBS, open_history, record_run
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
@@ -107,7 +107,7 @@ def run_case(
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
     with empty_history():
         first = plan(job)
-    strategies = sorted({first.decision.strategy, *first.trials.others}, key=rule_key)
+    strategies = sorted({first.decision.strategy, *first.trials.strategies}, key=rule_key)
     case = Case(words, {strategy: [] for strategy in strategies}, [], [])
     for strategy in strategies:  # warms up
         groups[strategy.world_size].sample(spec, request, Placement(strategy))
@@ -137,6 +137,7 @@ def empty_history() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[VARIABLE] = str(Path(folder))
         GIVEN_UP.clear()
+        JOBS.clear()
         yield
 
 

@@ -9,7 +9,7 @@ from ..errors import RequestError
 from ..machine.cards import Card, find_card
 from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
-from ..trials import MOST_OTHERS, NO_TRIALS, TrialPlan, switch_seconds
+from ..trials import BUDGET, MOST_OTHERS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
 from .candidates import Candidate, rule_key
 from .history.measurement_history import MeasurementHistory
 from .job import Job
@@ -28,10 +28,11 @@ def plan_trials(
     """Strategies to try in a job that begins under `first`: exact, with the same weights on each device, on all of
     `first`'s devices or on one, not measured yet, and within memory. One device is always among them.
 
-    Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried.
+    Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
+    trials may lose a share of this job; where like jobs before it ran under `first`, a share of those beside.
     """
-    if first.world_size == 1 or not first.exact or first.device_shares:
-        return NO_TRIALS
+    if first.world_size == 1 or not first.exact or first.device_shares or job.step_cache:
+        return NO_TRIALS  # a step whose calls a cache answered tells nothing of a strategy
     others: dict[tuple[object, ...], ParallelStrategy] = {}
     for candidate in candidates:
         strategy = candidate.strategy
@@ -45,15 +46,29 @@ def plan_trials(
     ordered = sorted(others.values(), key=lambda s: (_promise(job, s), [-k for k in rule_key(s)]))
     alone = [s for s in ordered if s == ONE_DEVICE]
     chosen = [s for s in ordered if s != ONE_DEVICE][: MOST_OTHERS - len(alone)] + alone
-    card = _fastest_card(history.topology)
-    bounds = tuple(0.0 if card is None else lower_bound(job, s, card) for s in chosen)
-    compiles = job.model.compute_options.compiles
-    return TrialPlan(tuple(chosen), bounds, switch_seconds(on_cpu=is_cpu(history.devices), compiles=compiles))
+    card, on_cpu = _fastest_card(history.topology), is_cpu(history.devices)
+    switch_s = switch_seconds(on_cpu=on_cpu, compiles=job.model.compute_options.compiles)
+    tried = tuple(
+        TrialCandidate(
+            strategy,
+            slower=_busy(job, strategy, on_cpu=on_cpu) / _busy(job, first, on_cpu=on_cpu),
+            at_least_s=0.0 if card is None else lower_bound(job, strategy, card),
+            switch_s=switch_s,
+        )
+        for strategy in chosen
+    )
+    budget = BUDGET * job.steps * max(1, history.jobs_before(job, first, engine))
+    return TrialPlan(tried, budget) if tried else NO_TRIALS
 
 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
     """Images and prompts are rows alike, so strategies that differ only in what they call them compute the same."""
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
+
+
+def _busy(job: Job, strategy: ParallelStrategy, *, on_cpu: bool) -> float:
+    """What a step takes of the arithmetic's time on one device. Ranks on a CPU share its cores, so they win nothing."""
+    return compute_share(job, strategy) * (strategy.world_size if on_cpu else 1)
 
 
 def _promise(job: Job, strategy: ParallelStrategy) -> tuple[float, float]:

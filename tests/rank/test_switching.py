@@ -25,14 +25,14 @@ from parallel_backend.sidecar.environment import rank_environment
 from parallel_backend.sidecar.events import Stepped, listen
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import TrialPlan, TrialRun
+from parallel_backend.trials import TrialCandidate, TrialPlan, TrialRun
 from ranks import run_ranks
 from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 ULYSSES, RING = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 CFG, ONE = ParallelStrategy(cfg_degree=2), ParallelStrategy()
-TRIALS = TrialPlan((RING, CFG, ONE), (0.0, 0.0, 0.0))
+TRIALS = TrialPlan(tuple(map(TrialCandidate, (RING, CFG, ONE))), budget=99.0)
 STEPS = 19
 SECONDS = {ULYSSES: 1.0, RING: 1.1, CFG: 1.1, ONE: 1.2}  # back to the first one at the end: four changes
 MASK = torch.zeros(2, 1, 9, 13)
@@ -136,7 +136,7 @@ def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_lea
         sidecar.stop()
     assert difference(survived.latent, whole.latent) <= TOLERANCE
     assert survived.info.strategy == ULYSSES and len(survived.info.step_seconds) == STEPS
-    assert [(t.strategy, t.seconds) for t in survived.info.trials] == [(s, ()) for s in TRIALS.others]
+    assert [(t.strategy, t.seconds) for t in survived.info.trials] == [(s, ()) for s in TRIALS.strategies]
     assert "no other strategies were tried after that" in survived.info.notes
 
 
@@ -201,7 +201,7 @@ def test_alone_on_the_cpu_a_rank_has_the_threads_of_all(monkeypatch):
 )
 def test_what_cannot_change_between_steps_is_refused_before_ranks_start(others, changes):
     sidecar = Sidecar(("cpu:0", "cpu:1"))
-    trials = TrialPlan(others, (0.0,))
+    trials = TrialPlan(tuple(map(TrialCandidate, others)))
     with pytest.raises(StrategyError, match="Steps of one job cannot run under"):
         sidecar.sample(
             ModelSpec("none"), replace(CASES["plain"], **changes), Placement(ULYSSES), trials=trials
