@@ -16,6 +16,8 @@ from .job import Job
 from .sheet import bytes_sent, compute_share, lower_bound
 
 ONE_DEVICE = ParallelStrategy()
+# What sends more than the first strategy is taken to be so many times as slow. An assumption; it prices a trial only.
+SENDS_MORE = 1.1
 
 
 def plan_trials(
@@ -43,19 +45,17 @@ def plan_trials(
         named = others.setdefault(_form(strategy), strategy)
         others[_form(strategy)] = max(named, strategy, key=rule_key)
     others.pop(_form(first), None)
-    ordered = sorted(others.values(), key=lambda s: (_promise(job, s), [-k for k in rule_key(s)]))
-    alone = [s for s in ordered if s == ONE_DEVICE]
-    chosen = [s for s in ordered if s != ONE_DEVICE][: MOST_OTHERS - len(alone)] + alone
-    card, on_cpu = _fastest_card(history.topology), is_cpu(history.devices)
+    on_cpu = is_cpu(history.devices)
+    prices = {s: _price(job, s, first, on_cpu=on_cpu) for s in others.values()}
+    ordered = sorted(prices, key=lambda s: (prices[s], bytes_sent(job, s), [-k for k in rule_key(s)]))
+    most = MOST_OTHERS - (ONE_DEVICE in ordered)
+    chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}
+    card = _fastest_card(history.topology)
     switch_s = switch_seconds(on_cpu=on_cpu, compiles=job.model.compute_options.compiles)
     tried = tuple(
-        TrialCandidate(
-            strategy,
-            slower=_busy(job, strategy, on_cpu=on_cpu) / _busy(job, first, on_cpu=on_cpu),
-            at_least_s=0.0 if card is None else lower_bound(job, strategy, card),
-            switch_s=switch_s,
-        )
-        for strategy in chosen
+        TrialCandidate(s, prices[s], 0.0 if card is None else lower_bound(job, s, card), switch_s)
+        for s in ordered
+        if s in chosen
     )
     budget = BUDGET * job.steps * max(1, history.jobs_before(job, first, engine))
     return TrialPlan(tried, budget) if tried else NO_TRIALS
@@ -66,14 +66,11 @@ def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
 
 
-def _busy(job: Job, strategy: ParallelStrategy, *, on_cpu: bool) -> float:
-    """What a step takes of the arithmetic's time on one device. Ranks on a CPU share its cores, so they win nothing."""
-    return compute_share(job, strategy) * (strategy.world_size if on_cpu else 1)
-
-
-def _promise(job: Job, strategy: ParallelStrategy) -> tuple[float, float]:
-    """Less is better: the busiest device's share of the arithmetic, then the bytes that it sends."""
-    return compute_share(job, strategy), bytes_sent(job, strategy)
+def _price(job: Job, strategy: ParallelStrategy, first: ParallelStrategy, *, on_cpu: bool) -> float:
+    """TrialCandidate.slower. Ranks on a CPU share its cores, so there it is all the arithmetic that counts."""
+    busy, busy_first = (compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (strategy, first))
+    sends_more = bytes_sent(job, strategy) > bytes_sent(job, first)
+    return busy / busy_first * (SENDS_MORE if sends_more else 1.0)
 
 
 def _fastest_card(topology: Topology) -> Card | None:

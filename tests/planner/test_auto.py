@@ -115,7 +115,7 @@ def test_a_path_does_not_matter(gpus):
 
 def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     first = plan(cpus, job(), tries=True)
-    assert first.decision.strategy == ULYSSES and first.trials.strategies == (RING, ONE)
+    assert first.decision.strategy == ULYSSES and first.trials.strategies == (ONE, RING)
     trials = (Trial(ULYSSES, (1.0, 1.2, 1.1)), Trial(RING, (0.8, 0.8)), Trial(ONE))
     assert cpus.record(job(), RunInfo("native", RING, (9.0, 1.0), trials=trials))
     second = plan(cpus, job(), tries=True)
@@ -152,7 +152,7 @@ def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_w
     request = random_request(file, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
     asked = job_from_request(CheckpointModel(file), request)
     first = plan(cpus, asked, tries=True)
-    assert first.decision.strategy == CFG and first.trials.strategies == (ULYSSES, RING, ONE)
+    assert first.decision.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)
     result = two_real_ranks.sample(spec, request, Placement(CFG), trials=first.trials)
     assert torch.isfinite(result.latent).all() and cpus.record(asked, result.info)
     assert len(result.info.trials) > 1

@@ -18,7 +18,7 @@ from parallel_backend.planner.candidates import Candidate, enumerate_candidates
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory
 from parallel_backend.planner.sheet import lower_bound
-from parallel_backend.planner.trials import plan_trials
+from parallel_backend.planner.trials import SENDS_MORE, plan_trials
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import BUDGET, NO_TRIALS, SWITCH_COMPILED, SWITCH_GPU, Trial
@@ -47,24 +47,23 @@ def planned(first, job, history, candidates=None):
     return plan_trials(first, candidates or known(job, count), job, history, "native")
 
 
-def test_all_devices_and_one_compete_and_one_comes_last():
-    assert planned(ULYSSES, flux_job(), cpus()).strategies == (RING, ONE)
-    assert planned(CFG, flux_job(prompts=2), cpus()).strategies == (ULYSSES, RING, ONE)
+def test_all_devices_and_one_compete_those_with_the_least_to_do_and_to_send_first():
+    assert planned(ULYSSES, flux_job(), cpus()).strategies == (ONE, RING)
+    assert planned(CFG, flux_job(prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
 def test_whole_images_on_each_device_compete_for_a_batch_and_rows_are_tried_once():
     """Data 2 and CFG 2 share out four rows alike."""
-    assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (DATA, RING, ONE)
-    assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).strategies == (ULYSSES, RING, ONE)
+    assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (ONE, DATA, RING)
+    assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
-def test_at_most_three_are_tried_those_with_the_least_to_do_and_to_send_first():
+def test_at_most_three_are_tried_and_one_device_is_always_among_them():
     job = flux_job(batch=8)
-    found = planned(ParallelStrategy(ulysses_degree=8), job, cpus(8)).strategies
-    assert found == (
+    assert planned(ParallelStrategy(ulysses_degree=8), job, cpus(8)).strategies == (
+        ONE,
         ParallelStrategy(data_degree=8),
         ParallelStrategy(data_degree=4, ulysses_degree=2),
-        ONE,
     )
 
 
@@ -83,14 +82,19 @@ def test_what_came_to_nothing_is_not_tried_again_by_this_process():
     job, history = flux_job(), cpus()
     history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=(Trial(RING), Trial(ULYSSES, (1.0,)))))
     assert planned(ULYSSES, job, cpus()).strategies == (ONE,)
-    assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (RING, ONE)
+    assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (ONE, RING)
 
 
-def test_one_gpu_of_two_is_expected_to_take_twice_as_long_and_a_cpu_s_ranks_share_its_cores(tmp_path):
+def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(tmp_path):
     gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
-    job = flux_job(FP8)
-    assert [o.slower for o in planned(ULYSSES, job, gpus).others] == [1.0, 2.0]
-    assert [o.slower for o in planned(ULYSSES, job, cpus()).others] == [1.0, 1.0]
+
+    def prices(first, job, history):
+        return {other.strategy: other.slower for other in planned(first, job, history).others}
+
+    assert prices(ULYSSES, flux_job(FP8), gpus) == {RING: 1.0, ONE: 2.0}
+    assert prices(CFG, flux_job(FP8, prompts=2), gpus) == {ULYSSES: SENDS_MORE, RING: SENDS_MORE, ONE: 2.0}
+    # Ranks on a CPU share its cores.
+    assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: 1.0, ONE: 1.0}
 
 
 def test_trials_may_lose_a_share_of_the_job_or_of_all_like_it_that_this_process_has_seen():
