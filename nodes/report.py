@@ -153,7 +153,7 @@ def _trials(record: RunRecord, unit: str) -> list[str]:
             f"{'as fast as' if images == 1 else 'the images a second of'} {first.strategy.describe()}"
         )
     if left := [t.strategy.describe() for t in record.trials if not t.seconds]:
-        result += f"; far behind, or failed: {', '.join(left)}"
+        result += f"; behind, or failed: {', '.join(left)}"
     of = "" if images == 1 else f" of {images} images"
     tried = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
     return [tried, *_left_out(record, min(won.seconds))]

@@ -31,7 +31,7 @@ def plan_trials(
     `first`'s devices or on one, not measured yet, and within memory. One device is always among them.
 
     Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
-    trials may lose a share of this job; where like jobs before it ran under `first`, a share of those beside.
+    trials may lose a share of this job, and of like jobs since the last one that tried anything.
     """
     if first.world_size == 1 or not first.exact or first.device_shares or job.step_cache:
         return NO_TRIALS  # a step whose calls a cache answered tells nothing of a strategy
@@ -57,7 +57,7 @@ def plan_trials(
         for s in ordered
         if s in chosen
     )
-    budget = BUDGET * job.steps * max(1, history.jobs_before(job, first, engine))
+    budget = BUDGET * job.steps * (1 + history.jobs_before(job, first, engine))
     return TrialPlan(tried, budget) if tried else NO_TRIALS
 
 

@@ -40,10 +40,10 @@ def plans(comfyui, tmp_path, monkeypatch):
     return comfyui.RunPlans(ModelSpec("/models/flux.safetensors"), flux_file(FP8))
 
 
-def begin(plans):
-    """`call(error)` of a new run: (the strategy of one model call, None where it raised)."""
+def begin(plans, steps=STEPS):
+    """`call(error)` of a new run: the strategy of one model call, which raises `error` where there is one."""
     options = {
-        "sample_sigmas": torch.linspace(1, 0, STEPS + 1),
+        "sample_sigmas": torch.linspace(1, 0, steps + 1),
         import_node_module("nodes.model.options").SETTINGS: StrategySettings(devices="cpu:2"),
     }
 
@@ -105,3 +105,10 @@ def test_a_run_ends_under_the_fastest_and_the_next_one_knows(plans):
     assert {again() for _ in range(STEPS)} == {ULYSSES}
     assert not plans.latest.trials
     assert {c.strategy for c in plans.latest.candidates if c.step_s} == {ULYSSES, RING, ONE}
+
+
+def test_a_run_too_short_to_try_anything_leaves_its_own_time(plans):
+    call = begin(plans, steps=12)
+    assert {call() for _ in range(12)} == {ULYSSES}
+    begin(plans, steps=12)()
+    assert [c.strategy for c in plans.latest.candidates if c.step_s] == [ULYSSES]

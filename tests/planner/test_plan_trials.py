@@ -97,13 +97,16 @@ def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(t
     assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: 1.0, ONE: 1.0}
 
 
-def test_trials_may_lose_a_share_of_the_job_or_of_all_like_it_that_this_process_has_seen():
+def test_trials_may_lose_a_share_of_the_job_and_of_those_like_it_since_the_last_that_tried():
     job, history = flux_job(steps=20), cpus()
     assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
-    for budget in (1, 2, 3):  # the first job's own trials had a budget too
+    for budget in (2, 3):
         history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0)))
         assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20 * budget)
     assert planned(ULYSSES, flux_job(steps=20, width=512), history).budget == pytest.approx(BUDGET * 20)
+    trials = (Trial(ULYSSES, (1.0,)), Trial(RING, (1.1,)))
+    history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=trials))
+    assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
 
 
 def test_on_gpus_bounds_and_the_price_of_a_change_come_along(tmp_path):

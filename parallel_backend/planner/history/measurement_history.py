@@ -21,7 +21,7 @@ from .records import Measurements, RunKind, measured, record, warm_step
 from .store import MeasurementStore
 
 log = logging.getLogger(__name__)
-# Of this process.
+# Of this process. JOBS: since one tried strategies on its way.
 GIVEN_UP: set[RunKind] = set()
 JOBS: Counter[RunKind] = Counter()
 
@@ -58,9 +58,10 @@ class MeasurementHistory:
                 found.append((kind, median(trial.seconds)))
             else:
                 GIVEN_UP.add(kind)
-        JOBS[RunKind.of(job, info.strategy, info.engine, self.ids)] += 1
+        own = RunKind.of(job, info.strategy, info.engine, self.ids)
+        JOBS[own] = 0 if info.trials else JOBS[own] + 1
         if not found and (seconds := warm_step(info.step_seconds)) is not None:
-            found.append((RunKind.of(job, info.strategy, info.engine, self.ids), seconds))
+            found.append((own, seconds))
 
         def with_found(known: Measurements) -> Measurements:
             for kind, seconds in found:
@@ -82,7 +83,7 @@ class MeasurementHistory:
         return any(kind in GIVEN_UP for kind in self._kinds(job, strategy, engine))
 
     def jobs_before(self, job: Job, strategy: ParallelStrategy, engine: str) -> int:
-        """How many like `job` ended under `strategy` while this process lives."""
+        """How many like `job` ran under `strategy` in this process since one of them tried others."""
         return sum(JOBS[kind] for kind in self._kinds(job, strategy, engine))
 
     def _kinds(self, job: Job, strategy: ParallelStrategy, engine: str) -> set[RunKind]:
