@@ -133,7 +133,7 @@ class TrialRun:
         if self.current == 0:
             return len(seen) >= FIRST_COUNTED
         time = min(seen) if seen else self._warmup[self.current] - self._others[self.current].switch_s
-        if time > self._best and self._lost > self._budget * self._best:
+        if time > self._best and self._lost + time - self._best > self._budget * self._best:
             return True
         return len(seen) >= OTHERS_COUNTED or time > (BEHIND if seen else FAR_BEHIND) * self._best
 
