@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from parallel_backend.planner.history.store import cache_folder
+from parallel_backend.machine.cache_files import cache_folder
 
 
 def remove_measurements(folder: Path | None) -> int:

@@ -1,13 +1,13 @@
 """Checks `auto` on this machine: where a job from an empty history ends, and what finding that out has cost it.
 
-python benchmarks/auto_here.py [--tokens 16 128 512] [--steps 28] [--rounds 3] [--first-job] [--json]
+python benchmarks/auto_here.py [--tokens 16 128 512] [--steps 28] [--rounds 3] [--minutes 8] [--first-job] [--json]
 
 For each size, with and without CFG, for one image and two: on two warm ranks, jobs whose first one knows nothing, and a
-full job under every strategy, take turns; one device has all cores, as for users. With --first-job the last line is
-{"cases", "within_5pct", "overhead_median"}: share of the first jobs that end in a strategy at most 5 % slower than the
-fastest by these full jobs, and the median over the cases of a first job's time over the fastest strategy's own, minus
-one. Without: {"cases", "within_10pct", "mean_regret", "worst_regret", "says_one_of_two"} of what the next job begins
-with.
+full job under every strategy, take turns; one device has all cores, as for users. The model is tiny; a case that has
+used its share of --minutes makes no more rounds. With --first-job the last line is {"cases", "within_5pct",
+"overhead_median"}: share of the first jobs that end in a strategy at most 5 % slower than the fastest by these full
+jobs, and the median over the cases of a first job's time over the fastest strategy's own, minus one. Without: {"cases",
+"within_10pct", "mean_regret", "worst_regret", "says_one_of_two"} of what the next job begins with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,11 +24,11 @@ from statistics import mean, median
 
 from subject import SIZES, finish, random_flux, sample_request
 
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
 from parallel_backend.planner.decide import ExecutionPlan, find_machine, job_from_request, plan_execution
-from parallel_backend.planner.history.measurement_history import GIVEN_UP, open_history, record_run
-from parallel_backend.planner.history.store import VARIABLE
+from parallel_backend.planner.history.measurement_history import GIVEN_UP, JOBS, open_history, record_run
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
@@ -68,16 +69,16 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(SIZES)[:3], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=8.0, help="in all, on an idle machine")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--first-job", action="store_true", help="judge first jobs, not those after them")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.pop("OMP_NUM_THREADS", None)  # ranks share out the cores, as they do for users
-    with random_flux() as spec, warm_ranks() as groups:
-        cases = [
-            run_case(spec, groups, asked, words, args.rounds)
-            for words, asked in requests(args.tokens, args.steps)
-        ]
+    asked = list(requests(args.tokens, args.steps))
+    limit_s = 60 * args.minutes / len(asked)
+    with random_flux(heads=2, double_blocks=1, single_blocks=2) as spec, warm_ranks() as groups:
+        cases = [run_case(spec, groups, request, words, args.rounds, limit_s) for words, request in asked]
     finish(first_jobs(cases) if args.first_job else next_jobs(cases), args.json)
 
 
@@ -102,16 +103,26 @@ def warm_ranks() -> Iterator[dict[int, Sidecar]]:
 
 
 def run_case(
-    spec: ModelSpec, groups: dict[int, Sidecar], request: SampleRequest, words: str, rounds: int
+    spec: ModelSpec,
+    groups: dict[int, Sidecar],
+    request: SampleRequest,
+    words: str,
+    rounds: int,
+    limit_s: float,
 ) -> Case:
+    begun = time.monotonic()
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
     with empty_history():
         first = plan(job)
-    strategies = sorted({first.decision.strategy, *first.trials.others}, key=rule_key)
+    strategies = sorted({first.decision.strategy, *first.trials.strategies}, key=rule_key)
     case = Case(words, {strategy: [] for strategy in strategies}, [], [])
     for strategy in strategies:  # warms up
-        groups[strategy.world_size].sample(spec, request, Placement(strategy))
-    for _ in range(rounds):
+        groups[strategy.world_size].sample(
+            spec, replace(request, sigmas=request.sigmas[-3:]), Placement(strategy)
+        )
+    for number in range(rounds):
+        if number and (time.monotonic() - begun) * (1 + 1 / number) > limit_s:
+            break
         for strategy in strategies:
             info = groups[strategy.world_size].sample(spec, request, Placement(strategy)).info
             case.seconds[strategy].append(sum(info.step_seconds))
@@ -137,6 +148,7 @@ def empty_history() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[VARIABLE] = str(Path(folder))
         GIVEN_UP.clear()
+        JOBS.clear()
         yield
 
 

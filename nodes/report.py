@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..parallel_backend.options import APPROXIMATE_KERNELS
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
-from ..parallel_backend.trials import Trial
+from ..parallel_backend.trials import BUDGET, GAIN, Trial
 
 if TYPE_CHECKING:
     from .host.calls import RunRecord
@@ -182,19 +182,38 @@ def _trials(record: RunRecord, unit: str) -> list[str]:
     """The strategies that were tried on the way, and what the fastest won."""
     timed = [trial for trial in record.trials if trial.seconds]
     if not timed:
-        return []
+        return _left_out(record, 0.0) if not record.trials else []
     first, won = timed[0], next(t for t in timed if t.strategy == record.strategy)
+    images = 1 if record.plan is None else record.plan.job.batch
     times = ", ".join(f"{t.strategy.describe()} {min(t.seconds):.4f} s" for t in timed)
     if won is first:
         result = f"none was faster than {first.strategy.describe()}, with which it began"
     else:
         times_as_fast = min(first.seconds) / min(won.seconds)
         result = (
-            f"{_named(won)} ran the rest, {times_as_fast:.2f} times as fast as {first.strategy.describe()}"
+            f"{_named(won)} ran the rest, {times_as_fast:.2f} times "
+            f"{'as fast as' if images == 1 else 'the images a second of'} {first.strategy.describe()}"
         )
     if left := [t.strategy.describe() for t in record.trials if not t.seconds]:
-        result += f"; far behind, or failed: {', '.join(left)}"
-    return [f"tried: a {unit} took {times}; {result}; kept for the next runs"]
+        result += f"; behind, or failed: {', '.join(left)}"
+    of = "" if images == 1 else f" of {images} images"
+    tried = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
+    return [tried, *_left_out(record, min(won.seconds))]
+
+
+def _left_out(record: RunRecord, best_s: float) -> list[str]:
+    """The strategies that might have been tried and were not; `best_s`: of a step under the fastest."""
+    trials = () if record.plan is None else record.plan.trials.others
+    begun = {trial.strategy for trial in record.trials}
+    left = [other for other in trials if other.strategy not in begun]
+    slower = [other for other in left if 0 < best_s <= other.at_least_s * GAIN]
+    dear = [other for other in left if other not in slower]
+    told = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
+    return [
+        f"not tried: {', '.join(other.strategy.describe() for other in others)} ({why})"
+        for others, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, told))
+        if others
+    ]
 
 
 def _named(trial: Trial) -> str:

@@ -8,17 +8,19 @@ the others: rank 0 for a loop on the ranks (rank/switching.py), ComfyUI's for a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 from .strategy import ParallelStrategy
 
 MOST_OTHERS = 3  # strategies that a job tries beside its first one
 FIRST_COUNTED, OTHERS_COUNTED = 3, 2  # steps that are timed, after one that warms up
 BEHIND = 1.15  # this many times as slow as the fastest so far, a strategy is given up after one timed step,
-FAR_BEHIND = 2.0  # and this many times (beside what the change may cost) after the step that warms up
+FAR_BEHIND = 1.5  # and this many times (beside what the change may cost) after the step that warms up
 GAIN = 1.02  # a strategy must be this many times as fast as the first one to take its place
 LONGEST = 1 + FIRST_COUNTED + MOST_OTHERS * (1 + OTHERS_COUNTED)  # steps until all is settled
 # A trial takes three steps at most, and begins only where three times as many are left.
 STEPS_LEFT = 9
+BUDGET = 0.03  # share of a job's time that its trials may lose against the fastest strategy known
 # Seconds by which the first step under a strategy may exceed the next ones. On a CPU groups stand at once, on GPUs
 # communicators are made, and compiled blocks are compiled anew for each new number of tokens. No trial begins unless
 # that is less than SHARE of the time that is left.
@@ -27,19 +29,30 @@ SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class TrialPlan:
-    """The strategies that a job tries beside its first one, the most promising first.
+class TrialCandidate:
+    """A strategy to try. `slower`: its step as a multiple of the first strategy's, by arithmetic alone; `at_least_s`: a
+    lower bound of it in seconds, 0 where nobody knows one; `switch_s`: by how much its first step may exceed the next
+    ones."""
 
-    `at_least_s`: for each of them a lower bound of its step in seconds, 0 where nobody knows one; `switch_s`: by how
-    much the first step under another strategy may exceed the next ones.
-    """
-
-    others: tuple[ParallelStrategy, ...] = ()
-    at_least_s: tuple[float, ...] = ()
+    strategy: ParallelStrategy
+    slower: float = 1.0
+    at_least_s: float = 0.0
     switch_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """What a job tries beside its first strategy, in this order. `budget`: steps that the trials may lose in all."""
+
+    others: tuple[TrialCandidate, ...] = ()
+    budget: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.others)
+
+    @property
+    def strategies(self) -> tuple[ParallelStrategy, ...]:
+        return tuple(other.strategy for other in self.others)
 
 
 NO_TRIALS = TrialPlan()
@@ -58,37 +71,37 @@ class TrialRun:
     for the first one; `is_settled`: the rest of the job runs under it."""
 
     def __init__(self, first: ParallelStrategy, plan: TrialPlan, steps: int) -> None:
-        self.strategies = (first, *plan.others[:MOST_OTHERS])
+        self._others = (TrialCandidate(first), *plan.others[:MOST_OTHERS])
         self.current = 0
-        self.is_settled = len(self.strategies) == 1 or steps - 1 - FIRST_COUNTED < STEPS_LEFT
-        self._plan = plan
+        self.is_settled = len(self._others) == 1 or steps - 1 - FIRST_COUNTED < STEPS_LEFT
+        self._budget = plan.budget
         self._left = steps
         self._age = 0  # steps since the last change
         self._seconds: dict[int, list[float]] = {}
+        self._warmup: dict[int, float] = {}  # s of the first step under each
 
     @property
     def strategy(self) -> ParallelStrategy:
-        return self.strategies[self.current]
+        return self._others[self.current].strategy
 
     @property
     def results(self) -> tuple[Trial, ...]:
         """Of the strategies that were begun, in order; none where nothing else than the first one was."""
         if len(self._seconds) < 2:
             return ()
-        return tuple(Trial(self.strategies[i], tuple(seen)) for i, seen in self._seconds.items())
+        return tuple(Trial(self._others[i].strategy, tuple(seen)) for i, seen in self._seconds.items())
 
     def took(self, seconds: float) -> None:
         """The step under `current` took so long; decides what the next one runs under."""
         self._left -= 1
         self._age += 1
+        self._warmup.setdefault(self.current, seconds)
         seen = self._seconds.setdefault(self.current, [])
         if self._age > 1:
             seen.append(seconds)
-        if self.is_settled or not self._knows_enough(seconds, seen):
+        if self.is_settled or not self._knows_enough(seen):
             return
-        following = next(
-            (i for i in range(self.current + 1, len(self.strategies)) if self._promises(i)), None
-        )
+        following = next((i for i in range(self.current + 1, len(self._others)) if self._pays(i)), None)
         if following is None:
             self.settle()
         else:
@@ -109,18 +122,30 @@ class TrialRun:
         """The least time so far, which a busy machine disturbs the least."""
         return min((min(seen) for seen in self._seconds.values() if seen), default=0.0)
 
-    def _knows_enough(self, seconds: float, seen: list[float]) -> bool:
+    @property
+    def _lost(self) -> float:
+        """Seconds that the trials so far took beyond as many usual steps of the fastest strategy."""
+        usual = min((median(seen) for seen in self._seconds.values() if seen), default=0.0)
+        tried = [[self._warmup[i], *seen] for i, seen in self._seconds.items() if i]
+        return sum(max(0.0, sum(steps) - len(steps) * usual) for steps in tried)
+
+    def _knows_enough(self, seen: list[float]) -> bool:
         if self.current == 0:
             return len(seen) >= FIRST_COUNTED
-        if not seen:
-            return seconds > FAR_BEHIND * self._best + self._plan.switch_s
-        return len(seen) >= OTHERS_COUNTED or seconds > BEHIND * self._best
+        time = min(seen) if seen else self._warmup[self.current] - self._others[self.current].switch_s
+        if time > self._best and self._lost + time - self._best > self._budget * self._best:
+            return True
+        return len(seen) >= OTHERS_COUNTED or time > (BEHIND if seen else FAR_BEHIND) * self._best
 
-    def _promises(self, number: int) -> bool:
-        """Whether the job is long enough to win back a trial of this strategy, which may yet be the fastest."""
-        if self._left < STEPS_LEFT or self._plan.switch_s > SHARE * self._left * self._best:
+    def _pays(self, number: int) -> bool:
+        """Whether the job can win back a trial of this strategy, which may yet be the fastest, within the budget."""
+        other, best = self._others[number], self._best
+        if self._left < STEPS_LEFT or other.switch_s > SHARE * self._left * best:
             return False
-        return self._plan.at_least_s[number - 1] * GAIN < self._best
+        slower = other.slower / self._others[self._fastest()].slower
+        steps = 1 if slower > FAR_BEHIND else 2 if slower > BEHIND else 1 + OTHERS_COUNTED
+        costs = steps * max(0.0, slower - 1.0) * best
+        return other.at_least_s * GAIN < best and self._lost + costs <= self._budget * best
 
     def _fastest(self) -> int:
         timed = {i: min(seen) for i, seen in self._seconds.items() if seen}
@@ -133,5 +158,5 @@ class TrialRun:
 
 
 def switch_seconds(*, on_cpu: bool, compiles: bool) -> float:
-    """TrialPlan.switch_s of ranks on a CPU or on GPUs."""
+    """TrialCandidate.switch_s of ranks on a CPU or on GPUs."""
     return SWITCH_COMPILED if compiles else SWITCH_CPU if on_cpu else SWITCH_GPU

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from parallel_backend.planner.history.store import FOLDER
+from parallel_backend.machine.cache_files import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -52,13 +52,13 @@ class _Run:
         """A call has ended well. Nobody tells when a run is over: what was tried is kept when that is settled, and what
         the calls took with as many of them as the run has steps."""
         self.seconds += info.step_seconds
-        if self.trials is not None:
-            if not self.trials.is_settled:
-                self.trials.took(info.step_seconds[-1])
-                if self.trials.is_settled:
-                    info = replace(info, trials=self.trials.results)
-                    record_run(self.plan.devices, self.plan.job, info)
-        elif len(self.seconds) == self.plan.job.steps:
+        trials = self.trials
+        if trials is not None and not trials.is_settled:
+            trials.took(info.step_seconds[-1])
+            if trials.is_settled and trials.results:
+                info = replace(info, trials=trials.results)
+                record_run(self.plan.devices, self.plan.job, info)
+        elif len(self.seconds) == self.plan.job.steps and not (trials and trials.results):
             record_run(self.plan.devices, self.plan.job, replace(info, step_seconds=tuple(self.seconds)))
         return info
 

@@ -17,7 +17,6 @@ from ...parallel_backend.planner.history.measurement_history import record_run
 from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, SampleRequest
-from ...parallel_backend.trials import NO_TRIALS
 from ...parallel_backend.wire.payloads import check_inputs
 from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
@@ -107,8 +106,6 @@ class ResidentSampler(comfy.samplers.Sampler):
         model = CheckpointModel(network.file, network.spec.weight_dtype, compute_options)
         job = job_from_request(model, request)
         plan = plan_job(settings, job)
-        # A step whose calls a cache answered tells nothing of a strategy.
-        trials = NO_TRIALS if request.cache_threshold > 0 else plan.trials
         network.plans.latest = plan
 
         def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
@@ -125,7 +122,7 @@ class ResidentSampler(comfy.samplers.Sampler):
                 on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
-                trials=trials,
+                trials=plan.trials,
             )
         record_run(plan.devices, plan.job, result.info)
         self._record.add_run(plan, result.info)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import RankFailed
+from ..machine.self_tests import SelfTestStore
 from ..models.comfyui.proof import (
     PROVEN_HERE,
     UNKNOWN,
@@ -19,7 +20,6 @@ from ..models.comfyui.proof import (
 from ..models.comfyui.table import TABLE
 from ..sidecar.self_test import ShouldCancel, run_self_tests
 from ..wire.self_test import SelfTest
-from .history.self_tests import SelfTestStore
 
 _DURATION = "10 to 20 seconds, once"  # most of it torch's import and ComfyUI's
 

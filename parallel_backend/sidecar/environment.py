@@ -43,6 +43,7 @@ _PREFIXES = (
     "PYTORCH_",
     "TRITON_",
     "OMP_",
+    "GOMP_",
     "MKL_",
     "KMP_",
     "HIP_",
@@ -85,6 +86,10 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     # torch's own choice is 32 processes that compile, for each rank.
     compiling = 1 if is_cpu(devices) else min(4, threads)
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
+    if is_cpu(devices) and "OMP_WAIT_POLICY" not in kept:
+        # Where anything else runs, threads that spin while they wait for one without a core make a step 10 times as
+        # long. So many spins libgomp itself allows where it knows of more threads than cores.
+        defaults["GOMP_SPINCOUNT"] = "1000"
     if cache := _cache_folder(source):
         defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
             cache / "compiled"

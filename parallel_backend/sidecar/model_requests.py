@@ -69,7 +69,7 @@ class ModelRequests:
     ) -> SampleResult:
         """The job from where it is to its end."""
         trials = job.trials
-        strategies = (message.placement.strategy, *trials.others)
+        strategies = (message.placement.strategy, *trials.strategies)
         load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
         sampling = False

@@ -74,7 +74,7 @@ class SamplingJob:
         """Whether there were any to give up."""
         if not self.trials:
             return False
-        self._given_up = tuple(Trial(strategy) for strategy in self.trials.others)
+        self._given_up = tuple(Trial(strategy) for strategy in self.trials.strategies)
         self.trials = NO_TRIALS
         self._notes += ("no other strategies were tried after that",)
         return True

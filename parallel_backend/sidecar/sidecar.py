@@ -349,9 +349,9 @@ class Sidecar:
         return self._ranks.stop_if_idle()
 
     def _check_trials(self, trials: TrialPlan, request: SampleRequest, placement: Placement) -> None:
-        for strategy in trials.others:
+        for strategy in trials.strategies:
             self._check_placement(replace(placement, strategy=strategy))
-        used = (placement.strategy, *trials.others)
+        used = (placement.strategy, *trials.strategies)
         alike = len({strategy.weights for strategy in used}) == 1 and all(s.exact for s in used)
         if trials and (not alike or request.cache_threshold > 0):
             raise StrategyError(

@@ -21,7 +21,7 @@ from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 

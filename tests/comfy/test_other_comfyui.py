@@ -8,7 +8,7 @@ from comfy_harness import Comfy, relative_difference, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from graphs import Graph
-from parallel_backend.planner.history.self_tests import NAME
+from parallel_backend.machine.self_tests import NAME
 
 SENTENCE = "this version of ComfyUI computes Flux in another way than the pack knows: only whole images"
 

@@ -10,7 +10,7 @@ from pack_nodes import import_node_module
 from parallel_backend.planner.rules import Decision
 from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import Trial
+from parallel_backend.trials import NO_TRIALS, Trial
 
 report = import_node_module("nodes.report")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
@@ -42,7 +42,9 @@ def lines(**changes) -> dict[str, str]:
 
 def test_all_words_tell_one_median_which_leaves_out_the_first_step():
     seen = SimpleNamespace(strategy=ULYSSES, step_s=0.04)
-    plan = SimpleNamespace(candidates=[seen], memory=SimpleNamespace(describe=lambda: "1 GiB"))
+    plan = SimpleNamespace(
+        candidates=[seen], trials=NO_TRIALS, memory=SimpleNamespace(describe=lambda: "1 GiB")
+    )
     told = lines(plan=plan)
     assert told["step"] == "median 0.0500 s, first 0.9000 s, 4 in all"
     assert told["expected"] == "a median of 0.0400 s a step (measured before); this one is 25% more"
@@ -53,7 +55,7 @@ def test_all_words_tell_one_median_which_leaves_out_the_first_step():
 def test_the_headline_says_what_ran_how_fast_and_what_that_won():
     assert report.headline(record()) == "Ulysses 2 · 0.05 s/step · – one device · exact"
     one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.09)
-    plan = SimpleNamespace(candidates=[one])
+    plan = SimpleNamespace(candidates=[one], trials=NO_TRIALS)
     assert report.headline(record(plan=plan)) == "Ulysses 2 · 0.05 s/step · 1.8 × one device · exact"
     tried = (Trial(ULYSSES, (0.05,)), Trial(ParallelStrategy(), (0.2, 0.1)))
     assert report.headline(record(plan=plan, trials=tried)).split(" · ")[2] == "2.0 × one device"

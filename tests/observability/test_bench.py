@@ -14,6 +14,7 @@ import fake_nvml
 from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
 from parallel_backend.errors import StrategyError
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -26,7 +27,7 @@ from parallel_backend.observability.bench.rounds import Comparison, fits_side_by
 from parallel_backend.observability.bench.table import as_text
 from parallel_backend.planner.decide import job_from_request
 from parallel_backend.planner.history.records import measured
-from parallel_backend.planner.history.store import VARIABLE, MeasurementStore
+from parallel_backend.planner.history.store import MeasurementStore
 from parallel_backend.planner.job import Job
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.memory.fit import Capacity

@@ -10,6 +10,7 @@ import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
@@ -21,7 +22,6 @@ from parallel_backend.planner.decide import (
 )
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory, open_history
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import RunInfo
@@ -145,8 +145,8 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
     settings = StrategySettings(devices="cpu:2")
     decided = plan(settings, work(FP8, has_cfg=True, side=8))
     assert decided.decision.strategy == CFG  # the rule, until something was tried
-    assert decided.trials.others == (ULYSSES, ParallelStrategy(ring_degree=2), ONE)
-    assert decided.trials.switch_s == SWITCH_CPU
+    assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
+    assert {other.switch_s for other in decided.trials.others} == {SWITCH_CPU}
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
     for strategy, seconds in ((CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6)):
         info = RunInfo("native", strategy, step_seconds=(9.0, seconds))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 import fake_nvml
 from jobs import FP8, catalog_job, flux_job
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -15,12 +17,11 @@ from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates
 from parallel_backend.planner.history import measurement_history
 from parallel_backend.planner.history.measurement_history import MeasurementHistory
-from parallel_backend.planner.history.store import VARIABLE
 from parallel_backend.planner.sheet import lower_bound
-from parallel_backend.planner.trials import plan_trials
+from parallel_backend.planner.trials import SENDS_MORE, plan_trials
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import NO_TRIALS, SWITCH_COMPILED, SWITCH_GPU, Trial
+from parallel_backend.trials import BUDGET, NO_TRIALS, SWITCH_COMPILED, SWITCH_GPU, Trial
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 CFG, DATA = ParallelStrategy(cfg_degree=2), ParallelStrategy(data_degree=2)
@@ -30,6 +31,7 @@ CFG, DATA = ParallelStrategy(cfg_degree=2), ParallelStrategy(data_degree=2)
 def kept(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(measurement_history, "GIVEN_UP", set())
+    monkeypatch.setattr(measurement_history, "JOBS", Counter())
 
 
 def cpus(count=2):
@@ -45,51 +47,77 @@ def planned(first, job, history, candidates=None):
     return plan_trials(first, candidates or known(job, count), job, history, "native")
 
 
-def test_all_devices_and_one_compete_and_one_comes_last():
-    assert planned(ULYSSES, flux_job(), cpus()).others == (RING, ONE)
-    assert planned(CFG, flux_job(prompts=2), cpus()).others == (ULYSSES, RING, ONE)
+def test_all_devices_and_one_compete_those_with_the_least_to_do_and_to_send_first():
+    assert planned(ULYSSES, flux_job(), cpus()).strategies == (ONE, RING)
+    assert planned(CFG, flux_job(prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
 def test_whole_images_on_each_device_compete_for_a_batch_and_rows_are_tried_once():
     """Data 2 and CFG 2 share out four rows alike."""
-    assert planned(ULYSSES, flux_job(batch=2), cpus()).others == (DATA, RING, ONE)
-    assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).others == (ULYSSES, RING, ONE)
+    assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (ONE, DATA, RING)
+    assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
-def test_at_most_three_are_tried_those_with_the_least_to_do_and_to_send_first():
+def test_at_most_three_are_tried_and_one_device_is_always_among_them():
     job = flux_job(batch=8)
-    found = planned(ParallelStrategy(ulysses_degree=8), job, cpus(8)).others
-    assert found == (
+    assert planned(ParallelStrategy(ulysses_degree=8), job, cpus(8)).strategies == (
+        ONE,
         ParallelStrategy(data_degree=8),
         ParallelStrategy(data_degree=4, ulysses_degree=2),
-        ONE,
     )
 
 
 def test_other_weights_no_room_stages_and_what_was_seen_are_not_tried():
     job, sharded = flux_job(), ULYSSES.replace(shard_weights=True)
-    assert planned(sharded, job, cpus()).others == (RING.replace(shard_weights=True),)
+    assert planned(sharded, job, cpus()).strategies == (RING.replace(shard_weights=True),)
     assert planned(ULYSSES, job, cpus(), known(job, 2, fits=False)) == NO_TRIALS
     assert planned(ULYSSES, job, cpus(), known(job, 2, step_s=1.0)) == NO_TRIALS
     for first in (ONE, ParallelStrategy(pipefusion_degree=2), ULYSSES.replace(device_shares=(2, 1))):
         assert planned(first, job, cpus()) == NO_TRIALS
+    # A step whose calls a cache answered tells nothing of a strategy.
+    assert planned(ULYSSES, flux_job(step_cache=True), cpus()) == NO_TRIALS
 
 
 def test_what_came_to_nothing_is_not_tried_again_by_this_process():
     job, history = flux_job(), cpus()
     history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=(Trial(RING), Trial(ULYSSES, (1.0,)))))
-    assert planned(ULYSSES, job, cpus()).others == (ONE,)
-    assert planned(ULYSSES, flux_job(width=512), cpus()).others == (RING, ONE)
+    assert planned(ULYSSES, job, cpus()).strategies == (ONE,)
+    assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (ONE, RING)
+
+
+def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(tmp_path):
+    gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+
+    def prices(first, job, history):
+        return {other.strategy: other.slower for other in planned(first, job, history).others}
+
+    assert prices(ULYSSES, flux_job(FP8), gpus) == {RING: 1.0, ONE: 2.0}
+    assert prices(CFG, flux_job(FP8, prompts=2), gpus) == {ULYSSES: SENDS_MORE, RING: SENDS_MORE, ONE: 2.0}
+    # Ranks on a CPU share its cores.
+    assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: 1.0, ONE: 1.0}
+
+
+def test_trials_may_lose_a_share_of_the_job_and_of_those_like_it_since_the_last_that_tried():
+    job, history = flux_job(steps=20), cpus()
+    assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
+    for budget in (2, 3):
+        history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0)))
+        assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20 * budget)
+    assert planned(ULYSSES, flux_job(steps=20, width=512), history).budget == pytest.approx(BUDGET * 20)
+    trials = (Trial(ULYSSES, (1.0,)), Trial(RING, (1.1,)))
+    history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=trials))
+    assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
 
 
 def test_on_gpus_bounds_and_the_price_of_a_change_come_along(tmp_path):
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     job = flux_job(FP8)
     found = planned(ULYSSES, job, history)
-    assert found.others == (RING, ONE) and found.switch_s == SWITCH_GPU
-    assert found.at_least_s == tuple(lower_bound(job, s, CARDS["rtx4090"]) for s in (RING, ONE))
+    assert found.strategies == (RING, ONE) and {o.switch_s for o in found.others} == {SWITCH_GPU}
+    bounds = [lower_bound(job, s, CARDS["rtx4090"]) for s in (RING, ONE)]
+    assert [o.at_least_s for o in found.others] == bounds and bounds[0] > 0
     compiled = flux_job(FP8, compute_options=ComputeOptions("blocks"))
-    assert planned(ULYSSES, compiled, history).switch_s == SWITCH_COMPILED
+    assert planned(ULYSSES, compiled, history).others[0].switch_s == SWITCH_COMPILED
 
 
 def test_a_card_without_a_data_sheet_has_no_bounds(tmp_path):
@@ -98,4 +126,4 @@ def test_a_card_without_a_data_sheet_has_no_bounds(tmp_path):
         board.name = "NVIDIA Mystery 1"
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
     found = planned(ULYSSES, catalog_job(storage=1.0), history)
-    assert found.others == (RING, ONE) and found.at_least_s == (0.0, 0.0)
+    assert found.strategies == (RING, ONE) and {o.at_least_s for o in found.others} == {0.0}

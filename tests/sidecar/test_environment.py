@@ -42,6 +42,14 @@ def test_what_is_compiled_outlives_a_boot_where_the_user_said_nothing_else():
     assert folder() is None
 
 
+def test_threads_on_a_cpu_do_not_spin_unless_the_user_said_so():
+    def spins(device="cpu:0", **source):
+        return rank_environment(source, Path("/"), (device,)).get("GOMP_SPINCOUNT")
+
+    assert spins() == "1000" and spins(GOMP_SPINCOUNT="7") == "7"
+    assert spins(OMP_WAIT_POLICY="ACTIVE") is None and spins("cuda:0") is None
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_is_as_deterministic_as_comfyui(deterministic):
     try:

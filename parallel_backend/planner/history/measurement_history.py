@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
@@ -20,7 +21,9 @@ from .records import Measurements, RunKind, measured, record, warm_step
 from .store import MeasurementStore
 
 log = logging.getLogger(__name__)
-GIVEN_UP: set[RunKind] = set()  # of this process
+# Of this process. JOBS: since one tried strategies on its way.
+GIVEN_UP: set[RunKind] = set()
+JOBS: Counter[RunKind] = Counter()
 
 
 class MeasurementHistory:
@@ -55,8 +58,10 @@ class MeasurementHistory:
                 found.append((kind, median(trial.seconds)))
             else:
                 GIVEN_UP.add(kind)
+        own = RunKind.of(job, info.strategy, info.engine, self.ids)
+        JOBS[own] = 0 if info.trials else JOBS[own] + 1
         if not found and (seconds := warm_step(info.step_seconds)) is not None:
-            found.append((RunKind.of(job, info.strategy, info.engine, self.ids), seconds))
+            found.append((own, seconds))
 
         def with_found(known: Measurements) -> Measurements:
             for kind, seconds in found:
@@ -75,8 +80,16 @@ class MeasurementHistory:
 
     def gave_up(self, job: Job, strategy: ParallelStrategy, engine: str) -> bool:
         """Whether a trial of `strategy` came to nothing while this process lives: it crashed, or was far behind."""
+        return any(kind in GIVEN_UP for kind in self._kinds(job, strategy, engine))
+
+    def jobs_before(self, job: Job, strategy: ParallelStrategy, engine: str) -> int:
+        """How many like `job` ran under `strategy` in this process since one of them tried others."""
+        return sum(JOBS[kind] for kind in self._kinds(job, strategy, engine))
+
+    def _kinds(self, job: Job, strategy: ParallelStrategy, engine: str) -> set[RunKind]:
+        """With blocks compiled, as the job may want them, and as they are."""
         models = (job.model, job.model.uncompiled)
-        return any(RunKind.of(replace(job, model=m), strategy, engine, self.ids) in GIVEN_UP for m in models)
+        return {RunKind.of(replace(job, model=m), strategy, engine, self.ids) for m in models}
 
 
 def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:

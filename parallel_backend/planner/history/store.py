@@ -8,37 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import TransportError
+from ...machine.cache_files import cache_folder, locked, replace_whole
 from ...machine.fingerprint import Fingerprint
 from ...wire.strict_json import from_json, parse, to_json
-from .files import locked, replace_whole
 from .records import Measurements, Observed
 
 FORMAT = 4  # of other versions nothing is read, and the next run writes over them
-FOLDER = "comfyui-parallel-sampling"
-VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
 
 log = logging.getLogger(__name__)
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of measurements: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
-
-    Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
-    """
-    if chosen := environ.get(VARIABLE, ""):
-        return None if chosen.lower() == "off" else Path(chosen)
-    base = environ.get("XDG_CACHE_HOME", "")
-    if base and Path(base).is_absolute():  # the specification has a relative one ignored
-        return Path(base, FOLDER)
-    home = environ.get("HOME", "")
-    return Path(home, ".cache", FOLDER) if home else None
 
 
 class MeasurementStore:

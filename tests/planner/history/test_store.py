@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from parallel_backend.machine import cache_files
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.machine.topology import Topology
-from parallel_backend.planner.history import files
 from parallel_backend.planner.history import store as module
 from parallel_backend.planner.history.records import Measurements, RunKind, record
-from parallel_backend.planner.history.store import VARIABLE, MeasurementStore, cache_folder
+from parallel_backend.planner.history.store import MeasurementStore
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.strict_json import to_json
 
@@ -169,9 +170,9 @@ def test_a_full_disk_keeps_the_old_file(store, tmp_path):
 
 
 def test_a_lock_that_is_never_released_delays_but_does_not_stop(store, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.05)
+    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 0.05)
     store.update(lambda known: full())
-    with files.locked(store.path.with_suffix(".lock")):
+    with cache_files.locked(store.path.with_suffix(".lock")):
         assert not store.update(lambda known: Measurements())
     assert store.read() == full()
     assert store.update(lambda known: Measurements())
@@ -182,21 +183,6 @@ def test_a_change_that_fails_leaves_the_file_and_frees_the_lock(store):
     with pytest.raises(ZeroDivisionError):
         store.update(lambda known: 1 / 0)
     assert store.read() == full() and store.update(lambda known: known)
-
-
-@pytest.mark.parametrize(
-    ("environ", "folder"),
-    [
-        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/x"}, "/cache/comfyui-parallel-sampling"),
-        ({"XDG_CACHE_HOME": "cache", "HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
-        ({"HOME": "/home/x"}, "/home/x/.cache/comfyui-parallel-sampling"),
-        ({}, None),
-        ({VARIABLE: "/elsewhere", "HOME": "/home/x"}, "/elsewhere"),
-        ({VARIABLE: "off", "HOME": "/home/x"}, None),
-    ],
-)
-def test_the_cache_folder_is_where_the_desktop_says(environ, folder):
-    assert cache_folder(environ) == (Path(folder) if folder else None)
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):

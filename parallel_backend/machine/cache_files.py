@@ -1,4 +1,4 @@
-"""Files in the user's cache folder that several processes write: one at a time, and each file whole."""
+"""The user's cache folder, and files in it that several processes write: one at a time, and each file whole."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+FOLDER = "comfyui-parallel-sampling"
+VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 _POLL = 0.003  # s
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of measurements: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
+
+    Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
+    """
+    if chosen := environ.get(VARIABLE, ""):
+        return None if chosen.lower() == "off" else Path(chosen)
+    base = environ.get("XDG_CACHE_HOME", "")
+    if base and Path(base).is_absolute():  # the specification has a relative one ignored
+        return Path(base, FOLDER)
+    home = environ.get("HOME", "")
+    return Path(home, ".cache", FOLDER) if home else None
 
 
 @contextlib.contextmanager

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import TransportError
-from ...wire.self_test import SelfTest
-from ...wire.strict_json import from_json, parse, to_json
-from .files import locked, replace_whole
-from .store import cache_folder
+from ..errors import TransportError
+from ..wire.self_test import SelfTest
+from ..wire.strict_json import from_json, parse, to_json
+from .cache_files import cache_folder, locked, replace_whole
 
 FORMAT = 1  # to be raised where the ranks come to share out tokens in another way: all is tested anew then
 NAME = "self-tests.json"

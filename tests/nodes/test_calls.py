@@ -1,0 +1,60 @@
+"""The setting that turns trials off: first runs give the same bits, and with it on the same latent up to rounding."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+from parallel_backend.machine.cache_files import VARIABLE
+from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.observability.bench.rounds import random_request
+from parallel_backend.planner.decide import job_from_request
+from parallel_backend.planner.history import measurement_history
+from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.requests import ModelSpec, Placement
+from spread_weights import difference
+from tiny_flux import write_tiny_flux
+
+STEPS = 20
+
+
+@pytest.fixture
+def first_run(two_real_ranks, tmp_path, monkeypatch):
+    """`first_run(tries)`: a job on two ranks of which nothing was measured, with the setting as a person left it."""
+    import_comfyui_here()
+    import folder_paths
+
+    calls = import_node_module("nodes.host.calls")
+    path = write_tiny_flux(tmp_path / "tiny.safetensors")
+    file, spec = inspect_flux(path), ModelSpec(str(path))
+    request = random_request(file, width=128, height=128, batch=1, text=8, steps=STEPS, with_cfg=True)
+    job = job_from_request(CheckpointModel(file), request)
+    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
+    (tmp_path / "user" / "default").mkdir(parents=True)
+    count = 0
+
+    def run(tries):
+        nonlocal count
+        count += 1
+        monkeypatch.setenv(VARIABLE, str(tmp_path / f"kept {count}"))
+        monkeypatch.setattr(measurement_history, "GIVEN_UP", set())
+        monkeypatch.setattr(measurement_history, "JOBS", Counter())
+        settings = tmp_path / "user" / "default" / "comfy.settings.json"
+        settings.write_text(json.dumps({} if tries else {"parallel_sampling.try_strategies": False}))
+        plan = calls.plan_job(StrategySettings(devices="cpu:2"), job)
+        return two_real_ranks.sample(spec, request, Placement(plan.decision.strategy), trials=plan.trials)
+
+    return run
+
+
+def test_two_first_runs_without_trials_give_equal_bits_and_with_them_the_same_up_to_rounding(first_run):
+    one, other, tried = first_run(False), first_run(False), first_run(True)
+    assert one.info.trials == other.info.trials == () and len(tried.info.trials) > 1
+    assert torch.equal(one.latent, other.latent)
+    assert difference(tried.latent, one.latent) <= 1e-5

@@ -1,0 +1,122 @@
+"""The report's words on what a first job tried, for plans and step times as they may be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import fake_nvml
+from comfy_modules import import_comfyui_here
+from jobs import FP8, flux_job
+from pack_nodes import import_node_module
+from parallel_backend.machine.cache_files import VARIABLE
+from parallel_backend.machine.cards import CARDS
+from parallel_backend.machine.local import LocalMachine
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.topology import Topology
+from parallel_backend.planner.decide import plan_execution
+from parallel_backend.planner.history import measurement_history
+from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.sheet import lower_bound
+from parallel_backend.requests import RunInfo
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import TrialRun
+
+ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
+DATA = ParallelStrategy(data_degree=2)
+TINY = {"width": 64, "height": 64, "text": 16, "steps": 20}
+
+
+@pytest.fixture(scope="module")
+def calls():
+    import_comfyui_here()
+    return import_node_module("nodes.host.calls")
+
+
+@pytest.fixture
+def report(calls, tmp_path, monkeypatch):
+    """`report(times, gpus, **job)`: lines on a first job whose steps take `times` of their strategy."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(measurement_history, "GIVEN_UP", set())
+    monkeypatch.setattr(measurement_history, "JOBS", Counter())
+
+    def write(times, gpus=False, **asked):
+        devices = ("cuda:0", "cuda:1") if gpus else ("cpu:0", "cpu:1")
+        seen = read_topology(fake_nvml.two_4090(), sys_root=tmp_path) if gpus else Topology((), source="none")
+        job = flux_job(FP8, **asked)
+        history = MeasurementHistory(devices, seen)
+        plan = plan_execution(StrategySettings(), job, LocalMachine(devices), history, tries=True)
+        run, seconds = TrialRun(plan.decision.strategy, plan.trials, job.steps), []
+        for _ in range(job.steps):
+            seconds.append(times[run.strategy])
+            run.took(seconds[-1])
+        record = calls.RunRecord()
+        record.add_run(plan, RunInfo("native", run.strategy, tuple(seconds), trials=run.results))
+        return import_node_module("nodes.report").write_report(record).splitlines()
+
+    return write
+
+
+def test_one_device_that_wins_a_tiny_job_is_said_plainly(report):
+    lines = report({ULYSSES: 0.055, RING: 0.034, ONE: 0.033}, **TINY)
+    assert lines[0].startswith(
+        "strategy: one device: the fastest of those tried in this run, which began with Ulysses 2"
+    )
+    assert (
+        "tried: a step took Ulysses 2 0.0550 s, one device 0.0330 s, Ring 2 0.0340 s; one device, for which splitting "
+        "this work costs more than it gains, ran the rest, 1.67 times as fast as Ulysses 2; kept for the next runs"
+    ) in lines
+    assert not [line for line in lines if line.startswith("not tried")]
+
+
+def test_where_the_first_one_wins_nothing_else_is_claimed(report):
+    (line,) = [x for x in report({ULYSSES: 1.0, RING: 1.01, ONE: 1.6}, **TINY) if x.startswith("tried")]
+    assert "none was faster than Ulysses 2, with which it began; behind, or failed: one device" in line
+
+
+def test_one_image_a_device_wins_a_batch_by_images_a_second(report):
+    lines = report({ULYSSES: 2.0, DATA: 1.6, RING: 1.9, ONE: 1.8}, batch=2, **TINY)
+    (line,) = [x for x in lines if x.startswith("tried")]
+    assert line.startswith(
+        "tried: a step of 2 images took Ulysses 2 2.0000 s, one device 1.8000 s, data 2 1.6000 s"
+    )
+    assert (
+        "data 2 (whole images on each device) ran the rest, 1.25 times the images a second of Ulysses 2"
+        in line
+    )
+
+
+def test_one_image_over_all_devices_wins_a_batch_where_it_is_faster(report):
+    (line,) = [
+        x
+        for x in report({ULYSSES: 1.0, DATA: 1.04, RING: 1.1, ONE: 1.05}, batch=2, **TINY)
+        if x.startswith("tried")
+    ]
+    assert "data 2 1.0400 s" in line and "none was faster than Ulysses 2" in line
+
+
+LEFT = "finding out might cost more than 3% of this job; a longer one, later ones or bench will tell"
+
+
+def test_what_a_short_job_cannot_afford_to_try_is_named(report):
+    assert f"not tried: one device, Ring 2 ({LEFT})" in report({ULYSSES: 1.0}, **TINY | {"steps": 4})
+    # By arithmetic one GPU of two takes up to twice as long: too much to try in 28 steps, and not in 50.
+    times = {ULYSSES: 6.0, RING: 6.0, ONE: 11.0}
+    assert f"not tried: one device ({LEFT})" in report(times, gpus=True)
+    assert not [line for line in report(times, gpus=True, steps=50) if line.startswith("not tried")]
+
+
+def test_what_cannot_be_faster_by_the_data_sheet_is_named_as_such(report):
+    step_s = 0.9 * lower_bound(flux_job(FP8), ONE, CARDS["rtx4090"])
+    lines = report({ULYSSES: step_s, RING: step_s}, gpus=True, steps=90)
+    assert "not tried: one device (these GPUs' data sheet says it cannot be faster)" in lines
+
+
+def test_nothing_is_said_where_nothing_was_to_be_tried(calls, report):
+    plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(("cpu:0", "cpu:1")), None)
+    record = calls.RunRecord()
+    record.add_run(replace(plan, candidates=()), RunInfo("native", ULYSSES, (1.0, 1.0)))
+    assert "tried" not in import_node_module("nodes.report").write_report(record)
