@@ -33,7 +33,21 @@ _READS_PROMPT = {
     "Kandinsky5": "text_embeddings.in_layer",
     "ErnieImageModel": "text_proj",
     "MiniTrainDIT": "blocks.0.cross_attn.k_proj",
+    "LensTransformer2DModel": "txt_in",
+    "OmniGen2Transformer2DModel": "time_caption_embed.caption_embedder.1",
+    "BooguTransformer2DModel": "time_caption_embed.caption_embedder.1",
+    "Ideogram4Transformer2DModel": "llm_cond_proj",
+    "JoyImageTransformer3DModel": "condition_embedder.text_embedder.linear_1",
+    "PixArtMS": "y_embedder.y_proj.fc1",
+    "PixDiT_T2I": "y_embedder.proj",
+    "AceStepConditionGenerationModel": "encoder.text_projector",
+    "Hunyuan3Dv2": "cond_in",
+    "HunYuanDiTPlain": "blocks.0.attn2.to_k",
+    "LatentSeqMMFlowModel": "cond_embedder",
+    "HunYuanDiT": "blocks.0.attn2.kv_proj",
 }
+# Their `patch_size` is that of their VAE's packing: each cell of the latent is a token.
+_PATCHED_BEFORE = {"LensTransformer2DModel", "Ideogram4Transformer2DModel"}
 _UNET_READS_PROMPT = ".attn2.to_k"
 
 
@@ -93,6 +107,8 @@ def _number(modules: Iterable[nn.Module], names: tuple[str, ...]) -> int:
 def _patch(module: nn.Module) -> tuple[int, int, int]:
     """(frames, rows, columns) of the latent in a token; one each where the module does not say."""
     size = getattr(module, "patch_size", getattr(module, "patch", None))
+    if type(module).__name__ in _PATCHED_BEFORE:
+        return 1, 1, 1
     if size is None and hasattr(module, "patch_spatial"):  # Cosmos
         size = (module.patch_temporal, module.patch_spatial, module.patch_spatial)
     if isinstance(size, int):
