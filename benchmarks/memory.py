@@ -5,8 +5,8 @@ python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 
 Three measurements, each in fresh ranks that have run a small model the same way first and then let go of its weights,
 so that imports, threads and first uses of libraries are in the baseline:
 - host: the sum over the ranks of their proportional set sizes (Pss: a page that n processes map counts 1/n for each) of
-  the file and of memory that is no file's, after a job that read every weight, less the latter before it. Of other files
-  nothing: what libraries count for a rank changes whenever any process of the machine that has them starts or ends;
+  the file and of memory that is no file's, after a job that read every weight, less the latter before it. Of other
+  files nothing: what libraries count for a rank changes whenever any process that has them starts or ends;
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
 - prediction: most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory. The
