@@ -4,8 +4,9 @@ python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 
 
 Three measurements, each in fresh ranks that have run a small model the same way first and then let go of its weights,
 so that imports, threads and first uses of libraries are in the baseline:
-- host: the sum of the ranks' proportional set sizes (Pss: a page that n processes map counts 1/n for each) after a job
-  that read every weight, less the sum before it;
+- host: the sum over the ranks of their proportional set sizes (Pss: a page that n processes map counts 1/n for each) of
+  the file and of memory that is no file's, after a job that read every weight, less the latter before it. Of other
+  files nothing: what libraries count for a rank changes whenever any process that has them starts or ends;
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
 - prediction: most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory. The
@@ -129,11 +130,9 @@ def _predicted_over_measured(
 def _host_growth(spec: ModelSpec, ranks: int) -> int:
     strategy = ParallelStrategy(ring_degree=ranks)
     with _warm_ranks(strategy) as sidecar:
-        before = sum(
-            _proportional(pid) - _mapped(pid, "random_flux.safetensors", "Pss:") for pid in sidecar.pids
-        )
+        before = sum(map(_proportional, sidecar.pids))
         sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
-        return sum(map(_proportional, sidecar.pids)) - before
+        return sum(_proportional(pid) + _mapped(pid, spec.path, "Pss:") for pid in sidecar.pids) - before
 
 
 def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
@@ -218,7 +217,8 @@ def _anonymous(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    return _kilobytes(f"/proc/{pid}/smaps_rollup", "Pss:")
+    """Of memory that is no file's."""
+    return sum(_kilobytes(f"/proc/{pid}/smaps_rollup", kind) for kind in ("Pss_Anon:", "Pss_Shmem:"))
 
 
 def _kilobytes(path: str, field: str) -> int:

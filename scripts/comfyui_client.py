@@ -20,7 +20,7 @@ Prompt = dict[str, dict[str, Any]]
 # Seconds.
 _HTTP_TIMEOUT = 60
 _POLL_INTERVAL = 0.03
-_LAST_EVENT_TIMEOUT = 5
+_LAST_EVENT_TIMEOUT = 60
 
 # ComfyUI's binary websocket events that carry a preview image (protocol.py).
 _PREVIEW_EVENTS = (1, 4)
@@ -188,8 +188,9 @@ class _Listener:
             self._changed.wait_for(lambda: prompt_id in self._ended, timeout=_LAST_EVENT_TIMEOUT)
 
     def close(self) -> None:
-        self._socket.shutdown()
+        self._socket.abort()  # wakes the thread, which to close the socket does not
         self._thread.join(_LAST_EVENT_TIMEOUT)
+        self._socket.shutdown()
 
     def _read(self) -> None:
         while True:

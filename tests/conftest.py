@@ -16,6 +16,7 @@ import pytest
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import supervisor
+from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
 os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
@@ -27,11 +28,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 FORKED = ForkedSubprocess(supervisor)
-LEAK_PATIENCE = 2.0  # s that the kernel and dying processes get to clean up
+LEAK_PATIENCE = 20.0  # s that the kernel and dying processes get to clean up
 
 
 def pytest_configure() -> None:
     supervisor.subprocess = FORKED
+    # What takes longer than this in the product is given up on; on a machine that tests keep busy it may only be slow.
+    deadlines.REPORT, deadlines.DEATH_NOTICE, deadlines.STACK = 2.0, 20.0, 5.0
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
-    assert server.survivors == [], f"left behind 2 s after ComfyUI ended: {server.survivors}"
+    assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,9 @@ def browser():
     if path is None:
         pytest.skip("no Chromium is installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield browser
         browser.close()
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -15,8 +14,7 @@ import pytest
 
 from comfy_harness import start_comfyui
 from scripted import is_running
-
-PATIENCE = 2.0  # s
+from waiting import wait_until
 
 
 @pytest.mark.timeout(300)
@@ -36,14 +34,8 @@ def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
     with server:
         button = threading.Thread(target=press, daemon=True)
         button.start()
-        deadline = time.monotonic() + 120
-        while not any("parallel_backend.rank" in line for line in command_lines()):
-            assert time.monotonic() < deadline, command_lines()
-            time.sleep(0.05)
+        wait_until(lambda: any("parallel_backend.rank" in line for line in command_lines()), 120)
         children = server.children()
         os.kill(server.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE
-        while alive := [child.pid for child in children if is_running(child.pid)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.02)
+        wait_until(lambda: not any(is_running(child.pid) for child in children))
         button.join(10)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 
 import psutil
 import pytest
+
+from waiting import wait_until
 
 COMMAND = "() => void app.extensionManager.command.execute('parallel_sampling.gpu_check')"
 ROUTE = "**/parallel_sampling/gpu_check"
@@ -16,18 +17,18 @@ ROUTE = "**/parallel_sampling/gpu_check"
 def dialog(page):
     page.evaluate(COMMAND)
     found = page.get_by_role("dialog", name="GPU check of Parallel Sampling")
-    found.wait_for(timeout=10_000)
+    found.wait_for(timeout=60_000)
     return found
 
 
 def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dialog):
     page.route(ROUTE, lambda route: route.fulfill(status=409, json={"error": "a prompt uses the devices"}))
     dialog.get_by_role("button", name="Run").click()
-    dialog.get_by_text("a prompt uses the devices").wait_for(timeout=10_000)
+    dialog.get_by_text("a prompt uses the devices").wait_for(timeout=60_000)
     page.unroute(ROUTE)
     dialog.get_by_role("button", name="Close").click()
     page.evaluate(COMMAND)
-    dialog.wait_for(timeout=10_000)
+    dialog.wait_for(timeout=60_000)
     asked = []
     lines = [
         {"line": "[1/2] device …"},
@@ -61,8 +62,5 @@ def test_closing_the_dialog_ends_the_check(page, dialog, measuring):
     dialog.get_by_text("[1/25] installation").wait_for(timeout=120_000)
     assert running()
     page.keyboard.press("Escape")
-    dialog.wait_for(state="detached", timeout=10_000)
-    deadline = time.monotonic() + 120
-    while running():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    dialog.wait_for(state="detached", timeout=60_000)
+    wait_until(lambda: not running(), 120)

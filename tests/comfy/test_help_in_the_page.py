@@ -38,7 +38,7 @@ def test_the_help_of_a_node_is_its_page(page):
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
     page.get_by_test_id("info-button").first.dispatch_event("click")  # it may lie under the tabs
     help_page = page.locator(".node-help-content")
-    help_page.get_by_role("heading", name="Parallel Sampler").wait_for(timeout=30_000)
+    help_page.get_by_role("heading", name="Parallel Sampler").wait_for(timeout=60_000)
     assert "PipeFusion is approximate after its warm-up" in help_page.inner_text()
     picture = help_page.locator("img").element_handle()
     page.wait_for_function("picture => picture.naturalWidth > 0", arg=picture)

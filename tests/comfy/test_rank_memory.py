@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from graphs import OURS, STOCK, Graph
+from waiting import wait_until
 
 _SEEDS = itertools.count(100)  # another seed, another run
 
@@ -40,14 +41,7 @@ def _again(comfy, unet: str) -> bool:
 def _free(comfy) -> None:
     body = json.dumps({"unload_models": True, "free_memory": True}).encode()
     request = urllib.request.Request(comfy.server.url + "/free", data=body, method="POST")
-    urllib.request.urlopen(request, timeout=10).close()
-
-
-def _wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
@@ -55,7 +49,7 @@ def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(co
     assert not _again(comfy, unet)
     ranks = comfy.ranks()
     _free(comfy)  # done between prompts, sometime soon
-    _wait_until(lambda: _again(comfy, unet))
+    wait_until(lambda: _again(comfy, unet))
     assert comfy.ranks() == ranks
     assert not _again(comfy, unet)
 
@@ -76,7 +70,7 @@ def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
     graph = Graph()
     graph.save(graph.latent(draw=next(_SEEDS)), "nothing.safetensors")
     comfy.run(graph.prompt)
-    _wait_until(lambda: "asleep" in _states(comfy))
+    wait_until(lambda: "asleep" in _states(comfy))
     assert _again(comfy, unet)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from comfyui_client import PromptFailed
 from graphs import Graph
 from tiny_vae import dims_of, write_vae
+from waiting import wait_until
 
 VAE = "tiny_settings.safetensors"
 DEFAULTS = {
@@ -81,7 +81,4 @@ def test_settings_count_from_the_next_use_on(measuring, page, change):
 
     change("sleep_after_minutes", 0.02)
     _decode(comfy, draw=2)  # whose end sets the timer
-    deadline = time.monotonic() + 60
-    while "asleep" not in (seen := {group["state"] for group in _groups(comfy)}):
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.1)
+    wait_until(lambda: "asleep" in {group["state"] for group in _groups(comfy)})

@@ -96,7 +96,7 @@ def _load(page, prompt: dict) -> None:
           app.canvas.setDirty(true, true);
         }"""
     )
-    page.wait_for_selector(".parallel-strategy", timeout=30_000)
+    page.wait_for_selector(".parallel-strategy", timeout=60_000)
 
 
 def _edit(page, name: str, value: object) -> None:
@@ -105,7 +105,7 @@ def _edit(page, name: str, value: object) -> None:
 
 def _wait_for(page, condition: str) -> None:
     """`condition`: of what READ gives, called shown."""
-    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=20_000)
+    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=60_000)
 
 
 def _off(page) -> set[str]:
@@ -167,7 +167,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     assert marked == ["⚠ ulysses_degree"]
     invalid = page.locator("[aria-invalid=true]")
     if drawn_by == "vue":
-        invalid.wait_for(timeout=10_000)
+        invalid.wait_for(timeout=60_000)
     picture(f"invalid_{drawn_by}")
     asked = {
         "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
@@ -178,7 +178,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
 
     _edit(page, "ulysses_degree", 2)
     _wait_for(page, "shown.alerts.length === 0")
-    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')", timeout=10_000)
+    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')", timeout=60_000)
     assert page.evaluate(WIDGETS) == plain
 
     _edit(page, "mode", "auto")
@@ -249,7 +249,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
 
     # As undo does: all nodes anew in the same workflow.
     page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
-    page.wait_for_function(REPORT, timeout=20_000)
+    page.wait_for_function(REPORT, timeout=60_000)
     _wait_for(page, "shown.basis === 'The latest run'")
 
     set_setting("Comfy.ColorPalette", "light")
@@ -257,7 +257,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     page.wait_for_function(REPORT, timeout=60_000)
     assert page.evaluate(REPORT) == report
     _wait_for(page, "shown.basis === 'The latest run'")
-    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=20_000)
+    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=60_000)
     picture("after_a_run_light")
 
 

@@ -61,7 +61,7 @@ STRATEGIES = {
             ParallelStrategy(ulysses_degree=2, offload_weights=True),
         ],
     ),
-    3: (3, [sharded(ring_degree=3), sharded(data_degree=3)]),
+    3: (2, [sharded(ring_degree=3), sharded(data_degree=3)]),
     4: (
         2,
         [

@@ -17,7 +17,12 @@ from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 from tiny_flux import write_tiny_flux
 
-HEADS = 4
+
+def heads_of(strategy):
+    """Of the model: two for each of two ranks that share them out, one for each of four."""
+    return 4 if strategy.ulysses_degree > 1 else 2
+
+
 STRATEGIES = {
     1: [ParallelStrategy()],
     2: [
@@ -40,12 +45,12 @@ STRATEGIES = {
 ENGINES = ("native", "xfuser")
 
 
-def sample(world, path, strategies, engine, cases):
-    """{strategy, case: (latent, engine that ran, bytes sent)} on one rank, all strategies on the same warm weights."""
-    layouts, model = Layouts(world), load(ModelSpec(path), world.device)
-    results = {}
+def sample(world, paths, strategies, engine, cases):
+    """{strategy, case: (latent, engine that ran, bytes sent)} on one rank, strategies on the same warm weights."""
+    layouts, results = Layouts(world), {}
+    models = {heads: load(ModelSpec(path), world.device) for heads, path in paths.items()}
     for strategy in strategies:
-        forward = make_forward(model, layouts, Placement(strategy, engine))
+        forward = make_forward(models[heads_of(strategy)], layouts, Placement(strategy, engine))
         for name in cases:
             before = forward.bytes_sent
             latent = denoise(forward, CASES[name], lambda i, denoised: None)
@@ -55,26 +60,35 @@ def sample(world, path, strategies, engine, cases):
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    """(path of the weights, {case: the oracle's latent})"""
-    folder = tmp_path_factory.mktemp("parity")
-    sizes = dict(
-        heads=HEADS, double_blocks=BLOCKS, single_blocks=BLOCKS, context_dim=CONTEXT, pooled_dim=POOLED
-    )
-    model = oracle_model(folder, **sizes)
-    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
-    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
+def subjects(tmp_path_factory):
+    """Two models by their heads: (paths of the weights, {case: the oracle's latent} of each)"""
+    paths, expected = {}, {}
+    for heads in (2, 4):
+        folder = tmp_path_factory.mktemp("parity")
+        sizes = dict(
+            heads=heads, double_blocks=BLOCKS, single_blocks=BLOCKS, context_dim=CONTEXT, pooled_dim=POOLED
+        )
+        model = oracle_model(folder, **sizes)
+        paths[heads] = str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
+        expected[heads] = {name: oracle_sample(model, case) for name, case in CASES.items()}
+    return paths, expected
 
 
 @pytest.fixture(scope="module")
-def all_results(subject):
+def subject(subjects):
+    """(path of the weights, {case: the oracle's latent}) of the larger model"""
+    return subjects[0][4], subjects[1][4]
+
+
+@pytest.fixture(scope="module")
+def all_results(subjects):
     """Results of every strategy, per (engine, world size), computed once."""
     cache = {}
 
     def get(engine, world_size):
         if (engine, world_size) not in cache:
             cache[engine, world_size] = run_ranks(
-                sample, world_size, subject[0], STRATEGIES[world_size], engine, list(CASES)
+                sample, world_size, subjects[0], STRATEGIES[world_size], engine, list(CASES)
             )
         return cache[engine, world_size]
 
@@ -87,8 +101,8 @@ def all_results(subject):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.xdist_group("engine_parity")
-def test_the_latent_equals_one_process(all_results, subject, engine, strategy, case):
-    expected = subject[1][case]
+def test_the_latent_equals_one_process(all_results, subjects, engine, strategy, case):
+    expected = subjects[1][heads_of(strategy)][case]
     for rank, results in enumerate(all_results(engine, strategy.world_size)):
         latent, ran, _ = results[f"{strategy.describe()}: {case}"]
         difference = (latent - expected).abs().max().item() / expected.abs().max().item()
@@ -114,7 +128,7 @@ def test_bytes_sent_equal_the_closed_form(all_results, strategy):
                 text=case.positive.context.shape[1],
                 image=-(-height // 2) * -(-width // 2),
                 layers=2 * BLOCKS,
-                hidden=HEADS * 128,
+                hidden=heads_of(strategy) * 128,
                 latent_elements=16 * height * width,
             )
             sent = results[f"{strategy.describe()}: {name}"][2]

@@ -40,7 +40,7 @@ def tensor(degree, **more):
 
 # Heads of the model and strategies per number of ranks.
 STRATEGIES = {
-    2: (4, [tensor(2)]),
+    2: (2, [tensor(2)]),
     3: (3, [tensor(3)]),
     4: (
         4,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
 
 import pytest
 from aiohttp import web
@@ -13,6 +11,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import parallel_backend.sidecar.pool as pool
 from pack_nodes import import_node_module
+from scripted import is_running
+from waiting import wait_until
 
 doctor = import_node_module("nodes.routes.doctor")
 
@@ -122,15 +122,5 @@ def test_a_second_one_waits_and_the_first_ends_with_its_page(ends, ranks):
 
     status, (said,) = asked(talk)
     assert (status, said["error"]) == (409, "the doctor is examining this machine already")
-    pid, deadline = int(pid_file.read_text()), time.monotonic() + 60
-    while _lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _lives(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    pid = int(pid_file.read_text())
+    wait_until(lambda: not is_running(pid))

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import promql_parser
@@ -28,6 +27,7 @@ from parallel_backend.sidecar.events import Ended, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, scripted_prompt, scripted_request, scripted_sidecar, scripted_weights, two_ranks
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
@@ -92,9 +92,7 @@ def story(tmp_path_factory):
             sidecar.sample(weights, scripted_request(CRASH), two_ranks())
         sidecar.load(weights)
         os.kill(sidecar.pids[0], signal.SIGKILL)  # idle
-        until = time.monotonic() + 10
-        while sidecar.state.value != "failed" and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: sidecar.state.value == "failed")
         dead = Scrape(metrics.text())
         sidecar.stop()
     finally:

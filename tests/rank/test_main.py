@@ -1,7 +1,6 @@
 """One rank from the inside: hostile frames, late cancels, the handshake, and the real model at the end of it."""
 
 import os
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from parallel_backend.wire.protocol import VERSION, Cancel, Envelope, encode
 from parallel_backend.wire.transport import pack_tensors
 from scripted import is_running, scripted_request, two_ranks
 from tiny_flux import write_tiny_flux
+from waiting import PATIENCE, wait_until
 
 
 @pytest.mark.real_start
@@ -88,7 +88,7 @@ def test_a_frame_that_cannot_be_answered_ends_the_rank_with_the_reason(sidecar, 
     sidecar.load(weights)
     group = sidecar._ranks.group
     group.links[1]._socket.send(frame(group.epoch))
-    assert group.gone.wait(2.0)
+    assert group.gone.wait(PATIENCE)
     assert group.death.rank == 1
     assert reason in group.death.cause
     assert sidecar.state is State.FAILED
@@ -108,10 +108,7 @@ def test_a_rank_ends_when_its_link_does(sidecar):
     group = sidecar._ranks.group
     pids = group.pids
     group.links[0].shut_down()
-    deadline = time.monotonic() + 2.0
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 # The real thing: the product's own rank, on a tiny Flux.

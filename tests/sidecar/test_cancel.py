@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(side
     pids = sidecar.pids
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
-    assert after <= len(steps) <= after + 1
+    assert len(steps) == after  # of steps under way nobody is told
     assert sidecar.state is State.READY
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
@@ -88,10 +87,8 @@ def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(si
 
     sidecar.load(weights)
     pids = sidecar.pids
-    begun = time.monotonic()
-    with pytest.raises(Stopped):
-        sidecar.sample(weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=on_step)
-    assert time.monotonic() - begun < 2.0
+    with pytest.raises(Stopped):  # ranks that went on to the end would be killed before
+        sidecar.sample(weights, scripted_request(SLOW, steps=2000), two_ranks(), on_step=on_step)
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
 
@@ -110,10 +107,9 @@ def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monke
         os.kill(sidecar.pids[1], signal.SIGSTOP)
         raise Stopped
 
-    begun = time.monotonic()
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # which is not what ends them
     with pytest.raises(Stopped):
         sidecar.sample(weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=on_step)
-    assert time.monotonic() - begun < 2.0
     assert sidecar.pids == ()
 
 

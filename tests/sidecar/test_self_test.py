@@ -5,13 +5,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from parallel_backend.errors import Cancelled, RankFailed
+from parallel_backend.sidecar import self_test
 from parallel_backend.sidecar.self_test import run_self_tests
 from parallel_backend.wire.self_test import SelfTest
 from scripted import is_running
+from waiting import wait_until
 
 pytestmark = pytest.mark.real_start
 PROGRAM = "tests.support.rank_programs.self_test_script"
@@ -28,11 +31,12 @@ def silent(tmp_path):
     return folder
 
 
+def has_pid(folder):
+    return (folder / "pid").is_file() and bool((folder / "pid").read_text())
+
+
 def pid_of(folder):
-    deadline = time.monotonic() + 20
-    while not (folder / "pid").is_file() or not (folder / "pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: has_pid(folder))
     return int((folder / "pid").read_text())
 
 
@@ -50,7 +54,10 @@ def test_without_an_outcome_for_each_there_is_none(tmp_path, no_leaks, manner, w
     assert failed.value.crashed
 
 
-def test_one_that_takes_too_long_is_ended(silent, no_leaks):
+def test_one_that_takes_too_long_is_ended(silent, no_leaks, monkeypatch):
+    """By a clock that stands still until it has begun."""
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * has_pid(silent), sleep=time.sleep)
+    monkeypatch.setattr(self_test, "time", clock)
     with pytest.raises(RankFailed, match="did not end within 1 s"):
         run(silent, "Flux", limit=1.0)
     assert not is_running(pid_of(silent))
@@ -58,7 +65,7 @@ def test_one_that_takes_too_long_is_ended(silent, no_leaks):
 
 def test_it_is_ended_when_it_is_cancelled(silent, no_leaks):
     with pytest.raises(Cancelled):
-        run(silent, "Flux", should_cancel=(silent / "pid").is_file)
+        run(silent, "Flux", should_cancel=lambda: has_pid(silent))
     assert not is_running(pid_of(silent))
 
 
@@ -80,8 +87,5 @@ def test_it_dies_with_the_process_that_started_it(silent, tmp_path):
         child = int(parent.stdout.readline())
         time.sleep(0.1)
         parent.kill()
-    deadline = time.monotonic() + 10
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(child))
     assert os.getpid() != child

@@ -28,6 +28,7 @@ from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from scripted import NO_MEMORY, is_held, predict_request, scripted_request, scripted_weights, two_ranks
 from spread_weights import difference
 from tiny_flux import write_tiny_flux
+from waiting import PATIENCE
 
 X = torch.ones(1, 4, 6, 6)
 TWO = Placement(ParallelStrategy(ulysses_degree=2))
@@ -215,7 +216,7 @@ def test_a_crash_forgets_all(sidecar, make):
     sidecar.load(low)
     group = sidecar._ranks.group
     os.kill(sidecar.pids[1], signal.SIGKILL)
-    assert group.gone.wait(2.0)
+    assert group.gone.wait(PATIENCE)
     assert scale_of(sidecar, high)[0] == 2.0
     assert sidecar.models == (high,)
     assert not sidecar.load(low).cached

@@ -13,6 +13,7 @@ from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import scripted_request, two_ranks
 from tiny_flux import write_tiny_flux
+from waiting import PATIENCE
 
 
 def test_ranks_that_slept_give_the_same_bits_however_they_hold_the_weights(two_real_ranks, tmp_path):
@@ -63,7 +64,7 @@ def test_a_rank_that_dies_asleep_is_no_obstacle(sidecar, weights):
     sidecar.sleep(1)
     group = sidecar._ranks.group
     os.kill(sidecar.pids[0], signal.SIGKILL)
-    assert group.gone.wait(2.0)
+    assert group.gone.wait(PATIENCE)
     assert sidecar.state is State.FAILED
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.state is State.READY

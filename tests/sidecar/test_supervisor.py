@@ -21,6 +21,7 @@ from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of
+from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.real_start]
 
@@ -59,29 +60,28 @@ def test_stop_blocks_until_every_rank_is_gone(spawn):
 
 def test_a_rank_that_floods_and_ignores_sigterm_is_killed_in_time(spawn):
     group = spawn("tests.support.rank_programs.flooding_rank")
-    time.sleep(0.5)
+    members = list(group.ranks)
+    wait_until(lambda: all(member.output for member in members))  # SIGTERM is ignored from here on
     begun = time.monotonic()
     get_supervisor().stop(group, grace=0.3)
-    assert 0.2 < time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun >= 0.3
+    assert [member.process.returncode for member in members] == [-signal.SIGKILL] * 2
 
 
 def test_only_the_end_of_a_flood_is_kept(spawn):
     group = spawn("tests.support.rank_programs.flooding_rank", count=1)
     member = group.ranks[0]
-    deadline = time.monotonic() + 5
-    while len(member.output) < supervisor_module.OUTPUT_KEPT and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    assert len(member.output) <= supervisor_module.OUTPUT_KEPT + 65536
+    kept, drain = [], member.drain
+    member.drain = lambda *limit: (drain(*limit), kept.append(len(member.output)))[0]
+    wait_until(lambda: len(kept) > 50 and kept[-1] == supervisor_module.OUTPUT_KEPT)
+    assert max(kept) == supervisor_module.OUTPUT_KEPT
 
 
 def test_the_first_death_is_the_reason_and_the_others_are_killed(spawn):
     group = spawn("tests.support.rank_programs.flooding_rank")
     first, other = group.pids
-    begun = time.monotonic()
     os.kill(first, signal.SIGSEGV)
-    assert group.gone.wait(2.0)
-    assert time.monotonic() - begun < 0.5
+    assert group.gone.wait(PATIENCE)  # the other does not end by itself
     assert group.death.rank == 0
     assert group.death.cause.startswith("killed by SIGSEGV")
     assert not is_running(other)
@@ -102,7 +102,7 @@ def test_a_rank_that_cannot_import_shows_its_traceback():
 def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_path, elsewhere):
     out = run_script(elsewhere + A_RANK_DIES, tmp_path)
     assert "rank 1 failed: " in out
-    assert "stopped in time down" in out
+    assert "stopped down" in out
 
 
 def test_a_pause_of_everything_together_is_no_hang(tmp_path):
@@ -116,7 +116,7 @@ def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, mo
     monkeypatch.setattr(supervisor_module, "describe_exit", fails)
     group = spawn("tests.support.rank_programs.flooding_rank")
     os.kill(group.pids[0], signal.SIGSEGV)
-    assert group.gone.wait(2.0)
+    assert group.gone.wait(PATIENCE)
     assert (group.death.rank, group.death.cause) == (0, "ended; how is unknown")
 
 
@@ -129,7 +129,7 @@ def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog
     assert "do not end" in caplog.text and not group.gone.is_set()
     for pid in group.pids:
         os.kill(pid, signal.SIGKILL)
-    assert group.gone.wait(2.0)
+    assert group.gone.wait(PATIENCE)
 
 
 def test_two_groups_share_no_rendezvous(spawn):
@@ -170,7 +170,8 @@ def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_are_gone_within_two_seconds_of_their_parent(number):
+def test_ranks_are_gone_soon_after_their_parent(number):
+    """Two seconds on a machine that does little else; by themselves they would stay."""
     script = textwrap.dedent(
         """
         import time
@@ -178,7 +179,7 @@ def test_ranks_are_gone_within_two_seconds_of_their_parent(number):
         sidecar = scripted_sidecar()
         sidecar.start()
         print(*sidecar.pids, flush=True)
-        time.sleep(60)
+        time.sleep(3600)
         """
     )
     environment = {
@@ -193,10 +194,7 @@ def test_ranks_are_gone_within_two_seconds_of_their_parent(number):
         assert len(pids) == 2 and all(map(is_running, pids))
         parent.send_signal(number)
         parent.wait()
-        deadline = time.monotonic() + 2.0
-        while any(map(is_running, pids)) or ranks_of(parent.pid):
-            assert time.monotonic() < deadline, "ranks outlived their parent"
-            time.sleep(0.02)
+        wait_until(lambda: not any(map(is_running, pids)) and not ranks_of(parent.pid))
 
 
 def test_a_rank_sees_its_devices_settings_but_no_secret():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comfyui_client import ComfyUIClient, Prompt
+from comfyui_client import ComfyUIClient, Events, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
 from tiny_flux import write_tiny_flux
@@ -50,6 +53,26 @@ class Comfy:
         save = {"class_type": "TestSaveText", "inputs": {"text": text, "path": name}}
         samples = self.sample({**prompt, "save-text": save}, latent, timeout)
         return samples, self.output(name).read_text()
+
+    @contextmanager
+    def amid(self, node: str, act: Callable[[], object]) -> Iterator[Events]:
+        """Inside, ``act()`` is called once, in the midst of this node's work: after its third step."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while max(events.of_node(node), default=0) < 3:
+                if ended.wait(0.01):
+                    return
+            act()
+
+        with self.client.listen() as events:
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            try:
+                yield events
+            finally:
+                ended.set()
+                watcher.join()
 
     def ranks(self) -> list[psutil.Process]:
         """The living ranks."""

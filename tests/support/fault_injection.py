@@ -54,7 +54,7 @@ import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 """
 A_RANK_DIES = """
-import time
+from parallel_backend.wire import deadlines
 sidecar = scripted_sidecar()
 with fault("kill", "an all-reduce", step=2):
     try:
@@ -62,16 +62,16 @@ with fault("kill", "an all-reduce", step=2):
     except RankFailed as error:
         print(error)
 sidecar.sample(weights, scripted_request(), two_ranks())
-begun = time.monotonic()
-sidecar.stop()
-print("stopped in time" if time.monotonic() - begun < 5 else "stopped late", sidecar.state.value)
+deadlines.REAP = 3600
+sidecar.stop()  # would not return where the end of a rank is missed
+print("stopped", sidecar.state.value)
 """
 # As `docker pause` does, between two steps and for longer than one may take.
 EVERYTHING_PAUSES = """
 import signal, subprocess, sys, time
 from parallel_backend.wire import deadlines
 from scripted import SLOW
-deadlines.step_budget = lambda earlier: 1.5
+deadlines.step_budget = lambda earlier: 3.0
 sidecar = scripted_sidecar()
 sidecar.load(weights)
 pids = sidecar.pids
@@ -79,7 +79,7 @@ def on_step(step, steps, denoised):
     if step == 3:
         everything = [os.getpid(), *pids]
         pause = f"import os, signal, time; p = {everything}"
-        pause += "; [os.kill(i, signal.SIGSTOP) for i in p]; time.sleep(4); [os.kill(i, signal.SIGCONT) for i in p]"
+        pause += "; [os.kill(i, signal.SIGSTOP) for i in p]; time.sleep(6); [os.kill(i, signal.SIGCONT) for i in p]"
         subprocess.Popen([sys.executable, "-c", pause])
 sidecar.sample(weights, scripted_request(SLOW, steps=60), two_ranks(), on_step=on_step)
 print("same ranks" if sidecar.pids == pids else "other ranks")

@@ -20,10 +20,17 @@ from parallel_backend.models.flux.packing import image_ids
 from parallel_backend.requests import Conditioning, ModelSpec
 
 
-def proportional_set() -> int:
-    """Bytes of this process, each page that several processes map shared out between them (Pss)."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+def proportional_set(path: str) -> int:
+    """Bytes of this process, each page that several processes map shared out between them (Pss): of the file and of
+    what is no file's. A library's share changes whenever any process of the machine that has it starts or ends."""
+    found, wanted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # "7f00-7f10 r--p 0 08:01 1234  /the/file"
+            wanted = line.endswith(path) or len(values) < 5 or not values[4].startswith("/")
+        elif wanted and name == "Pss:":
+            found += int(values[0]) * 1024
+    return found
 
 
 def say(word: object) -> None:
@@ -46,12 +53,12 @@ def main(small: str, large: str, *copying: str) -> None:
     torch.set_num_threads(1)
     load_and_run(small)  # what every first use costs, weights aside
     say("warm")
-    before = proportional_set()
+    before = proportional_set(large)
     say("measured")
     model = load_and_run(large)
     held = [model, [p.clone() for p in model.transformer.parameters()] if copying else None]
     say("loaded")
-    say(proportional_set() - before)
+    say(proportional_set(large) - before)
     del held
 
 

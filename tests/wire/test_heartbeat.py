@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from parallel_backend.wire.heartbeat import (
     find_laggard,
     in_words,
 )
+from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -210,10 +210,7 @@ def test_a_device_is_looked_at_without_being_asked_until_it_fails(page):
     with rank.inside("an all-to-all", (0, 1)):
         pass
     stream.passed = 1
-    deadline = time.monotonic() + 60
-    while not page.read(0).inside:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: page.read(0).inside)
     stream.broken = True
     looking.join(60)
     assert not looking.is_alive()

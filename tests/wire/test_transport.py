@@ -201,7 +201,7 @@ def test_descriptors_of_a_refused_message_are_closed(raw, descriptors):
 def test_waiting_ends_after_the_time_allowed(links):
     begun = time.monotonic()
     assert links[0].receive(0.05) is None
-    assert 0.04 < time.monotonic() - begun < 1.0
+    assert 0.05 <= time.monotonic() - begun < 30.0
 
 
 def test_the_end_of_the_other_side_is_told_apart_from_silence(links):
@@ -230,6 +230,6 @@ def test_a_full_link_refuses_at_once_and_waits_only_as_long_as_told(links):
     begun = time.monotonic()
     with pytest.raises(LinkFull):
         links[0].send(message, timeout=0.1)
-    assert 0.09 < time.monotonic() - begun < 1.0
+    assert 0.1 <= time.monotonic() - begun < 30.0
     assert links[1].receive(1.0) is not None
     links[0].send(message, timeout=0.1)

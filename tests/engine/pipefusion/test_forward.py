@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -144,15 +145,27 @@ def flowing_results(subject):
     return get
 
 
+@pytest.fixture(scope="module")
+def papers(subject):
+    """The paper's algorithm in one process, computed once for each number of patches and of steps of warm-up."""
+
+    @functools.cache
+    def latent(case, warmup_steps, patches):
+        return patchwise_sample(subject[2], CASES[case], warmup_steps, patches)
+
+    return latent
+
+
 @pytest.mark.parametrize("case", WITHOUT_CFG)
 @pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
 @pytest.mark.xdist_group("pipeline_parity")
-def test_flowing_patches_equal_the_papers_algorithm_in_one_process(flowing_results, subject, strategy, case):
-    request, model = CASES[case], subject[2]
-    height, width = request.noise.shape[-2:]
+def test_flowing_patches_equal_the_papers_algorithm_in_one_process(
+    flowing_results, papers, subject, strategy, case
+):
+    height, width = CASES[case].noise.shape[-2:]
     tokens = height * width // 4
     patches = split_sizes(tokens, min(tokens, strategy.pipeline_patches))
-    expected = patchwise_sample(model, request, strategy.warmup_steps, patches)
+    expected = papers(case, strategy.warmup_steps, tuple(patches))
     for results in flowing_results(strategy.world_size):
         difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
         assert difference <= TOLERANCE

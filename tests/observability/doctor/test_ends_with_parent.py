@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from scripted import is_running
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE = 2.0  # s in which everything is gone, as a rank is with ComfyUI
 START = textwrap.dedent(
     """
     import os, subprocess, sys
@@ -39,8 +39,8 @@ def below(process: subprocess.Popen, word: str) -> list[psutil.Process]:
     """Waits for processes below it, of which one has this word in its command line."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        found = psutil.Process(process.pid).children(recursive=True)
         try:
+            found = psutil.Process(process.pid).children(recursive=True)
             if any(word in argument for child in found for argument in child.cmdline()):
                 return found
         except psutil.NoSuchProcess:
@@ -59,10 +59,7 @@ def test_the_doctor_and_its_ranks_end_with_the_process_that_started_them(parent,
     children = below(parent, word)
     parent.send_signal(number)
     parent.wait()
-    deadline = time.monotonic() + PATIENCE
-    while alive := [child.pid for child in children if is_running(child.pid)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.02)
+    wait_until(lambda: not any(is_running(child.pid) for child in children))
 
 
 def test_a_doctor_whose_parent_is_gone_does_nothing():

@@ -75,7 +75,8 @@ def _write(folder, name, count):
         time.sleep(0.002)  # no picture is this fast; without it one writer can keep the other from its turn
 
 
-def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path):
+def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 120.0)  # of a writer that the other keeps from its turn
     context = multiprocessing.get_context("fork")
     writers = [
         context.Process(target=_write, args=(str(tmp_path / "cache"), name, 40)) for name in ("a", "b")
