@@ -76,7 +76,7 @@ def _write(folder, name, count):
 
 
 def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LOCK_PATIENCE", 120.0)  # of a writer that the other keeps from its turn
+    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 120.0)  # of a writer that the other keeps from its turn
     context = multiprocessing.get_context("fork")
     writers = [
         context.Process(target=_write, args=(str(tmp_path / "cache"), name, 40)) for name in ("a", "b")
