@@ -23,7 +23,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_model
 from .host.settings import fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ModelLink, StrategyLink
+from .links import CATEGORY, parallel_model_output, strategy_input
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 MODEL = FOLDER / "transformer.safetensors"
@@ -40,14 +40,10 @@ class ParallelDemoLoader(io.ComfyNode):
             "captions such as 'a red circle left of a blue square'; images are 128 x 128.",
             search_aliases=["demo", "example model", "try", "multi gpu demo"],
             inputs=[
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
-                ),
+                strategy_input(),
             ],
             outputs=[
-                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+                parallel_model_output(),
                 io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and other stock nodes."),
                 io.Clip.Output("clip", tooltip="For CLIPTextEncode."),
                 io.Vae.Output("vae", tooltip="For VAEDecode and VAEEncode."),

@@ -13,7 +13,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
+from .links import CATEGORY, ParallelModel, model_output, parallel_model_output, strategy_input
 from .model.flux import make_flux_model
 
 
@@ -60,11 +60,7 @@ class ParallelFluxLoader(io.ComfyNode):
                     default="auto",
                     tooltip="auto keeps the file's own. float8_e4m3fn halves the memory; it is computed in bfloat16.",
                 ),
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
-                ),
+                strategy_input(),
                 io.Combo.Input(
                     "compile",
                     options=list(COMPILE_MODES),
@@ -84,8 +80,8 @@ class ParallelFluxLoader(io.ComfyNode):
                 ),
             ],
             outputs=[
-                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
-                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
+                parallel_model_output(),
+                model_output(),
             ],
         )
 

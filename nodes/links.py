@@ -16,6 +16,23 @@ StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries rules.StrategySettings
 ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
 
 
+def strategy_input() -> io.Custom.Input:
+    """Of the nodes that name a model."""
+    return StrategyLink.Input(
+        "strategy",
+        optional=True,
+        tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+    )
+
+
+def model_output() -> io.Model.Output:
+    return io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes.")
+
+
+def parallel_model_output() -> io.Custom.Output:
+    return ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")
+
+
 @dataclass(frozen=True)
 class ParallelModel:
     """Names the weights. `patcher` is the stock MODEL of the same weights; its options carry the strategy chosen."""

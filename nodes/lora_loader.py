@@ -13,7 +13,7 @@ from comfy_api.latest import io
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ModelLink, ParallelModel
+from .links import CATEGORY, ModelLink, ParallelModel, parallel_model_output
 
 
 class ParallelLoraLoader(io.ComfyNode):
@@ -45,7 +45,7 @@ class ParallelLoraLoader(io.ComfyNode):
                     tooltip="How strongly it changes the model; may be negative, and 0 leaves the LoRA out.",
                 ),
             ],
-            outputs=[ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")],
+            outputs=[parallel_model_output()],
         )
 
     validate_inputs = refuse_literals("parallel_model")

@@ -9,7 +9,7 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ModelLink, StrategyLink
+from .links import CATEGORY, model_output, parallel_model_output, strategy_input
 from .model.parallel_model import make_parallel
 from .model.patcher import StepwisePatcher
 from .model.source import spec_of
@@ -37,15 +37,11 @@ class ParallelModelNode(io.ComfyNode):
                     "model",
                     tooltip="From Load Diffusion Model or Load Checkpoint, also through LoRAs and other model nodes.",
                 ),
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
-                ),
+                strategy_input(),
             ],
             outputs=[
-                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
-                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+                model_output(),
+                parallel_model_output(),
             ],
         )
 

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ModelLink, StrategyLink
+from .links import CATEGORY, model_output, parallel_model_output, strategy_input
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -54,15 +54,11 @@ class ParallelModelLoader(io.ComfyNode):
                     tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
                     "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
                 ),
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
-                ),
+                strategy_input(),
             ],
             outputs=[
-                io.Model.Output("model", tooltip="An ordinary MODEL for KSampler and all other stock nodes."),
-                ModelLink.Output("parallel_model", tooltip="For Parallel Sampler."),
+                model_output(),
+                parallel_model_output(),
             ],
         )
 

@@ -60,18 +60,19 @@ def scrub(text: str, private: Private) -> str:
     return text
 
 
+def scrub_verdict(verdict: Verdict, private: Private) -> Verdict:
+    """`verdict` with its finding, remedy and details scrubbed."""
+    return replace(
+        verdict,
+        finding=scrub(verdict.finding, private),
+        remedy=scrub(verdict.remedy, private),
+        details=tuple(scrub(line, private) for line in verdict.details),
+    )
+
+
 def scrubbed(report: Report, private: Private) -> Report:
-    """`report` with every finding, remedy and detail scrubbed."""
-
-    def clean(verdict: Verdict) -> Verdict:
-        return replace(
-            verdict,
-            finding=scrub(verdict.finding, private),
-            remedy=scrub(verdict.remedy, private),
-            details=tuple(scrub(line, private) for line in verdict.details),
-        )
-
-    return Report(tuple(clean(v) for v in report.verdicts))
+    """`report` with every verdict scrubbed."""
+    return Report(tuple(scrub_verdict(verdict, private) for verdict in report.verdicts))
 
 
 def _user() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..privacy import Private, scrub
+from ..privacy import Private, scrub_verdict
 from ..verdict import STATUSES, Report, Verdict
 
 FILES = ("gpu-check.md", "gpu-check.json")
@@ -89,13 +89,4 @@ def _in_markdown(verdict: Verdict) -> Sequence[str]:
 
 def scrubbed(result: CheckResult, private: Private) -> CheckResult:
     """`result` without paths and names."""
-
-    def clean(verdict: Verdict) -> Verdict:
-        return replace(
-            verdict,
-            finding=scrub(verdict.finding, private),
-            remedy=scrub(verdict.remedy, private),
-            details=tuple(scrub(line, private) for line in verdict.details),
-        )
-
-    return replace(result, verdicts=tuple(map(clean, result.verdicts)))
+    return replace(result, verdicts=tuple(scrub_verdict(verdict, private) for verdict in result.verdicts))
