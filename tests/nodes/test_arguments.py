@@ -48,7 +48,7 @@ def test_a_usual_call_keeps_its_tensors_and_leaves_python_at_home():
 
 def test_where_tokens_stay_is_decided_by_the_call():
     assert call(context=torch.ones(2, 7, 8)).tokens == STAY
-    assert call(context=torch.ones(2, 7, 8), time_dim_concat=X).tokens == BLOCK
+    assert call(context=torch.ones(2, 7, 8), ref_latent=X).tokens == BLOCK
     assert call({"rope_options": {"scale_x": 2.0}}, context=torch.ones(2, 7, 8)).tokens == BLOCK
     assert call(module="UNetModel", context=torch.ones(2, 7, 8)).tokens == ROWS
     assert call(verdict=Verdict(BLOCK), context=torch.ones(2, 7, 8)).tokens == BLOCK, (
