@@ -6,8 +6,6 @@ prediction of a time. Nothing here imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..machine.cards import Card, Interconnect
 from ..strategy import ParallelStrategy
 from .job import Job
@@ -15,54 +13,31 @@ from .job import Job
 ACTIVATION_BYTES = 2  # bf16 activations
 
 
-@dataclass(frozen=True)
-class StepTraffic:
-    """All messages of one kind in one step. `sent`: bytes from one rank; `calls`: collectives or hops it joins."""
-
-    kind: str  # "ulysses", "ring", "tensor", "pipefusion", "weights" or "rows"
-    calls: int
-    sent: float
-
-
-def exchanges(job: Job, strategy: ParallelStrategy) -> tuple[StepTraffic, ...]:
-    """Everything a rank sends in one step under `strategy` (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
+def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
+    """From one device in one step (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
     s, f = strategy, job.model.family
     rows = -(-job.rows // s.row_degree)
-    per_stage = 1 / s.pipefusion_degree
-    found = []
     ulysses, ring, tensor = s.ulysses_degree, s.ring_degree, s.tensor_degree
-    sent = {"ulysses": 0.0, "ring": 0.0, "tensor": 0.0}
-    reduces = 0.0
+    tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
+    sent = 0.0
     for blocks in f.blocks:
         moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
-        layer = blocks.count * per_stage * rows * f.hidden / tensor * ACTIVATION_BYTES
-        local = moved / s.sequence_degree
+        layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
         # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest.
-        sent["ulysses"] += 4 * layer * local * (ulysses - 1) / ulysses
+        sent += 4 * layer * moved / s.sequence_degree * (ulysses - 1) / ulysses
         # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
-        sent["ring"] += 2 * layer * (moved / ring) * (ring - 1) / ulysses
+        sent += 2 * layer * (moved / ring) * (ring - 1) / ulysses
         # An all-reduce sends 2 (T - 1) / T of the full width.
-        tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
-        sent["tensor"] += 2 * blocks.reduces * layer * tensor * tokens * (tensor - 1) / tensor
-        reduces += blocks.reduces * blocks.count * per_stage
-    count = f.block_count * per_stage
-    if ulysses > 1:
-        found.append(StepTraffic("ulysses", round(4 * count), sent["ulysses"]))
-    if ring > 1:
-        found.append(StepTraffic("ring", round(count * (ring - 1)), sent["ring"]))
-    if tensor > 1:
-        found.append(StepTraffic("tensor", round(reduces), sent["tensor"]))
+        sent += 2 * blocks.reduces * layer * tensor * tokens * (tensor - 1) / tensor
     if s.pipefusion_degree > 1:
-        tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
-        sent_on = rows * tokens * f.hidden * ACTIVATION_BYTES
-        found.append(StepTraffic("pipefusion", s.pipeline_patches, sent_on))
+        sent += rows * tokens * f.hidden * ACTIVATION_BYTES
     if s.shard_weights and s.world_size > 1:
         share = job.model.weight_bytes / (tensor * s.pipefusion_degree) / s.world_size
-        found.append(StepTraffic("weights", round(count), share * (s.world_size - 1)))
+        sent += share * (s.world_size - 1)
     if s.row_degree > 1:
         latent = job.image_tokens * 64 * 4 * rows  # one patch: 64 numbers in fp32
-        found.append(StepTraffic("rows", 1, latent * (s.row_degree - 1)))
-    return tuple(found)
+        sent += latent * (s.row_degree - 1)
+    return sent
 
 
 def compute_share(job: Job, strategy: ParallelStrategy) -> float:
@@ -76,11 +51,6 @@ def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     heads = -(-f.heads // parts) * parts / f.heads if f.heads else 1.0
     stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
     return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
-
-
-def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
-    """From one device in one step."""
-    return sum(exchange.sent for exchange in exchanges(job, strategy))
 
 
 def lower_bound(job: Job, strategy: ParallelStrategy, card: Card, link: Interconnect | None = None) -> float:
