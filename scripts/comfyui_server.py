@@ -20,9 +20,9 @@ from steps import SetupError
 
 # Seconds. A cold start took 6 s on two cores, and more than 120 on a machine that many share.
 START_TIMEOUT = 300
-# How long ComfyUI may take to end after an interrupt, and then its children after it: 2 s where nothing else runs.
+# How long ComfyUI may take to end after an interrupt, and then its children after it (DESIGN.md promises 2 s).
 STOP_TIMEOUT = 30
-CHILDREN_TIMEOUT = 30
+CHILDREN_TIMEOUT = 2
 
 _LOG_LINES_SHOWN = 30
 _TAKEN = "is already in use"  # what ComfyUI says of a port
@@ -35,7 +35,7 @@ class ComfyUIServer:
 
     ``base_directory`` gets ComfyUI's models, input, output and custom_nodes folders; ``packs`` maps a folder name under
     custom_nodes to the folder that is linked there. ``survivors`` lists, after :meth:`stop`, the command lines of
-    child processes that outlived ComfyUI (they are killed).
+    child processes that outlived ComfyUI by more than two seconds (they are killed).
     """
 
     def __init__(

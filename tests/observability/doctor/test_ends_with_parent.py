@@ -27,6 +27,9 @@ START = textwrap.dedent(
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks need Linux")
 
 
+PATIENCE = 2.0  # s; by itself the doctor would end some seconds later
+
+
 @pytest.fixture
 def parent():
     process = subprocess.Popen([sys.executable, "-c", START], cwd=ROOT)
@@ -59,7 +62,7 @@ def test_the_doctor_and_its_ranks_end_with_the_process_that_started_them(parent,
     children = below(parent, word)
     parent.send_signal(number)
     parent.wait()
-    wait_until(lambda: not any(is_running(child.pid) for child in children))
+    wait_until(lambda: not any(is_running(child.pid) for child in children), PATIENCE)
 
 
 def test_a_doctor_whose_parent_is_gone_does_nothing():
