@@ -18,6 +18,7 @@ from ...parallel_backend.planner.compile_choice import CompileChoice
 from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan_execution
 from ...parallel_backend.planner.history.measurement_history import open_history
 from ...parallel_backend.planner.job import Job
+from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import Decision, StrategySettings
 from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
@@ -79,9 +80,20 @@ def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
     job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology_of(machine.devices, visible_topology()))
     tries = bool(setting("try_strategies"))
     plan = plan_execution(settings, job, machine, open_history(machine.devices), tries=tries)
+    warm = pool.running_within(machine.devices)
+    if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
+        plan = replace(plan, devices=warm.devices)
     if not told:
         return plan
     return replace(plan, decision=replace(plan.decision, notes=(*plan.decision.notes, told)))
+
+
+def _does_alone(warm: Sidecar, plan: ExecutionPlan) -> bool:
+    """Whether the first of these ranks can run a plan for one device while the others wait: to start another one takes
+    longer than most jobs on one device, and the next job may want them all again."""
+    model = plan.job.model
+    holds = isinstance(model, CheckpointModel) and model.file.path in {spec.path for spec in warm.models}
+    return holds and plan.decision.strategy.world_size == 1 and warm.devices[:1] == plan.devices
 
 
 def plan_by_rule(settings: StrategySettings, job: Job) -> ExecutionPlan:

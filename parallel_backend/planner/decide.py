@@ -138,7 +138,8 @@ def plan_execution(
     ranked = ranking.ranked or _seen(decision.strategy, memory, measured)
     trials = NO_TRIALS
     if automatic and tries and history is not None and history.store.path is not None:
-        trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
+        first, trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
+        decision = _begins_with(first, decision)
     return ExecutionPlan(job, decision, used, memory, ranked, trials)
 
 
@@ -154,6 +155,16 @@ def _candidates(
         seconds = measured.get(strategy)
         # What was seen to run fits, whatever was foreseen.
         yield Candidate(strategy, memory, seconds is not None or fits(check, share=USABLE_MEMORY), seconds)
+
+
+def _begins_with(first: ParallelStrategy, decision: Decision) -> Decision:
+    if first == decision.strategy:
+        return decision
+    rule = decision.strategy.describe()
+    because = f"each device takes whole images, which is no more work than {rule} and sends less"
+    if first.world_size == 1:
+        because = f"ranks on a CPU share its cores, so {rule} must show first that it gains"
+    return replace(decision, strategy=first, reason=f"{first.describe()}: {because}")
 
 
 def _measured(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..devices import is_cpu
 from ..errors import RequestError
@@ -21,32 +21,38 @@ SENDS_MORE = 1.1
 
 
 def plan_trials(
-    first: ParallelStrategy,
+    rule: ParallelStrategy,
     candidates: Iterable[Candidate],
     job: Job,
     history: MeasurementHistory,
     engine: str,
-) -> TrialPlan:
-    """Strategies to try in a job that begins under `first`: exact, with the same weights on each device, on all of
-    `first`'s devices or on one, not measured yet, and within memory. One device is always among them.
+) -> tuple[ParallelStrategy, TrialPlan]:
+    """The strategy that a job begins with for which `rule` was chosen, and those to try then: exact, with the same
+    weights on each device, on all of `rule`'s devices or on one, not measured yet, and within memory. One device is
+    always among them.
 
     Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
     trials may lose a share of this job, and of like jobs since the last one that tried anything.
     """
-    if first.world_size == 1 or not first.exact or first.device_shares or job.step_cache:
-        return NO_TRIALS  # a step whose calls a cache answered tells nothing of a strategy
+    if rule.world_size == 1 or not rule.exact or rule.device_shares or job.step_cache:
+        return rule, NO_TRIALS  # a step whose calls a cache answered tells nothing of a strategy
     others: dict[tuple[object, ...], ParallelStrategy] = {}
-    for candidate in candidates:
+    entries = list(candidates)
+    measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
+    for candidate in entries:
         strategy = candidate.strategy
-        is_new = candidate.step_s is None and not history.gave_up(job, strategy, engine)
-        alike = strategy.exact and strategy.weights == first.weights
-        if not (is_new and alike and candidate.fits and strategy.world_size in (1, first.world_size)):
+        unseen = strategy not in measured and not history.gave_up(job, strategy, engine)
+        alike = strategy.exact and strategy.weights == rule.weights
+        if not (unseen and alike and candidate.fits and strategy.world_size in (1, rule.world_size)):
             continue
         named = others.setdefault(_form(strategy), strategy)
         others[_form(strategy)] = max(named, strategy, key=rule_key)
-    others.pop(_form(first), None)
     on_cpu = is_cpu(history.devices)
-    prices = {s: _price(job, s, first, on_cpu=on_cpu) for s in others.values()}
+    # Of the arithmetic, what a step waits for: all of it where ranks share the cores of a CPU.
+    busy = {s: compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (rule, *others.values())}
+    first = rule if rule in measured else _begin_with(rule, busy)
+    others.pop(_form(first), None)
+    prices = {s: busy[s] / busy[first] * _sending(job, s, first) for s in others.values()}
     ordered = sorted(prices, key=lambda s: (prices[s], bytes_sent(job, s), [-k for k in rule_key(s)]))
     most = MOST_OTHERS - (ONE_DEVICE in ordered)
     chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}
@@ -58,7 +64,14 @@ def plan_trials(
         if s in chosen
     )
     budget = BUDGET * job.steps * (1 + history.jobs_before(job, first, engine))
-    return TrialPlan(tried, budget) if tried else NO_TRIALS
+    return first, TrialPlan(tried, budget) if tried else NO_TRIALS
+
+
+def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) -> ParallelStrategy:
+    """Where `rule` splits tokens, one that splits none if no device computes more then: whole images on each device
+    where they come out even, and one device where ranks share the cores of a CPU."""
+    apart = [s for s in busy if s.sequence_degree == 1 and busy[s] <= busy[rule]]
+    return max(apart, key=rule_key, default=rule) if rule.sequence_degree > 1 else rule
 
 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
@@ -66,11 +79,8 @@ def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
 
 
-def _price(job: Job, strategy: ParallelStrategy, first: ParallelStrategy, *, on_cpu: bool) -> float:
-    """TrialCandidate.slower. Ranks on a CPU share its cores, so there it is all the arithmetic that counts."""
-    busy, busy_first = (compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (strategy, first))
-    sends_more = bytes_sent(job, strategy) > bytes_sent(job, first)
-    return busy / busy_first * (SENDS_MORE if sends_more else 1.0)
+def _sending(job: Job, strategy: ParallelStrategy, first: ParallelStrategy) -> float:
+    return SENDS_MORE if bytes_sent(job, strategy) > bytes_sent(job, first) else 1.0
 
 
 def _fastest_card(topology: Topology) -> Card | None:

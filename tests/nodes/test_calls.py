@@ -4,24 +4,66 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
+from jobs import FP8, flux_job
 from pack_nodes import import_node_module
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.flux.checkpoint import inspect_flux
 from parallel_backend.observability.bench.rounds import random_request
 from parallel_backend.planner.decide import job_from_request
 from parallel_backend.planner.history import measurement_history
+from parallel_backend.planner.history.measurement_history import record_run
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.requests import ModelSpec, Placement, RunInfo
+from parallel_backend.sidecar import pool
+from parallel_backend.strategy import ParallelStrategy
 from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 STEPS = 20
+
+
+ONE, ULYSSES = ParallelStrategy(), ParallelStrategy(ulysses_degree=2)
+CPUS = ("cpu:0", "cpu:1")
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """nodes.host.calls of a ComfyUI without settings, measurements and ranks."""
+    import_comfyui_here()
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(measurement_history, "JOBS", Counter())
+    return import_node_module("nodes.host.calls")
+
+
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch, mode):
+    """They would end for the sake of one new rank, and start again for the next prompt that wants them all."""
+    job = flux_job(FP8)
+    for strategy, seconds in ((ONE, 1.0), (ULYSSES, 2.0)):
+        record_run(CPUS, job, RunInfo("native", strategy, (9.0, seconds)))
+
+    def devices(*warm, models=()):
+        ranks = SimpleNamespace(devices=warm, models=models) if warm else None
+        monkeypatch.setattr(pool, "running_within", lambda devices: ranks)
+        plan = calls.plan_job(StrategySettings(mode, "cpu:2", ONE), job)
+        assert plan.decision.strategy == ONE
+        return plan.devices
+
+    held = (ModelSpec(job.model.file.path),)
+    assert devices() == ("cpu:0",)
+    assert devices(*CPUS, models=held) == (CPUS if mode == "auto" else ("cpu:0",))
+    assert devices(*CPUS, models=(ModelSpec("/models/another.safetensors"),)) == ("cpu:0",)
+    assert devices("cpu:1", models=held) == ("cpu:0",)
 
 
 @pytest.fixture

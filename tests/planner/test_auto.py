@@ -116,12 +116,16 @@ def test_a_path_does_not_matter(gpus):
 
 def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     first = plan(cpus, job(), tries=True)
-    assert first.decision.strategy == ULYSSES and first.trials.strategies == (ONE, RING)
-    trials = (Trial(ULYSSES, (1.0, 1.2, 1.1)), Trial(RING, (0.8, 0.8)), Trial(ONE))
+    assert first.decision.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
+    assert first.devices == CPUS  # the other rank is there for the trials
+    assert first.decision.reason == (
+        "one device: ranks on a CPU share its cores, so Ulysses 2 must show first that it gains"
+    )
+    trials = (Trial(ONE, (1.6, 1.7, 1.8)), Trial(ULYSSES, (1.0, 1.2, 1.1)), Trial(RING, (0.8, 0.8)))
     assert cpus.record(job(), RunInfo("native", RING, (9.0, 1.0), trials=trials))
     second = plan(cpus, job(), tries=True)
     assert second.decision.strategy == RING and second.trials == NO_TRIALS
-    assert second.decision.reason.endswith("a step takes Ring 2 0.8 s, Ulysses 2 1.1 s")
+    assert second.decision.reason.endswith("a step takes Ring 2 0.8 s, Ulysses 2 1.1 s, one device 1.7 s")
 
 
 def test_a_run_that_must_not_try_does_not(cpus, monkeypatch):

@@ -42,19 +42,23 @@ def known(job, count, **changes):
     return [replace(Candidate(s, 1.0), **changes) for s in enumerate_candidates(job, count)]
 
 
-def planned(first, job, history, candidates=None):
+def begun(rule, job, history, candidates=None):
     count = len(history.devices)
-    return plan_trials(first, candidates or known(job, count), job, history, "native")
+    return plan_trials(rule, candidates or known(job, count), job, history, "native")
+
+
+def planned(rule, job, history, candidates=None):
+    return begun(rule, job, history, candidates)[1]
 
 
 def test_all_devices_and_one_compete_those_with_the_least_to_do_and_to_send_first():
-    assert planned(ULYSSES, flux_job(), cpus()).strategies == (ONE, RING)
+    assert planned(ULYSSES, flux_job(), cpus()).strategies == (ULYSSES, RING)
     assert planned(CFG, flux_job(prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
 def test_whole_images_on_each_device_compete_for_a_batch_and_rows_are_tried_once():
     """Data 2 and CFG 2 share out four rows alike."""
-    assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (ONE, DATA, RING)
+    assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (ONE, ULYSSES, RING)
     assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
 
@@ -62,13 +66,40 @@ def test_at_most_three_are_tried_and_one_device_is_always_among_them():
     job = flux_job(batch=8)
     assert planned(ParallelStrategy(ulysses_degree=8), job, cpus(8)).strategies == (
         ONE,
-        ParallelStrategy(data_degree=8),
         ParallelStrategy(data_degree=4, ulysses_degree=2),
+        ParallelStrategy(data_degree=4, ring_degree=2),
     )
+
+
+def test_a_job_begins_with_tokens_together_where_that_is_no_more_work(tmp_path):
+    """On a CPU, whose cores the ranks share, one device is; on GPUs whole images are, where they come out even."""
+    gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+    assert begun(ULYSSES, flux_job(FP8), gpus)[0] == ULYSSES
+    for history in (gpus, cpus()):
+        assert begun(ULYSSES, flux_job(FP8, batch=2), history)[0] == DATA
+        assert begun(CFG, flux_job(FP8, prompts=2), history)[0] == CFG
+    assert begun(ULYSSES, flux_job(FP8, batch=3), gpus)[0] == ULYSSES
+    assert begun(ULYSSES, flux_job(), cpus())[0] == ONE
+    four = ParallelStrategy(cfg_degree=2, ulysses_degree=2)
+    quad = MeasurementHistory(tuple(f"cuda:{i}" for i in range(4)), gpus.topology)
+    whole = ParallelStrategy(data_degree=2, cfg_degree=2)
+    assert begun(four, flux_job(FP8, batch=2, prompts=2), quad)[0] == whole
+
+
+def test_a_job_begins_with_the_rule_s_choice_where_that_was_measured_or_the_other_is_out_of_the_question():
+    job = flux_job()
+    measured = [replace(c, step_s=1.0) if c.strategy == ULYSSES else c for c in known(job, 2)]
+    first, trials = begun(ULYSSES, job, cpus(), measured)
+    assert first == ULYSSES and trials.strategies == (ONE, RING)
+    seen = [replace(c, step_s=1.0) if c.strategy == ONE else c for c in known(job, 2)]
+    assert begun(ULYSSES, job, cpus(), seen)[0] == ULYSSES
+    full = [replace(c, fits=c.strategy != ONE) for c in known(job, 2)]
+    assert begun(ULYSSES, job, cpus(), full)[0] == ULYSSES
 
 
 def test_other_weights_no_room_stages_and_what_was_seen_are_not_tried():
     job, sharded = flux_job(), ULYSSES.replace(shard_weights=True)
+    assert begun(sharded, job, cpus())[0] == sharded
     assert planned(sharded, job, cpus()).strategies == (RING.replace(shard_weights=True),)
     assert planned(ULYSSES, job, cpus(), known(job, 2, fits=False)) == NO_TRIALS
     assert planned(ULYSSES, job, cpus(), known(job, 2, step_s=1.0)) == NO_TRIALS
@@ -81,8 +112,8 @@ def test_other_weights_no_room_stages_and_what_was_seen_are_not_tried():
 def test_what_came_to_nothing_is_not_tried_again_by_this_process():
     job, history = flux_job(), cpus()
     history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=(Trial(RING), Trial(ULYSSES, (1.0,)))))
-    assert planned(ULYSSES, job, cpus()).strategies == (ONE,)
-    assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (ONE, RING)
+    assert planned(ULYSSES, job, cpus()).strategies == (ULYSSES,)
+    assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (ULYSSES, RING)
 
 
 def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(tmp_path):
@@ -93,19 +124,19 @@ def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(t
 
     assert prices(ULYSSES, flux_job(FP8), gpus) == {RING: 1.0, ONE: 2.0}
     assert prices(CFG, flux_job(FP8, prompts=2), gpus) == {ULYSSES: SENDS_MORE, RING: SENDS_MORE, ONE: 2.0}
-    # Ranks on a CPU share its cores.
-    assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: 1.0, ONE: 1.0}
+    # Ranks on a CPU share its cores, and the job begins with one device, which sends nothing.
+    assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: SENDS_MORE, ULYSSES: SENDS_MORE}
 
 
 def test_trials_may_lose_a_share_of_the_job_and_of_those_like_it_since_the_last_that_tried():
     job, history = flux_job(steps=20), cpus()
     assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
     for budget in (2, 3):
-        history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0)))
+        history.record(job, RunInfo("native", ONE, (9.0, 1.0)))
         assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20 * budget)
     assert planned(ULYSSES, flux_job(steps=20, width=512), history).budget == pytest.approx(BUDGET * 20)
-    trials = (Trial(ULYSSES, (1.0,)), Trial(RING, (1.1,)))
-    history.record(job, RunInfo("native", ULYSSES, (9.0, 1.0), trials=trials))
+    trials = (Trial(ONE, (1.0,)), Trial(RING, (1.1,)))
+    history.record(job, RunInfo("native", ONE, (9.0, 1.0), trials=trials))
     assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
 
 
