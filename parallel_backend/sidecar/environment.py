@@ -78,6 +78,11 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     }
     for name in kept.keys() & set(_ALLOCATOR):
         kept[name] = _without_backend(kept[name])
+    # OpenMP takes one number for each level of threads. What it cannot read it ignores, and takes all cores for each rank.
+    outermost = kept.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not outermost.isdecimal() or not int(outermost):
+        kept.pop("OMP_NUM_THREADS", None)
+        outermost = ""
     search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
     cores = len(os.sched_getaffinity(0))
     # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
@@ -95,7 +100,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
             cache / "compiled"
         )  # torch's own is gone with the next boot
     fixed = {
-        THREADS_ALONE: kept.get("OMP_NUM_THREADS", str(cores)),
+        THREADS_ALONE: outermost or str(cores),
         "PYTHONPATH": os.pathsep.join(search),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",

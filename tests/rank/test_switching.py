@@ -191,7 +191,10 @@ def test_alone_on_the_cpu_a_rank_has_the_threads_of_all(monkeypatch):
         assert torch.get_num_threads() == before
     root = Path("/")
     assert rank_environment({"OMP_NUM_THREADS": "3"}, root, ("cpu:0", "cpu:1"))[THREADS_ALONE] == "3"
+    assert rank_environment({"OMP_NUM_THREADS": "3,2"}, root, ("cpu:0",))[THREADS_ALONE] == "3"
     free = rank_environment({}, root, ("cpu:0", "cpu:1"))
+    for unusable in ("", " ", "many", "0", "-1", "1.5"):
+        assert rank_environment({"OMP_NUM_THREADS": unusable}, root, ("cpu:0", "cpu:1")) == free
     assert int(free[THREADS_ALONE]) == len(os.sched_getaffinity(0)) >= int(free["OMP_NUM_THREADS"])
 
 
