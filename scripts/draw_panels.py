@@ -18,7 +18,7 @@ from steps import SetupError, exit_on_setup_error
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "web" / "docs"
-WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
+WORKFLOW = ROOT / "example_workflows" / "Try it without a download.json"
 READY = "() => window.app?.extensionManager && app.extensions.some(e => e.name === 'parallel_sampling.strategy_panel')"
 # The graph with one node at its place and nothing else, as large as what it shows.
 ALONE = """async ([workflow, type, values, height]) => {

@@ -29,32 +29,32 @@ HELP_SCALE = 0.75
 DEMO_PICTURES = ROOT / "docs" / "images" / "demo_contact_sheet.jpg"
 # The two nodes that a thumbnail shows large; the demo's first is its pictures.
 LARGE = {
-    "demo_no_downloads": (None, "ParallelSampler"),
-    "flux2_dev_parallel": ("UNETLoader", "EmptyFlux2LatentImage"),
-    "flux_dev_controlnet": ("ControlNetApplyAdvanced", "ParallelSampler"),
-    "flux_dev_high_resolution": ("EmptySD3LatentImage", "ParallelVAEDecode"),
-    "flux_dev_img2img": ("LoadImage", "ParallelSampler"),
-    "flux_dev_inpaint": ("SetLatentNoiseMask", "ParallelSampler"),
-    "flux_dev_lora_parallel": ("ParallelLoraLoader", "ParallelSampler"),
-    "hunyuan_video_1_5_text_to_video_parallel": ("UNETLoader", "EmptyHunyuanVideo15Latent"),
-    "ltx2_text_to_video_parallel": ("CheckpointLoaderSimple", "EmptyLTXVLatentVideo"),
-    "minimax_h3_text_to_video_parallel": ("UNETLoader", "MiniMaxH3ImageToVideo"),
-    "qwen_image_edit_parallel": ("UNETLoader", "TextEncodeQwenImageEditPlus"),
-    "sdxl_parallel": ("CheckpointLoaderSimple", "KSampler"),
-    "stock_ksampler_parallel_model": ("ParallelFluxLoader", "KSampler"),
-    "wan2_2_text_to_video_parallel": ("UNETLoader", "KSamplerAdvanced"),
+    "Try it without a download": (None, "ParallelSampler"),
+    "Flux.2 dev on all GPUs": ("UNETLoader", "EmptyFlux2LatentImage"),
+    "Flux.1 dev with a ControlNet": ("ControlNetApplyAdvanced", "ParallelSampler"),
+    "Flux.1 dev at high resolution": ("EmptySD3LatentImage", "ParallelVAEDecode"),
+    "Flux.1 dev from a picture": ("LoadImage", "ParallelSampler"),
+    "Flux.1 dev inpainting": ("SetLatentNoiseMask", "ParallelSampler"),
+    "Flux.1 dev with LoRAs": ("ParallelLoraLoader", "ParallelSampler"),
+    "HunyuanVideo 1.5 text to video on all GPUs": ("UNETLoader", "EmptyHunyuanVideo15Latent"),
+    "LTX-2 text to video on all GPUs": ("CheckpointLoaderSimple", "EmptyLTXVLatentVideo"),
+    "MiniMax-H3 text to video on all GPUs": ("UNETLoader", "MiniMaxH3ImageToVideo"),
+    "Qwen-Image-Edit on all GPUs": ("UNETLoader", "TextEncodeQwenImageEditPlus"),
+    "SDXL on all GPUs": ("CheckpointLoaderSimple", "KSampler"),
+    "Stock KSampler on all GPUs": ("ParallelFluxLoader", "KSampler"),
+    "Wan 2.2 text to video on all GPUs": ("UNETLoader", "KSamplerAdvanced"),
 }
 # Help page -> the workflow and the nodes that its picture shows.
 HELP = {
-    "ParallelModel": ("wan2_2_text_to_video_parallel", ("UNETLoader", "ParallelModel")),
+    "ParallelModel": ("Wan 2.2 text to video on all GPUs", ("UNETLoader", "ParallelModel")),
     "StrategySelector": (
-        "flux_dev_sharded_weights",
+        "Flux.1 dev larger than a card",
         ("StrategySelector", "ParallelFluxLoader", "PreviewAny"),
     ),
-    "ParallelFluxLoader": ("flux_dev_parallel", ("ParallelFluxLoader",)),
-    "ParallelLoraLoader": ("flux_dev_lora_parallel", ("ParallelLoraLoader",)),
-    "ParallelSampler": ("flux_dev_parallel", ("ParallelSampler",)),
-    "ParallelVAEDecode": ("flux_dev_high_resolution", ("ParallelVAEDecode",)),
+    "ParallelFluxLoader": ("Flux.1 dev on all GPUs", ("ParallelFluxLoader",)),
+    "ParallelLoraLoader": ("Flux.1 dev with LoRAs", ("ParallelLoraLoader",)),
+    "ParallelSampler": ("Flux.1 dev on all GPUs", ("ParallelSampler",)),
+    "ParallelVAEDecode": ("Flux.1 dev at high resolution", ("ParallelVAEDecode",)),
 }
 
 # LiteGraph's measures, in the graph's units.
@@ -114,6 +114,7 @@ class Sheet:
         self, x: float, y: float, text: str, fill: str, size: float, anchor: str, width: float = 1e9
     ) -> None:
         """``anchor`` is Pillow's; what is wider than ``width`` is cut."""
+        text = text.replace("×", "x").replace("–", "-")  # which Pillow's font lacks
         font = self._fonts.setdefault(size, ImageFont.load_default(size * self._scale))
         while text and font.getlength(text) > width * self._scale:
             text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
@@ -244,9 +245,7 @@ def _draw_lines(
 def thumbnail(name: str, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
     """[SIDE, SIDE]: what it is, two of its nodes large, and the whole graph."""
     sheet = Sheet(Box(0, 0, SIDE, SIDE), 1)
-    note = next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")
-    title = note["widgets_values"][0].splitlines()[0].lstrip("# ")
-    sheet.text(32, 36, title, "#ffffff", 34, "la", SIDE - 64)
+    sheet.text(32, 36, name, "#ffffff", 34, "la", SIDE - 64)
     sheet.text(32, 86, "Parallel Sampling for ComfyUI", "#8fb8e8", 22, "la")
     picture = sheet.picture()
     wanted = LARGE.get(name, ("StrategySelector", "ParallelSampler"))

@@ -35,7 +35,7 @@ from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from parallel_backend.strategy import DEGREES
 
-WORKFLOW = ROOT / "example_workflows" / "demo_no_downloads.json"
+WORKFLOW = ROOT / "example_workflows" / "Try it without a download.json"
 DEMO_MODEL = ROOT / "demo_model" / "transformer.safetensors"
 PACK_FOLDER = "comfyui-parallel-sampling"
 

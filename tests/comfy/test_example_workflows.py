@@ -14,27 +14,27 @@ from workflow_to_api import widgets, workflow_to_api
 
 # Of any model: each with Parallel Model behind stock loaders.
 ANY_MODEL = (
-    "flux2_dev_parallel",
-    "hunyuan_video_1_5_text_to_video_parallel",
-    "ltx2_text_to_video_parallel",
-    "minimax_h3_text_to_video_parallel",
-    "qwen_image_edit_parallel",
-    "sdxl_parallel",
-    "wan2_2_text_to_video_parallel",
+    "Flux.2 dev on all GPUs",
+    "HunyuanVideo 1.5 text to video on all GPUs",
+    "LTX-2 text to video on all GPUs",
+    "MiniMax-H3 text to video on all GPUs",
+    "Qwen-Image-Edit on all GPUs",
+    "SDXL on all GPUs",
+    "Wan 2.2 text to video on all GPUs",
 )
 EXAMPLES = (
     *ANY_MODEL,
-    "demo_no_downloads",
-    "flux_dev_cfg_negative",
-    "flux_dev_controlnet",
-    "flux_dev_high_resolution",
-    "flux_dev_img2img",
-    "flux_dev_inpaint",
-    "flux_dev_lora_parallel",
-    "flux_dev_parallel",
-    "flux_dev_sharded_weights",
-    "flux_schnell_parallel",
-    "stock_ksampler_parallel_model",
+    "Try it without a download",
+    "Flux.1 dev with a negative prompt",
+    "Flux.1 dev with a ControlNet",
+    "Flux.1 dev at high resolution",
+    "Flux.1 dev from a picture",
+    "Flux.1 dev inpainting",
+    "Flux.1 dev with LoRAs",
+    "Flux.1 dev on all GPUs",
+    "Flux.1 dev larger than a card",
+    "Flux.1 schnell on all GPUs",
+    "Stock KSampler on all GPUs",
 )
 
 # Checkpoints that a test machine does not have: the one reason for which a valid example may be rejected here.
@@ -149,7 +149,7 @@ def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_g
         "`shard_weights`",
     ):
         assert part in note
-    assert ("`ulysses_degree` 2" in note) == (name != "sdxl_parallel"), "SDXL has no tokens to share out"
+    assert ("`ulysses_degree` 2" in note) == (name != "SDXL on all GPUs"), "SDXL has no tokens to share out"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -34,7 +34,7 @@ def _load(page, name: str) -> None:
 
 
 def test_the_help_of_a_node_is_its_page(page):
-    _load(page, "demo_no_downloads")
+    _load(page, "Try it without a download")
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
     page.get_by_test_id("info-button").first.dispatch_event("click")  # it may lie under the tabs
     help_page = page.locator(".node-help-content")

@@ -29,7 +29,7 @@ def speak(page):
 @pytest.mark.parametrize("language", ["es", "zh"])
 def test_our_nodes_keep_their_colour_and_our_commands_and_headings_are_translated(page, speak, language):
     speak(language)
-    workflow = json.loads((ROOT / "example_workflows" / "demo_no_downloads.json").read_text("utf-8"))
+    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
     colours = dict(page.evaluate(COLOURS))

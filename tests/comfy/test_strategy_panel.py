@@ -262,7 +262,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
 
 
 def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page):
-    workflow = json.loads((ROOT / "example_workflows" / "demo_no_downloads.json").read_text("utf-8"))
+    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
     own = next(node for node in workflow["nodes"] if node["type"] == "ParallelDemoLoader")
     own["color"] = own["bgcolor"] = "#323232"  # a person's own choice
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)

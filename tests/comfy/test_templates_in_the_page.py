@@ -1,0 +1,25 @@
+"""In a real browser: the Templates browser lists ours by readable titles, with pictures, under the pack's name."""
+
+from __future__ import annotations
+
+import re
+
+from comfy_harness import ROOT
+
+_SHOWN = "titles => titles.every(t => [...document.querySelectorAll('[role=dialog] *')].some(e => e.textContent === t))"
+_PICTURES = re.compile(r"/workflow_templates/comfyui-parallel-sampling/.*\.jpg$")
+
+
+def test_the_templates_browser_names_ours_in_words_and_shows_their_pictures(page):
+    titles = sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
+    assert all(" " in title and "_" not in title for title in titles)
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    ours = page.locator("[role=dialog]").get_by_text("Parallel Sampling", exact=True).first
+    ours.wait_for(timeout=60_000)
+    with page.expect_response(_PICTURES, timeout=60_000) as first:
+        ours.click()
+    page.wait_for_function(_SHOWN, arg=titles, timeout=60_000)
+    folder = first.value.url.rpartition("/")[0]  # the other pictures are loaded as they are scrolled to
+    for title in titles:
+        picture = page.request.get(f"{folder}/{title}.jpg")
+        assert picture.ok and picture.headers["content-type"] == "image/jpeg", title
