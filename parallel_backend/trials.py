@@ -17,7 +17,8 @@ FIRST_COUNTED, OTHERS_COUNTED = 3, 2  # steps that are timed, after one that war
 BEHIND = 1.15  # this many times as slow as the fastest so far, a strategy is given up after one timed step,
 FAR_BEHIND = 1.5  # and this many times (beside what the change may cost) after the step that warms up
 GAIN = 1.02  # a strategy must be this many times as fast as the first one to take its place
-LONGEST = 1 + FIRST_COUNTED + MOST_OTHERS * (1 + OTHERS_COUNTED)  # steps until all is settled
+MOST_STEPS = 1 + OTHERS_COUNTED  # of one of them, before the next
+LONGEST = 1 + FIRST_COUNTED + MOST_OTHERS * MOST_STEPS  # steps until all is settled
 # A trial takes three steps at most, and begins only where three times as many are left.
 STEPS_LEFT = 9
 BUDGET = 0.03  # share of a job's time that its trials may lose against the fastest strategy known
@@ -143,7 +144,7 @@ class TrialRun:
         if self._left < STEPS_LEFT or other.switch_s > SHARE * self._left * best:
             return False
         slower = other.slower / self._others[self._fastest()].slower
-        steps = 1 if slower > FAR_BEHIND else 2 if slower > BEHIND else 1 + OTHERS_COUNTED
+        steps = 1 if slower > FAR_BEHIND else 2 if slower > BEHIND else MOST_STEPS
         costs = steps * max(0.0, slower - 1.0) * best
         return other.at_least_s * GAIN < best and self._lost + costs <= self._budget * best
 

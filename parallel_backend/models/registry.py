@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
+from ..wire.heartbeat import BEGUN, heartbeat
 from .model_file import ModelFile
 
 if TYPE_CHECKING:  # predictions for machines that one does not own need no torch
@@ -84,7 +85,9 @@ def load_model(
 
     Raises CheckpointError for a file that is refused.
     """
-    return imported(provider_of(spec.family).load)(spec, device, part, peers)
+    load = imported(provider_of(spec.family).load)  # seconds, the first time
+    heartbeat.loading(BEGUN)
+    return load(spec, device, part, peers)
 
 
 def imported(reference: str) -> Any:

@@ -14,6 +14,7 @@ BUSY = "a prompt is using the ranks; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Try again first"
 NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
+_COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # whose steps are
 _WARM = (State.READY.value, State.ASLEEP.value)
 
 Shown = dict[str, object]  # what json.dumps takes
@@ -44,11 +45,11 @@ def group_words(status: GroupStatus) -> str:
     if status.state == State.RUNNING.value:
         kind = status.phase and status.phase.kind
         if kind is PhaseKind.LOADING and status.ranks:
-            loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
-            return f"loading {100 * loaded:.0f} %"
-        if status.steps and kind is PhaseKind.SAMPLING:
-            return f"sampling {status.step}/{status.steps}"
-        return "working" if status.phase is None else status.phase.text
+            return _loading(sum(rank.loaded for rank in status.ranks) / len(status.ranks))
+        if status.phase is None:
+            return "working"
+        counted = f" {status.step}/{status.steps}" if status.steps and kind in _COUNTED else ""
+        return status.phase.text + counted
     if status.state == State.STARTING.value:
         return "starting"
     if status.state == State.DOWN.value:
@@ -110,14 +111,18 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     )
 
 
+def _loading(loaded: float) -> str:
+    return f"loading {100 * loaded:.0f} %" if loaded else "importing libraries"
+
+
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
     """{"device", "words", "progress"}; `progress` 0 to 1, None where there is nothing to count."""
     words, progress = "", None
     kind = status.phase and status.phase.kind
     if status.state == State.RUNNING.value and rank.pid is not None:
         if kind is PhaseKind.LOADING:
-            words, progress = f"loading {100 * rank.loaded:.0f} %", round(rank.loaded, 3)
-        elif kind is PhaseKind.SAMPLING and status.steps:
+            words, progress = _loading(rank.loaded), round(rank.loaded, 3)
+        elif kind in _COUNTED and status.steps:
             step = min(rank.step, status.steps)
             words, progress = f"step {step} of {status.steps}", round(step / status.steps, 3)
     return {"device": rank.device, "words": words, "progress": progress}

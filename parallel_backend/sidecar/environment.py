@@ -78,7 +78,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     }
     for name in kept.keys() & set(_ALLOCATOR):
         kept[name] = _without_backend(kept[name])
-    # OpenMP takes one number for each level of threads. What it cannot read it ignores, and takes all cores for each rank.
+    # OpenMP takes one number for each level of threads. What it cannot read it ignores: all cores for each rank.
     outermost = kept.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not outermost.isdecimal() or not int(outermost):
         kept.pop("OMP_NUM_THREADS", None)

@@ -21,7 +21,7 @@ from ..requests import (
     SampleRequest,
     SampleResult,
 )
-from ..trials import LONGEST
+from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_arguments
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
@@ -72,14 +72,15 @@ class ModelRequests:
         strategies = (message.placement.strategy, *trials.strategies)
         load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
-        sampling = False
+        shown: Phase | None = None
+        under = collections.Counter[int]()  # steps by strategy
         compiling = CompileWatch(job.shape, lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
-            nonlocal sampling
+            nonlocal shown
             if compiling.took(answer):
-                sampling = False
+                shown = None
                 return
             step = expect(rank, answer, Progress)
             if not 0 <= step.strategy < len(strategies):
@@ -87,9 +88,14 @@ class ModelRequests:
             seconds.append(step.seconds)
             self.progress.step, self.progress.steps = step.step, step.steps
             self.progress.seconds.append(step.seconds)
-            if not sampling:
-                sampling = True
-                lease.on_phase(Phase(PhaseKind.SAMPLING))
+            under[step.strategy] += 1
+            phase = Phase(PhaseKind.SAMPLING)
+            if step.strategy > 0 and under[step.strategy] <= MOST_STEPS:
+                which = f"{step.strategy + 1} of {len(strategies)}"
+                phase = Phase(PhaseKind.TRYING, f"{strategies[step.strategy].describe()} ({which})")
+            if phase != shown:
+                shown = phase
+                lease.on_phase(phase)
             emit(Stepped(self._devices, step.step, step.steps, step.seconds, strategies[step.strategy]))
             job.take(step, tensors)
 

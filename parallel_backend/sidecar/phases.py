@@ -20,6 +20,7 @@ class PhaseKind(enum.Enum):
     REMOVING_LORAS = "taking LoRAs out"
     FIRST_STEP = "first step"
     COMPILING = "compiling for {}; this step takes longer"
+    TRYING = "trying {}"  # a strategy, and which one of how many
     SAMPLING = "sampling"
     SENDING_VAE = "sending the VAE to the ranks"
     DECODING = "decoding"

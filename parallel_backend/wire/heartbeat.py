@@ -42,7 +42,8 @@ COLLECTIVES = (
     "the agreement on a load",
 )
 # Over the control group, which holds up the host itself on every device.
-_ON_THE_HOST = frozenset({"the agreement after a step", "the agreement on a load"})
+_ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith("the agreement"))
+BEGUN = 0.001  # of a load: what it needs is imported; less is none at all
 LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
@@ -135,7 +136,8 @@ class Heartbeat:
             self.observer("step", count)
 
     def loading(self, part: float) -> None:
-        """Writes down how much of the model that this rank loads is there, 0 to 1."""
+        """Writes down how much of the model that this rank loads is there, 0 to 1: 0 while it imports what it needs to
+        load, from BEGUN on while it reads."""
         self._loaded = int(1000 * min(max(part, 0.0), 1.0))
         self._write()
 

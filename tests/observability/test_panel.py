@@ -21,6 +21,15 @@ STATES = {
     "loading 38 %": replace(GROUP, state="running", phase=Phase(PhaseKind.LOADING, "flux.safetensors")),
     "first step": replace(GROUP, state="running", phase=Phase(PhaseKind.FIRST_STEP), steps=28),
     "sampling 12/28": replace(GROUP, state="running", phase=Phase(PhaseKind.SAMPLING), step=12, steps=28),
+    "trying Ring 2 (2 of 3) 6/28": replace(
+        GROUP, state="running", phase=Phase(PhaseKind.TRYING, "Ring 2 (2 of 3)"), step=6, steps=28
+    ),
+    "importing libraries": replace(
+        GROUP,
+        state="running",
+        phase=Phase(PhaseKind.LOADING, "flux.safetensors"),
+        ranks=tuple(replace(rank, loaded=0.0) for rank in RANKS),
+    ),
     "decoding": replace(GROUP, state="running", phase=Phase(PhaseKind.DECODING)),
     "ready": GROUP,
     "asleep": replace(GROUP, state="asleep"),
@@ -54,6 +63,9 @@ def test_ranks_show_their_own_progress_and_only_while_they_work():
         "words": "step 11 of 28",
         "progress": 0.393,
     }
+    assert show_progress([STATES["trying Ring 2 (2 of 3) 6/28"]])[1]["words"] == "step 11 of 28"
+    bars = show_progress([STATES["importing libraries"]])
+    assert [(bar["words"], bar["progress"]) for bar in bars] == [("importing libraries", 0.0)] * 2
     assert [bar["words"] for bar in show_progress([STATES["starting"]])] == ["starting", "starting"]
     assert show_progress([STATES["ready"], STATES["failed"]]) == []
 
@@ -62,7 +74,8 @@ def test_only_buttons_that_do_something_can_be_pressed():
     useful = {
         words: {name for name, why in why_not(group).items() if not why} for words, group in STATES.items()
     }
-    busy = {"starting", "loading 38 %", "first step", "sampling 12/28", "decoding"}
+    busy = {words for words, group in STATES.items() if group.state in ("starting", "running")}
+    assert {"starting", "loading 38 %", "first step", "sampling 12/28", "decoding"} < busy
     assert useful == {
         **{words: set() for words in busy},
         "not started": {"restart"},

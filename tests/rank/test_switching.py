@@ -113,10 +113,10 @@ def sample(ranks, spec, **more):
 
 def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, files):
     spec, merged = files
-    heard = []
+    heard, phases = [], []
     stop = listen(heard.append)
     try:
-        tried = sample(two_real_ranks, spec, trials=TRIALS, patches=lora()[0])
+        tried = sample(two_real_ranks, spec, trials=TRIALS, patches=lora()[0], on_phase=phases.append)
     finally:
         stop()
     assert difference(tried.latent, sample(two_real_ranks, merged).latent) <= TOLERANCE
@@ -126,6 +126,10 @@ def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, 
     begun = list(dict.fromkeys(steps))
     assert begun[:2] == [ULYSSES, RING] and [t.strategy for t in tried.info.trials] == begun
     assert len(tried.info.trials[0].seconds) >= 3 and tried.info.exact
+    every = (ULYSSES, *TRIALS.strategies)
+    assert list(dict.fromkeys(phase for phase in phases if phase.startswith("trying "))) == [
+        f"trying {strategy.describe()} ({every.index(strategy) + 1} of 4)" for strategy in begun[1:]
+    ]
     plain = sample(two_real_ranks, spec)
     assert plain.info.trials == () and plain.info.strategy == ULYSSES
 

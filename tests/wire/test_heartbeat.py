@@ -188,18 +188,19 @@ def test_the_device_that_does_not_come_to_a_collective_is_found(page, monkeypatc
     assert find_laggard([page.read(rank) for rank in range(3)]) is None
 
 
-def test_a_host_that_waits_is_shown_unless_its_device_holds_it_up(page, monkeypatch):
+@pytest.mark.parametrize("agreement", [name for name in COLLECTIVES if "agreement" in name])
+def test_a_host_that_waits_is_shown_unless_its_device_holds_it_up(page, monkeypatch, agreement):
     rank, stream = followed(page, 0, monkeypatch)
     with rank.inside("an all-to-all", (0, 1)):
         pass
-    with rank.inside("the agreement after a step", (0, 1)):
-        assert (page.read(0).inside, page.read(0).collective) == (True, "the agreement after a step")
+    with rank.inside(agreement, (0, 1)):
+        assert (page.read(0).inside, page.read(0).collective) == (True, agreement)
         stream.passed = 1
         rank.look()
         assert (page.read(0).inside, page.read(0).collective) == (True, "an all-to-all")
         stream.passed = 2
         rank.look()
-        assert (page.read(0).inside, page.read(0).collective) == (True, "the agreement after a step")
+        assert (page.read(0).inside, page.read(0).collective) == (True, agreement)
 
 
 def test_a_device_is_looked_at_without_being_asked_until_it_fails(page):
