@@ -214,6 +214,8 @@ class RunInfo:
     kernel: str = "torch"  # of attention, one of options.ATTENTION_KERNELS
     compiled: CompileStats | None = None  # None where blocks were not to be compiled
     load: LoadInfo | None = None  # of the model that it ran on; what decides and measures knows of none
+    # Per rank, of each of the last steps: time inside collectives; none where steps are not told apart.
+    inside_seconds: tuple[tuple[float, ...], ...] = ()
     trials: tuple[Trial, ...] = ()  # of strategies within the request, of which `strategy` ran to the end
 
 

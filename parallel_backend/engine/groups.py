@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             stay_near(device)
-            heartbeat.follow(torch.cuda.Event)
+            heartbeat.follow(partial(torch.cuda.Event, enable_timing=True))
         if world_size > 1:
             # torch exports it, but not to type checkers
             store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]

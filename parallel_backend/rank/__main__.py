@@ -200,7 +200,7 @@ def _answer(
     from .step_boundary import StepBoundary
 
     message, world = envelope.message, worker.world
-    heartbeat.steps_done(0)
+    heartbeat.begin()
 
     def report_compiling() -> None:
         link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)

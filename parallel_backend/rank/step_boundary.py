@@ -127,6 +127,7 @@ class StepBoundary:
         tensors = self._tensors(denoised)
         self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), self._vote(), tensors))
         self._raise_if_cancelled()
+        heartbeat.step_given()
 
     def finish(self) -> None:
         """Waits for the last steps; raises Cancelled on all ranks, or on none."""

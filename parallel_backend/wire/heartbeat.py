@@ -17,10 +17,10 @@ import os
 import struct
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 MOST_RANKS = 64  # bits of `waits_for`
 PAGE_BYTES = 4096
@@ -86,6 +86,9 @@ class DeviceEvent(Protocol):
     def query(self) -> bool:
         """Whether the device has passed it."""
 
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds of the device from this mark to a later one; it has passed both."""
+
 
 class Heartbeat:
     """This process's own beats; kept to itself until `share`. `observer` sees each collective before it is entered."""
@@ -96,8 +99,14 @@ class Heartbeat:
         self._asked = (0, 0)  # collective and ranks of `inside`
         self._host, self._device = _Place(), _Place()
         self._make_event: Callable[[], DeviceEvent] | None = None
-        # Marks that the device has not passed: the collective and ranks that it enters there, or None where it leaves.
-        self._ahead: deque[tuple[DeviceEvent, tuple[int, int] | None]] = deque()
+        # Marks that the device has not passed: the collective and ranks that it enters there, or None where it leaves,
+        # and the step that this belongs to.
+        self._ahead: deque[tuple[DeviceEvent, tuple[int, int] | None, int]] = deque()
+        self._looking = threading.Lock()  # `look` is for any thread
+        self._entered = 0.0  # time.perf_counter() of the host
+        self._entered_on_device: DeviceEvent
+        self._given = 0  # steps of the request whose work is behind the host, however far its device is
+        self._inside_s: defaultdict[int, float] = defaultdict(float)  # by step
         self._step = 0
         self._loaded = 0
         self._holds = (0, 0, 0)
@@ -116,9 +125,31 @@ class Heartbeat:
 
     def look(self) -> None:
         """Writes down how far the device is."""
-        while self._ahead and self._ahead[0][0].query():
-            _, entered = self._ahead.popleft()
-            self._go(self._device, entered)
+        with self._looking:
+            while self._ahead and self._ahead[0][0].query():
+                event, entered, step = self._ahead.popleft()
+                self._go(self._device, entered)
+                if entered is None:
+                    self._inside_s[step] += self._entered_on_device.elapsed_time(event) / 1000
+                else:
+                    self._entered_on_device = event
+
+    def begin(self) -> None:
+        """A request begins: its steps are counted, and timed, from none."""
+        self._given = 0
+        self._inside_s.clear()
+        self.steps_done(0)
+
+    def step_given(self) -> None:
+        """The host has given all of a step to its device; collectives belong to the next one from now on."""
+        self._given += 1
+
+    def inside_seconds(self, steps: int) -> tuple[float, ...]:
+        """Seconds of each of the request's first `steps` steps that this rank, or its device, was in collectives: while
+        they sent, or while other ranks were not there yet. Its device has done them all."""
+        if self._make_event is not None:
+            self.look()
+        return tuple(self._inside_s[step] for step in range(steps))
 
     def _look_for_ever(self) -> None:
         while True:
@@ -162,12 +193,14 @@ class Heartbeat:
         if self._is_on_device():
             self._mark(self._asked)
         else:
+            self._entered = time.perf_counter()
             self._go(self._host, self._asked)
 
     def __exit__(self, *error: object) -> None:
         if self._is_on_device():
             self._mark(None)
         else:
+            self._inside_s[self._given] += time.perf_counter() - self._entered
             self._go(self._host, None)
 
     def _is_on_device(self) -> bool:
@@ -177,7 +210,7 @@ class Heartbeat:
         assert self._make_event is not None, "it follows a device"
         event = self._make_event()
         event.record()
-        self._ahead.append((event, entered))
+        self._ahead.append((event, entered, self._given))
 
     def _go(self, place: _Place, entered: tuple[int, int] | None) -> None:
         """Into a collective, or out of it."""

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -141,6 +142,9 @@ class Mark:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.number <= self.stream.passed
 
+    def elapsed_time(self, end_event):
+        return 10.0 * (end_event.number - self.number)
+
 
 def followed(page, rank, monkeypatch):
     monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self: None)  # the test looks
@@ -169,6 +173,35 @@ def test_on_a_gpu_a_rank_is_where_its_device_is(page, monkeypatch):
         (True, "a ring step", 2),
         (False, "a ring step", 2),
     ]
+
+
+def test_the_time_in_collectives_belongs_to_the_step_that_they_were_asked_in(page, monkeypatch):
+    rank, stream = followed(page, 0, monkeypatch)
+    rank.begin()
+    for collectives in (2, 1, 0):
+        for _ in range(collectives):
+            with rank.inside("an all-to-all", (0, 1)):
+                pass
+        rank.step_given()
+    stream.passed = 2
+    rank.look()
+    assert rank.inside_seconds(3) == pytest.approx((0.01, 0.0, 0.0))  # the device is no further
+    stream.passed = stream.marks
+    assert rank.inside_seconds(3) == pytest.approx((0.02, 0.01, 0.0))
+    rank.begin()
+    assert rank.inside_seconds(1) == (0.0,)
+
+
+def test_where_the_host_waits_its_own_clock_counts(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    rank = Heartbeat()
+    with rank.inside("an all-to-all", (0, 1)):
+        next(clock)
+    rank.step_given()
+    with rank.inside("the agreement after a step", (0, 1)):
+        pass
+    assert rank.inside_seconds(2) == (2, 1)
 
 
 def test_the_device_that_does_not_come_to_a_collective_is_found(page, monkeypatch):

@@ -1,0 +1,71 @@
+"""Where the time of a run's steps went on each device: computing, sending, waiting for another device.
+
+A rank's own clock, or its device's, takes the time that it is inside collectives (wire/heartbeat.py). None ends before
+the last rank is there, so the rank that spent the least in them waited for nobody: that is what sending takes,
+and what the others spent beyond it is waiting for it. With groups of ranks in a strategy this is an estimate from below
+of what sending takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..requests import RunInfo
+
+WORTH_TELLING = 0.1  # of a step: the wait for a slower device that is named
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one step on one rank."""
+
+    computing: float
+    sending: float
+    waiting: float
+
+
+def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
+    """By rank, then by step, of the steps that were timed on all ranks: the last ones of the run. Empty where a rank
+    told no times, or there is one rank."""
+    inside = info.inside_seconds
+    steps = min(map(len, inside), default=0)
+    if len(inside) < 2 or not steps or any(len(times) != steps for times in inside):
+        return ()
+    took = info.step_seconds[len(info.step_seconds) - steps :]
+    least = [min(times) for times in zip(*inside, strict=True)]
+    return tuple(
+        tuple(
+            Spent(max(0.0, step - spent), min(sending, step), max(0.0, min(spent, step) - sending))
+            for step, spent, sending in zip(took, times, least, strict=True)
+        )
+        for times in inside
+    )
+
+
+def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[str]:
+    """Lines for the report: shares of all steps, and for whom the others wait; none without times."""
+    if not ranks:
+        return []
+    computing, sending, waiting = (
+        sum(getattr(spent, part) for steps in ranks for spent in steps)
+        for part in ("computing", "sending", "waiting")
+    )
+    whole = computing + sending + waiting
+    if whole <= 0:
+        return []
+    lines = [
+        f"timeline: devices computed {computing / whole:.0%} of the time, sent {sending / whole:.0%} and waited for "
+        f"each other {waiting / whole:.0%}"
+    ]
+    waits = [sum(spent.waiting for spent in steps) for steps in ranks]
+    last = waits.index(min(waits))
+    others = [wait for rank, wait in enumerate(waits) if rank != last]
+    share = sum(others) / len(others) * len(ranks) / whole
+    if share >= WORTH_TELLING:
+        own = sum(spent.computing for spent in ranks[last]) / len(ranks[last])
+        lines.append(
+            f"timeline: the others waited {share:.0%} of a step for {devices[last]}, which computes {own:.4f} s of "
+            f"each; device_shares can give it less to do"
+        )
+    return lines
