@@ -22,6 +22,7 @@ from ..errors import (
 from ..wire import deadlines
 from ..wire.protocol import Done
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
+from .device_lock import lock_devices
 from .events import Changed, Ended, RequestFailed, Started, emit
 from .exchange import Exchange
 from .handshake import join_ranks
@@ -38,11 +39,18 @@ log = logging.getLogger(__name__)
 class RankGroupRunner:
     """Ranks that live from one request to the next, leased to one caller at a time.
 
-    `forget` is called when they are gone, and what was known of their memory with them.
+    `forget` is called when they are gone, and what was known of their memory with them. `exclusive`: other processes'
+    ranks may not use the same GPUs meanwhile.
     """
 
     def __init__(
-        self, devices: tuple[str, ...], rank_module: str, *, resumes: bool, forget: Callable[[], None]
+        self,
+        devices: tuple[str, ...],
+        rank_module: str,
+        *,
+        resumes: bool,
+        exclusive: bool,
+        forget: Callable[[], None],
     ) -> None:
         if not devices:
             raise RequestError("A sidecar needs at least one device.")
@@ -55,6 +63,7 @@ class RankGroupRunner:
         self.phase: Phase | None = None  # of the request that runs
         self._rank_module = rank_module
         self._resumes = resumes
+        self._exclusive = exclusive
         self._forget = forget
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that serves a request
@@ -265,7 +274,8 @@ class RankGroupRunner:
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} rank{'s' if count > 1 else ''}"))
-        self.group = get_supervisor().spawn(self.devices, self._rank_module)
+        locks = lock_devices(self.devices) if self._exclusive else None
+        self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
         try:
             join_ranks(self.group, lease.cancelled)
         except DeviceError as error:

@@ -51,13 +51,21 @@ class Sidecar:
     model loaded again, and the request goes on where it was, once (`resumes`); the second crash is raised, and the next
     request starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
     1-based step and a preview [1, C, h, w] or None, `on_phase(text)`. Whatever a callback raises ends the request on
-    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms.
+    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms. `exclusive`: no
+    other process's exclusive ranks may use the same GPUs; a start where some do raises DeviceError.
     """
 
     def __init__(
-        self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE, resumes: bool = True
+        self,
+        devices: tuple[str, ...],
+        *,
+        rank_module: str = RANK_MODULE,
+        resumes: bool = True,
+        exclusive: bool = False,
     ) -> None:
-        self._ranks = RankGroupRunner(devices, rank_module, resumes=resumes, forget=self._forget)
+        self._ranks = RankGroupRunner(
+            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=self._forget
+        )
         self.devices = self._ranks.devices
         self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
