@@ -29,7 +29,8 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
 
     `all`: every GPU, or one CPU rank where there is none; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
-    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's. Raises DeviceError naming what does not exist.
+    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's. Raises
+    DeviceError naming what does not exist.
     """
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")

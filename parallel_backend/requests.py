@@ -215,6 +215,9 @@ class RunInfo:
     compiled: CompileStats | None = None  # None where blocks were not to be compiled
     load: LoadInfo | None = None  # of the model that it ran on; what decides and measures knows of none
     trials: tuple[Trial, ...] = ()  # of strategies within the request, of which `strategy` ran to the end
+    held_seconds: float = (
+        0.0  # that it had the devices: a start and a load before it, and tries after a crash, too
+    )
 
 
 @dataclass(frozen=True)

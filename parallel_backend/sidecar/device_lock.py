@@ -111,7 +111,7 @@ def _lock(path: Path, device: str) -> int:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else it was deleted meanwhile
+            if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was deleted meanwhile
                 note = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(note).encode(), 0)
@@ -143,8 +143,9 @@ def _read(descriptor: int) -> dict[str, object]:
 def _is_leaving(holder: Mapping[str, object]) -> bool:
     """Whether only ranks hold it whose ComfyUI has ended, or was started anew under the same number."""
     pid = holder.get("pid")
-    here = holder.get("host") == socket.gethostname() and isinstance(pid, int)
-    return here and (pid == os.getpid() or not lives(pid))
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    return pid == os.getpid() or not lives(pid)
 
 
 def _who(holder: Mapping[str, object]) -> str:

@@ -23,10 +23,10 @@ from ..wire import deadlines
 from ..wire.protocol import Done
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .device_lock import lock_devices
-from .events import Changed, Ended, RequestFailed, Started, emit
+from .events import Changed, Ended, Released, RequestFailed, Started, emit
 from .exchange import Exchange
 from .handshake import join_ranks
-from .lease import Lease, ShouldCancel, State
+from .lease import PROMPT_ID, Lease, ShouldCancel, State
 from .phases import Phase, PhaseKind
 from .restart_policy import CrashHistory
 from .supervisor import RankGroup, get_supervisor, require_linux
@@ -72,6 +72,7 @@ class RankGroupRunner:
         self._requests = itertools.count(1)
         self._last_failure: RankFailed | None = None
         self._failure_known = False  # to listeners, of these ranks
+        self._idle_since: float | None = None  # None while there are no ranks, or a request has them
 
     @property
     def state(self) -> State:
@@ -134,13 +135,21 @@ class RankGroupRunner:
         return True
 
     def _end_and_release(self) -> None:
+        had_ranks, idle_s = self.group is not None, self._end_of_idling()
         try:
             self.discard()
             self.crashes.clear()
             self._last_failure = None
         finally:
             self._lock.release()
+            if had_ranks:
+                emit(Released(self.devices, idle_s))
             emit(Changed(self.devices))
+
+    def _end_of_idling(self) -> float:
+        """Seconds for which ranks have waited until now."""
+        since, self._idle_since = self._idle_since, None
+        return 0.0 if since is None else time.monotonic() - since
 
     @contextmanager
     def lease(
@@ -166,6 +175,7 @@ class RankGroupRunner:
                 on_phase(phase.text)
 
         lease = Lease(request, self._cancel, should_cancel, report_progress, self._exchange)
+        lease.idle_s = self._end_of_idling()
         result = "failed"
         try:
             if self.crashes.is_broken:
@@ -192,6 +202,7 @@ class RankGroupRunner:
             self._activity, self.phase = State.READY, None
             if self.group is not None and self.group.ended.is_set():
                 self.discard()
+            self._idle_since = None if self.group is None else time.monotonic()
             self._owner = None
             self._lock.release()
             self._emit_end(lease, result)
@@ -208,6 +219,9 @@ class RankGroupRunner:
                 info=lease.info,
                 strategy=lease.strategy,
                 images=lease.images,
+                spec=lease.spec,
+                prompt_id=PROMPT_ID.get(),
+                idle_s=lease.idle_s,
             )
         )
         emit(Changed(self.devices))

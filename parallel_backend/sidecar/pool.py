@@ -1,6 +1,7 @@
 """The live sidecars of this process, one per device set; node objects hold no processes, so this registry does.
 
-They hold their GPUs against other processes; bench, the doctor and the GPU check have sidecars of their own, which do not.
+They hold their GPUs against other processes. Bench, the doctor and the GPU check have sidecars of their own, which do
+not.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class Sidecar:
         do not fit it, which leave the weights as they were; the group stays usable.
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
+            lease.spec = spec
             return self._with_room(
                 lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease),
                 spec,
@@ -164,7 +165,7 @@ class Sidecar:
             cache_threshold=float(request.cache_threshold),
         )
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
-            lease.strategy, lease.images = placement.strategy, len(request.noise)
+            lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
 
             def attempt() -> SampleResult:
                 try:
@@ -178,8 +179,8 @@ class Sidecar:
                 result = self._with_room(attempt, spec, lease, job.survive)
             finally:
                 self._requests.progress.end()
-            lease.info = result.info
-            return result
+            lease.info = replace(result.info, held_seconds=lease.seconds)
+            return replace(result, info=lease.info)
 
     def predict(
         self,
@@ -229,7 +230,7 @@ class Sidecar:
         """One call of the model, made again when a rank crashes in it."""
         self._check_placement(placement)
         with self._ranks.lease("predict", should_cancel, on_phase) as lease:
-            lease.strategy = placement.strategy
+            lease.strategy, lease.spec = placement.strategy, spec
             notes: list[str] = []
 
             def survive(error: RankFailed, device: str | None) -> str:
@@ -237,7 +238,7 @@ class Sidecar:
                 return notes[-1]
 
             answer, info = self._with_room(lambda: call(lease), spec, lease, survive)
-            lease.info = replace(info, notes=(*info.notes, *notes))
+            lease.info = replace(info, notes=(*info.notes, *notes), held_seconds=lease.seconds)
             return answer, lease.info
 
     def decode(

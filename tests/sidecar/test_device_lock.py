@@ -1,5 +1,6 @@
 """Locks of devices: one process at a time, told who has it; gone with the processes, and never in the CPU's way."""
 
+import contextlib
 import os
 import re
 import signal
@@ -57,10 +58,8 @@ def other(folder):
     for process, rank in processes:
         process.kill()
         process.communicate()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder, other):
@@ -68,7 +67,9 @@ def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder
     with pytest.raises(DeviceError) as refused:
         lock_devices(("cpu:2", "cpu:1"))
     words = str(refused.value)
-    assert re.search(rf"cpu:1 is in use .*process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", words)
+    assert re.search(
+        rf"cpu:1 is in use .*process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", words
+    )
     assert "/" not in words and refused.value.problems[0].inputs == ("devices",)
     apart = lock_devices(("cpu:2", "cpu:3"))  # a refusal has kept nothing
     apart.release()
