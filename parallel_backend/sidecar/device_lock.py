@@ -1,7 +1,8 @@
 """One lock per GPU, so that two processes never put ranks on the same one unknowingly; the second learns who has it.
 
 The lock is an flock on a small file named by the GPU's UUID, because device numbers depend on what each process may
-see. Ranks inherit the descriptor: the kernel releases the lock with the last process that had the GPU, however it ends.
+see. The GPU's rank inherits the descriptor: the kernel releases the lock with the last process that had it, however it
+ends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -25,7 +27,7 @@ from ..errors import DeviceError
 from ..wire import deadlines
 from .rendezvous import lives
 
-VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # a folder that several containers or users share, or `off`
+VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # a folder that several containers share, or `off`
 CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on`: cpu:0 and so on are locked as GPUs are, to try it where there is none
 _MOST_BYTES = 1024  # of a note on who holds a device
 
@@ -33,16 +35,19 @@ log = logging.getLogger(__name__)
 
 
 class DeviceLocks:
-    """The devices that a group holds, until `release`. `descriptors`: for its ranks to inherit; none hold nothing."""
+    """The devices that a group holds, until `release`. `held`: descriptors by device; empty holds nothing."""
 
-    def __init__(self, descriptors: Sequence[int] = ()) -> None:
-        self.descriptors = tuple(descriptors)
+    def __init__(self, held: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._held = dict(held)
+
+    def of(self, device: str) -> tuple[int, ...]:
+        """What the rank on `device` inherits: one descriptor, or none where it is not locked."""
+        return (self._held[device],) if device in self._held else ()
 
     def release(self) -> None:
         """Leaves the devices to others, once the ranks that inherited the locks are gone as well."""
-        held, self.descriptors = self.descriptors, ()
-        for descriptor in held:
-            os.close(descriptor)
+        while self._held:
+            os.close(self._held.popitem()[1])
 
 
 def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> DeviceLocks:
@@ -56,12 +61,12 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
     names = {device: name for device in devices if (name := _file_name(device, cpu_too)) is not None}
     if chosen.lower() == "off" or not names:
         return DeviceLocks()
-    held: list[int] = []
+    held: dict[str, int] = {}
     try:
         folder = Path(chosen) if chosen else _own_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for device in sorted(names, key=lambda device: names[device]):
-            held.append(_lock(folder / names[device], device))
+            held[device] = _lock(folder / names[device], device)
     except OSError as error:
         DeviceLocks(held).release()
         log.warning(

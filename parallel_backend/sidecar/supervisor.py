@@ -278,7 +278,7 @@ class Supervisor:
                 ours, theirs = link_pair()
                 group.links.append(ours)
                 try:
-                    process = _popen(theirs, module, group)
+                    process = _popen(theirs, module, group, rank)
                 finally:
                     theirs.close()
                 try:
@@ -361,7 +361,7 @@ def require_linux() -> None:
         )
 
 
-def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]:
+def _popen(link: Link, module: str, group: RankGroup, rank: int) -> subprocess.Popen[bytes]:
     # Unbuffered: the last words of a dying rank must reach its pipe.
     command = [
         sys.executable,
@@ -383,7 +383,7 @@ def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(link.fileno(), page, *group.locks.descriptors),
+        pass_fds=(link.fileno(), page, *group.locks.of(group.devices[rank])),
         start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
     )
 

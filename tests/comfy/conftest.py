@@ -89,6 +89,6 @@ def page(browser, measuring):
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
     """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
-    server = "page" if "measuring" in item.fixturenames else "comfy"
+    server = next((own for own in ("measuring", "door") if own in item.fixturenames), "comfy")
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)

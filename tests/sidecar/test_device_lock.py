@@ -23,7 +23,7 @@ _HOLDS = """
 import os, subprocess, sys
 from parallel_backend.sidecar.device_lock import lock_devices
 locks = lock_devices(sys.argv[1].split(","))
-rank = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, pass_fds=locks.descriptors)
+rank = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, pass_fds=locks.of(sys.argv[1].split(",")[0]))
 print(rank.pid, flush=True)
 sys.stdin.read()
 """
@@ -126,7 +126,7 @@ def test_a_sidecar_that_measures_uses_devices_that_are_held(folder):
 def test_ranks_on_the_cpu_are_not_locked_and_off_is_off(tmp_path):
     for environ in ({VARIABLE: str(tmp_path)}, {VARIABLE: "off", CPU_TOO: "on"}):
         locks = [lock_devices(("cpu:0",), environ) for _ in range(2)]
-        assert [held.descriptors for held in locks] == [(), ()]
+        assert [held.of("cpu:0") for held in locks] == [(), ()]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,7 +143,7 @@ def test_gpus_are_locked_by_what_they_are_and_not_by_their_numbers(folder, monke
     held = lock_devices(("cuda:0",))
     with pytest.raises(DeviceError, match="cuda:3 is in use"):
         lock_devices(("cuda:3",))
-    assert lock_devices(("cuda:7",)).descriptors == ()  # its rank says that it is not there
+    assert lock_devices(("cuda:7",)).of("cuda:7") == ()  # its rank says that it is not there
     held.release()
     assert [path.name for path in folder.iterdir()] == [f"gpu-{Properties.uuid}.lock"]
 
@@ -157,7 +157,7 @@ def test_where_nothing_can_be_locked_ranks_start_and_the_log_says_so(tmp_path, m
     else:
         folder.mkdir()
         folder.chmod(0o777)  # anyone could put links there
-    assert lock_devices(("cpu:0",), {CPU_TOO: "on"}).descriptors == ()
+    assert lock_devices(("cpu:0",), {CPU_TOO: "on"}).of("cpu:0") == ()
     assert "cannot be locked" in caplog.text and str(tmp_path) not in caplog.text
 
 
@@ -168,5 +168,5 @@ def test_a_damaged_note_is_no_number_and_no_link_is_followed(folder, other, tmp_
         with pytest.raises(DeviceError, match="has not said its number"):
             lock_devices(("cpu:0",))
     (folder / "cpu-5.lock").symlink_to(tmp_path / "elsewhere")
-    assert lock_devices(("cpu:5",)).descriptors == ()
+    assert lock_devices(("cpu:5",)).of("cpu:5") == ()
     assert not (tmp_path / "elsewhere").exists()
