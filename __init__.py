@@ -26,7 +26,9 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self) -> None:
             from server import PromptServer
 
+            from .nodes.host.settings import price_per_gpu_hour
             from .nodes.routes import doctor as doctor_route
+            from .nodes.routes import front_door
             from .nodes.routes import launch as at_launch
             from .nodes.routes import metrics as metrics_route
             from .nodes.routes import ranks as rank_routes
@@ -36,9 +38,10 @@ async def comfy_entrypoint() -> ComfyExtension:
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
             strategy_route.add_route(PromptServer.instance.routes)
+            front_door.add_routes(PromptServer.instance)
             at_launch.begin(PromptServer.instance)
             metrics_route.add_route(PromptServer.instance.routes)
-            begin_log()
+            begin_log(price=price_per_gpu_hour)
 
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
             return list(NODES)

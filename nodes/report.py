@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
+from ..parallel_backend.observability.cost import amount, money
 from ..parallel_backend.options import APPROXIMATE_KERNELS
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from ..parallel_backend.trials import BUDGET, GAIN, Trial
@@ -51,7 +52,7 @@ def write_report(record: RunRecord) -> str:
     lines += _loras(record)
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
-    lines.append(f"device-seconds (GPU-seconds on GPUs): {sum(times) * len(record.devices):.3f}")
+    lines += _cost(record)
     notes = [note for decision in record.decisions for note in decision.notes]
     notes += [note for run in runs for note in run.notes]
     if record.stepwise_because is not None and any(run.strategy.pipefusion_degree > 1 for run in runs):
@@ -160,6 +161,25 @@ def _loras(record: RunRecord) -> list[str]:
     return [
         f"LoRA: {_count(patched.weights, 'weight')}, {patched.touched} changed in {patched.seconds:.2f} s{sent}"
     ]
+
+
+def _cost(record: RunRecord) -> list[str]:
+    """What the run held of its devices, a start and a load included, and money where a price is set."""
+    images = 1 if record.plan is None else record.plan.job.batch
+    held = sum(run.held_seconds for run in record.runs) * len(record.devices)
+
+    def told(total: str, each: str) -> str:
+        return total if images == 1 else f"{total} for {images} images, {each} each"
+
+    spent = told(f"{held:.3f}", f"{held / images:.3f}")
+    lines = [f"device-seconds (GPU-seconds on GPUs, a start and a load included): {spent}"]
+    if record.price_per_hour:
+        total = money(held, record.price_per_hour)
+        spent = told(amount(total), amount(total / images))
+        lines.append(
+            f"cost: {spent}, at {record.price_per_hour:g} per GPU-hour (Settings, Parallel Sampling)"
+        )
+    return lines
 
 
 def _seconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from ..parallel_backend.planner.job_models import CheckpointModel
 from ..parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
-from .host.settings import permitted
+from .host.settings import permitted, price_per_gpu_hour
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel, StrategyLink
 from .model.options import RECORD, SETTINGS
@@ -144,7 +144,10 @@ class ParallelSampler(io.ComfyNode):
             latent_image=latent_image,
             strategy=strategy,
         )
-        record = RunRecord(cache_threshold=cache_threshold if step_cache != "off" else None)
+        record = RunRecord(
+            cache_threshold=cache_threshold if step_cache != "off" else None,
+            price_per_hour=price_per_gpu_hour(),
+        )
         model = parallel_model.patcher.clone()
         options = model.model_options["transformer_options"]
         options[RECORD] = record

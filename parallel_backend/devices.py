@@ -29,7 +29,8 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
 
     `all`: every GPU, or one CPU rank where there is none; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
-    GPUs; `cpu:2`: two ranks on the CPU. Raises DeviceError naming what does not exist.
+    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's. Raises
+    DeviceError naming what does not exist.
     """
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
@@ -43,6 +44,8 @@ def resolve_devices(text: str) -> tuple[str, ...]:
             nearest = f"cpu:{min(max(ranks, 1), MAX_CPU_RANKS)}"
             raise _refuse(f"{text!r}: the CPU takes 1 to {MAX_CPU_RANKS} ranks; use e.g. cpu:2.", nearest)
         return tuple(f"cpu:{i}" for i in range(ranks))
+    if re.fullmatch(rf"cpu:\d+({_BETWEEN}cpu:\d+)+", wanted):
+        return _cpu_ranks(text, [int(index) for index in re.findall(r"\d+", wanted)])
     if not re.fullmatch(rf"{_GPUS}({_BETWEEN}{_GPUS})*", wanted):
         raise _refuse(
             f"{text!r} is not understood; write 'all', GPU numbers such as '0,1,3' or '0-3', or 'cpu:2'."
@@ -65,6 +68,14 @@ def resolve_devices(text: str) -> tuple[str, ...]:
             ",".join(str(i) for i in indices if i < gpus) or "all",
         )
     return tuple(f"cuda:{i}" for i in indices)
+
+
+def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
+    if len(set(indices)) != len(indices) or max(indices) >= MAX_CPU_RANKS:
+        last = MAX_CPU_RANKS - 1
+        nearest = f"cpu:{min(len(indices), MAX_CPU_RANKS)}"
+        raise _refuse(f"{text!r}: ranks on the CPU are cpu:0 to cpu:{last}, each named once.", nearest)
+    return tuple(f"cpu:{index}" for index in indices)
 
 
 def _refuse(words: str, nearest: str = "all") -> DeviceError:

@@ -217,6 +217,9 @@ class RunInfo:
     # Per rank, of each of the last steps: time inside collectives; none where steps are not told apart.
     inside_seconds: tuple[tuple[float, ...], ...] = ()
     trials: tuple[Trial, ...] = ()  # of strategies within the request, of which `strategy` ran to the end
+    held_seconds: float = (
+        0.0  # that it had the devices: a start and a load before it, and tries after a crash, too
+    )
 
 
 @dataclass(frozen=True)

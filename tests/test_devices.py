@@ -41,6 +41,8 @@ def test_all_without_a_gpu_is_one_cpu_rank(gpus):
         ("0 ; 1", ("cuda:0", "cuda:1")),
         ("cpu", ("cpu:0",)),
         ("cpu:2", ("cpu:0", "cpu:1")),
+        ("cpu:2,cpu:3", ("cpu:2", "cpu:3")),
+        ("CPU:5 cpu:0", ("cpu:5", "cpu:0")),
     ],
 )
 def test_explicit_lists_keep_their_order(gpus, text, expected):
@@ -57,6 +59,9 @@ def test_explicit_lists_keep_their_order(gpus, text, expected):
         ("0", 0, "cpu:2"),
         ("cpu:0", 0, "1 to 16"),
         (f"cpu:{MAX_CPU_RANKS + 1}", 0, "1 to 16"),
+        ("cpu:1,cpu:1", 0, "each named once"),
+        (f"cpu:0,cpu:{MAX_CPU_RANKS}", 0, "cpu:0 to cpu:15"),
+        ("cpu:0,cuda:0", 1, "not understood"),
         ("-1", 2, "not understood"),
         ("0;;1", 2, "not understood"),
         ("1-0", 2, "write the smaller GPU first"),

@@ -61,6 +61,7 @@ def test_the_archive_has_what_runs_and_neither_tests_nor_benchmarks():
         *("constraints.txt", "requirements.txt", "uninstall.py"),
         *(
             "demo_model",
+            "deploy",
             "docs",
             "example_workflows",
             "locales",

@@ -16,6 +16,7 @@ function setting(name, section, label, type, defaultValue, tooltip, attrs) {
   };
 }
 
+const PRICE = { min: 0, max: 1000000, step: 0.01 };
 const MINUTES = { min: 0, max: 10080, step: 1 };
 
 app.registerExtension({
@@ -48,6 +49,10 @@ app.registerExtension({
     setting(
       "metrics", "Metrics", "Metrics for Prometheus", "boolean", false,
       "Counts jobs, steps and failures, and serves them at /parallel_sampling/metrics.",
+    ),
+    setting(
+      "price_per_gpu_hour", "Metrics", "Price of a GPU-hour (0: none)", "number", 0,
+      "In your currency. Reports, the log and the metrics then tell what images cost.", PRICE,
     ),
   ],
 });

@@ -22,6 +22,7 @@ from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import Decision, StrategySettings
 from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
@@ -48,6 +49,7 @@ class RunRecord:
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
+    price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
 
     @property
     def strategy(self) -> ParallelStrategy:
@@ -113,7 +115,10 @@ def ranks_for(
 
 @contextmanager
 def errors_as_comfyuis() -> Iterator[None]:
-    """A cancel becomes ComfyUI's interrupt, and memory that ran out on a rank its out-of-memory error."""
+    """A cancel becomes ComfyUI's interrupt, and memory that ran out on a rank its out-of-memory error. What the ranks
+    do inside belongs to the prompt that runs."""
+    context = get_executing_context()
+    token = PROMPT_ID.set("" if context is None else context.prompt_id)
     try:
         yield
     except Cancelled:
@@ -121,6 +126,8 @@ def errors_as_comfyuis() -> Iterator[None]:
         raise
     except OutOfMemory as error:
         raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+    finally:
+        PROMPT_ID.reset(token)
 
 
 def interrupted() -> bool:

@@ -45,6 +45,11 @@ def permitted(
     return without_approximation(settings, steps, step_cache=step_cache, attention=attention)
 
 
+def price_per_gpu_hour() -> float:
+    """In the user's currency; 0 where none is set."""
+    return float(setting("price_per_gpu_hour"))
+
+
 def fingerprint() -> tuple[str | bool | float, ...]:
     """Of the settings that decide what loaders give: when it changes, ComfyUI's cached outputs do not count."""
     return setting("default_devices"), setting("allow_approximate")

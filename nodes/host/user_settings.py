@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 PREFIX = "parallel_sampling."  # of the pack's entries in ComfyUI's file
 MOST_BYTES = 4 * 1024 * 1024  # of that file; more is none
 MOST_MINUTES = 7 * 24 * 60
+MOST_PRICE = 1e6  # of a GPU-hour, in any currency
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ def _minutes(value: Any) -> str | None:
     return f"it must be a number of minutes from 0 (never) to {MOST_MINUTES}"
 
 
+def _price(value: Any) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and 0 <= value <= MOST_PRICE:
+        return None
+    return f"it must be a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency"
+
+
 def _switch(value: object) -> str | None:
     return None if isinstance(value, bool) else "it must be true or false"
 
@@ -60,6 +68,7 @@ SETTINGS = {
     "allow_approximate": Setting(True, _switch),
     "try_strategies": Setting(True, _switch),
     "metrics": Setting(False, _switch),
+    "price_per_gpu_hour": Setting(0.0, _price),
 }
 
 

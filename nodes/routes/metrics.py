@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from ...parallel_backend.observability.metrics_switch import MetricsSwitch
-from ..host.settings import setting
+from ..host.settings import price_per_gpu_hour, setting
 from .http import is_same_origin
 
 ROUTE = "/parallel_sampling/metrics"
@@ -15,7 +15,7 @@ ROUTE = "/parallel_sampling/metrics"
 
 def add_route(routes: web.RouteTableDef) -> None:
     """GET answers in Prometheus' text format; 403, 404 or 503 with a line that says why."""
-    switch = MetricsSwitch(lambda: bool(setting("metrics")))
+    switch = MetricsSwitch(lambda: bool(setting("metrics")), price=price_per_gpu_hour)
     switch.begin()
 
     @routes.get(ROUTE)

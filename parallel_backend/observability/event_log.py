@@ -17,10 +17,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from pathlib import PurePath
 
 from ..models.registry import provider_of
-from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped, listen
+from ..sidecar.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
+from .cost import device_seconds, model_name, money
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins
@@ -33,6 +33,7 @@ _NAMES: dict[type[Event], str] = {
     Stepped: "stepped",
     RequestFailed: "failed",
     Ended: "ended",
+    Released: "released",
 }
 _PATIENCE = 2.0  # s at the end for lines that wait; a disk that hangs keeps nobody
 
@@ -40,9 +41,13 @@ log = logging.getLogger(__name__)
 
 
 def begin_log(
-    environ: Mapping[str, str] = os.environ, *, file_bytes: int = FILE_BYTES
+    environ: Mapping[str, str] = os.environ,
+    *,
+    file_bytes: int = FILE_BYTES,
+    price: Callable[[], float] = lambda: 0.0,
 ) -> Callable[[], None] | None:
-    """Writes a line per event from now on, to where VARIABLE says; returns what ends that, None where it is not set."""
+    """Writes a line per event from now on, to where VARIABLE says; returns what ends that, None where it is not set.
+    `price`: of a device-hour, 0 for none, asked for with each request that ends."""
     target = environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None
@@ -63,7 +68,7 @@ def begin_log(
 
     writer = threading.Thread(target=write_all, name="parallel-log", daemon=True)
     writer.start()
-    stop_listening = listen(lambda event: _put(lines, event))
+    stop_listening = listen(lambda event: _put(lines, event, price))
 
     def end() -> None:
         atexit.unregister(end)
@@ -88,7 +93,7 @@ def _facts(event: Event) -> dict[str, object]:
         return {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
     if isinstance(event, Loaded):
         return {
-            "model": PurePath(event.spec.path.replace("\\", "/")).name,
+            "model": model_name(event.spec),
             "family": provider_of(event.spec.family).name,
             "dtype": event.info.dtype,
             "seconds": _rounded(event.info.seconds),
@@ -119,10 +124,16 @@ def _facts(event: Event) -> dict[str, object]:
             "cancel_seconds": None if event.cancel_s is None else _rounded(event.cancel_s),
             "strategy": None if event.strategy is None else event.strategy.describe(),
             "images": event.images,
+            "model": None if event.spec is None else model_name(event.spec),
+            "prompt_id": event.prompt_id or None,
+            "device_seconds": _rounded(device_seconds(event)),
+            "idle_device_seconds": _rounded(len(event.devices) * event.idle_s),
             "engine": None if info is None else info.engine,
             "exact": None if info is None else info.exact,
             "bytes_sent": None if info is None else list(info.bytes_sent),
         }
+    if isinstance(event, Released):
+        return {"idle_device_seconds": _rounded(len(event.devices) * event.idle_s)}
     return {}
 
 
@@ -135,9 +146,11 @@ def _rounded(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def _put(lines: logging.Logger, event: Event) -> None:
+def _put(lines: logging.Logger, event: Event, price: Callable[[], float]) -> None:
     known = facts(event)
     if known is not None:
+        if isinstance(event, Ended) and (per_hour := price()):
+            known["cost"] = _rounded(money(device_seconds(event), per_hour))
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         lines.info(json.dumps({"time": at, **known}, ensure_ascii=False))
 

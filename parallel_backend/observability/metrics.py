@@ -1,7 +1,7 @@
 """Counts what happens to groups of ranks, for Prometheus; docs/metrics.md explains each metric.
 
-Names, units and suffixes as in https://prometheus.io/docs/practices/naming/. No label has a path or a model's name, and
-each has few values: devices, strategies without their shares, words of closed sets.
+Names, units and suffixes as in https://prometheus.io/docs/practices/naming/. No label has a path, and each has few
+values: devices, strategies without their shares, words of closed sets, and the models that cost device-seconds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from prometheus_client import (
     Info,
     generate_latest,
 )
+from prometheus_client import Gauge as PriceGauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..errors import FAILURES
-from ..sidecar.events import Ended, Event, Loaded, RequestFailed, Started, Stepped
+from ..sidecar.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
 from ..sidecar.lease import State
 from ..sidecar.status import GroupStatus, RankStatus
 from ..strategy import ParallelStrategy
 from ..wire.protocol import VERSION
+from .cost import device_seconds, model_name
 from .gauges import Gauge
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -42,6 +44,8 @@ JOBS = (
 RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 # s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+_MOST_LETTERS = 80  # of a model's name
+MOST_MODELS = 50  # with a label of their own; the rest are `other`
 _PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 Statuses = Callable[[], Iterable[GroupStatus]]
@@ -50,12 +54,13 @@ Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
 class Metrics:
     """`on_event` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
-    `gauges(devices)` for what their devices read."""
+    `gauges(devices)` for what their devices read, and `price()` of a device-hour, 0 for none."""
 
-    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
+    def __init__(self, statuses: Statuses, gauges: Gauges, price: Callable[[], float] = lambda: 0.0) -> None:
         # A registry of its own: other packs may count in the library's global one.
         self._registry = registry = CollectorRegistry()
         self._known: set[tuple[str, ...]] = set()
+        self._models: set[str] = set()
         self._scraping = threading.Lock()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -74,9 +79,18 @@ class Metrics:
             "model_call_seconds", "Model calls for ComfyUI's own samplers, on the ranks", "strategy"
         )
         self._device_seconds = counter(
-            "device_seconds_total", "Devices times the seconds that requests held them", "request", "strategy"
+            "device_seconds_total",
+            "Devices times the seconds that requests held them",
+            *("request", "strategy", "model", "result"),
         )
-        self._images = counter("images_total", "Images of the jobs that were done", "request", "strategy")
+        self._idle_seconds = counter(
+            "idle_device_seconds_total",
+            "Devices times the seconds that ranks waited for a request",
+            "devices",
+        )
+        self._images = counter(
+            "images_total", "Images of the jobs that were done", "request", "strategy", "model"
+        )
         self._cancel_seconds = seconds("cancel_seconds", "From a cancel to the end of its request")
         self._start_seconds = seconds("start_seconds", "Starts of groups until every rank was ready")
         self._restarts = counter("restarts_total", "Starts of groups after a rank failed", "devices")
@@ -92,6 +106,10 @@ class Metrics:
                 "python": platform.python_version(),
             }
         )
+        per_hour = PriceGauge(
+            PREFIX + "price_per_device_hour", "Price in Settings, 0 for none", registry=registry
+        )
+        per_hour.set_function(price)
         registry.register(_Groups(statuses))
         registry.register(_Devices(statuses, gauges))
         # What never happened stands at 0, or the first time would look like no change.
@@ -103,6 +121,9 @@ class Metrics:
     def on_event(self, event: Event) -> None:
         """Counts what has happened."""
         self._know(event.devices)
+        if isinstance(event, (Ended, Released)):
+            idle = len(event.devices) * event.idle_s
+            self._idle_seconds.labels(_listed(event.devices)).inc(idle)
         if isinstance(event, Ended):
             self._ended(event)
         elif isinstance(event, Stepped):
@@ -127,6 +148,7 @@ class Metrics:
             return
         self._known.add(devices)
         self._restarts.labels(_listed(devices))
+        self._idle_seconds.labels(_listed(devices))
         for device in devices:
             for reason in FAILURES:
                 self._failures.labels(device, reason)
@@ -143,16 +165,25 @@ class Metrics:
         if event.result == "refused":
             return
         # A decode has no strategy: its rows are shared out.
-        count = len(event.devices)
-        strategy = f"rows {count}" if event.strategy is None else _named(event.strategy)
-        self._device_seconds.labels(event.request, strategy).inc(count * event.seconds)
+        strategy = f"rows {len(event.devices)}" if event.strategy is None else _named(event.strategy)
+        model = self._model_label(event)
+        self._device_seconds.labels(event.request, strategy, model, event.result).inc(device_seconds(event))
         if event.result != "done":
             return
         if event.request != "predict":
             self._job_seconds.labels(event.request, strategy).observe(event.seconds)
-            self._images.labels(event.request, strategy).inc(event.images)
+            self._images.labels(event.request, strategy, model).inc(event.images)
         elif event.info is not None:
             self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
+
+    def _model_label(self, event: Ended) -> str:
+        if event.spec is None:
+            return "vae"
+        name = model_name(event.spec)[:_MOST_LETTERS]
+        if name not in self._models and len(self._models) >= MOST_MODELS:
+            return "other"
+        self._models.add(name)
+        return name
 
 
 @functools.cache

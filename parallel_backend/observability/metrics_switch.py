@@ -42,10 +42,17 @@ class Answer:
 
 
 class MetricsSwitch:
-    """Follows `setting()`, the user's wish, unless VARIABLE is set. What was counted stays while it is off."""
+    """Follows `setting()`, the user's wish, unless VARIABLE is set. What was counted stays while it is off.
+    `price()`: of a device-hour, 0 for none."""
 
-    def __init__(self, setting: Callable[[], bool], environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        setting: Callable[[], bool],
+        environ: Mapping[str, str] = os.environ,
+        price: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._setting = setting
+        self._price = price
         self._environ = environ
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
@@ -58,7 +65,7 @@ class MetricsSwitch:
         with self._lock:
             wanted = self._wanted()
             if wanted and self._stop_listening is None:
-                self._metrics = self._metrics or _new_metrics(self._gauges)
+                self._metrics = self._metrics or _new_metrics(self._gauges, self._price)
                 self._stop_listening = listen(self._metrics.on_event)
             elif not wanted and self._stop_listening is not None:
                 self._stop_listening()
@@ -108,7 +115,7 @@ class MetricsSwitch:
         )
 
 
-def _new_metrics(gauges: DeviceGauges) -> Metrics:
+def _new_metrics(gauges: DeviceGauges, price: Callable[[], float]) -> Metrics:
     try:
         from .metrics import Metrics
     except ImportError as error:
@@ -116,4 +123,4 @@ def _new_metrics(gauges: DeviceGauges) -> Metrics:
             f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
             "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
         ) from None
-    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read)
+    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read, price)

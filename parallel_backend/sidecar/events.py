@@ -74,7 +74,8 @@ class RequestFailed:
 class Ended:
     """A request is over. `request`: what a caller asked for, such as "sample"; `result`: done, cancelled, refused,
     out_of_memory or failed; `cancel_s`: from the first sight of a cancel to the end, None without one; `info`: how it
-    ran, None where nothing did; `strategy`: as asked for, None for requests without one; `images`: that it was for."""
+    ran, None where nothing did; `strategy`: as asked for, None for requests without one; `images`: that it was for;
+    `spec`: the model, None for none; `prompt_id`: ComfyUI's, "" for none; `idle_s`: that ranks had waited for it."""
 
     devices: tuple[str, ...]
     request: str
@@ -84,9 +85,20 @@ class Ended:
     info: RunInfo | None
     strategy: ParallelStrategy | None
     images: int
+    spec: ModelSpec | None = None
+    prompt_id: str = ""
+    idle_s: float = 0.0
 
 
-Event = Changed | Started | Loaded | Stepped | RequestFailed | Ended
+@dataclass(frozen=True)
+class Released:
+    """Ranks were ended while no request had them, after `idle_s` without one."""
+
+    devices: tuple[str, ...]
+    idle_s: float
+
+
+Event = Changed | Started | Loaded | Stepped | RequestFailed | Ended | Released
 Listener = Callable[[Event], None]
 
 _listeners: list[Listener] = []

@@ -22,10 +22,11 @@ from ..errors import (
 from ..wire import deadlines
 from ..wire.protocol import Done
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
-from .events import Changed, Ended, RequestFailed, Started, emit
+from .device_lock import lock_devices
+from .events import Changed, Ended, Released, RequestFailed, Started, emit
 from .exchange import Exchange
 from .handshake import join_ranks
-from .lease import Lease, ShouldCancel, State
+from .lease import PROMPT_ID, Lease, ShouldCancel, State
 from .phases import Phase, PhaseKind
 from .restart_policy import CrashHistory
 from .supervisor import RankGroup, get_supervisor, require_linux
@@ -38,11 +39,18 @@ log = logging.getLogger(__name__)
 class RankGroupRunner:
     """Ranks that live from one request to the next, leased to one caller at a time.
 
-    `forget` is called when they are gone, and what was known of their memory with them.
+    `forget` is called when they are gone, and what was known of their memory with them. `exclusive`: other processes'
+    ranks may not use the same GPUs meanwhile.
     """
 
     def __init__(
-        self, devices: tuple[str, ...], rank_module: str, *, resumes: bool, forget: Callable[[], None]
+        self,
+        devices: tuple[str, ...],
+        rank_module: str,
+        *,
+        resumes: bool,
+        exclusive: bool,
+        forget: Callable[[], None],
     ) -> None:
         if not devices:
             raise RequestError("A sidecar needs at least one device.")
@@ -55,6 +63,7 @@ class RankGroupRunner:
         self.phase: Phase | None = None  # of the request that runs
         self._rank_module = rank_module
         self._resumes = resumes
+        self._exclusive = exclusive
         self._forget = forget
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread that serves a request
@@ -63,6 +72,7 @@ class RankGroupRunner:
         self._requests = itertools.count(1)
         self._last_failure: RankFailed | None = None
         self._failure_known = False  # to listeners, of these ranks
+        self._idle_since: float | None = None  # None while there are no ranks, or a request has them
 
     @property
     def state(self) -> State:
@@ -125,13 +135,21 @@ class RankGroupRunner:
         return True
 
     def _end_and_release(self) -> None:
+        had_ranks, idle_s = self.group is not None, self._end_of_idling()
         try:
             self.discard()
             self.crashes.clear()
             self._last_failure = None
         finally:
             self._lock.release()
+            if had_ranks:
+                emit(Released(self.devices, idle_s))
             emit(Changed(self.devices))
+
+    def _end_of_idling(self) -> float:
+        """Seconds for which ranks have waited until now."""
+        since, self._idle_since = self._idle_since, None
+        return 0.0 if since is None else time.monotonic() - since
 
     @contextmanager
     def lease(
@@ -157,6 +175,7 @@ class RankGroupRunner:
                 on_phase(phase.text)
 
         lease = Lease(request, self._cancel, should_cancel, report_progress, self._exchange)
+        lease.idle_s = self._end_of_idling()
         result = "failed"
         try:
             if self.crashes.is_broken:
@@ -183,6 +202,7 @@ class RankGroupRunner:
             self._activity, self.phase = State.READY, None
             if self.group is not None and self.group.ended.is_set():
                 self.discard()
+            self._idle_since = None if self.group is None else time.monotonic()
             self._owner = None
             self._lock.release()
             self._emit_end(lease, result)
@@ -199,6 +219,9 @@ class RankGroupRunner:
                 info=lease.info,
                 strategy=lease.strategy,
                 images=lease.images,
+                spec=lease.spec,
+                prompt_id=PROMPT_ID.get(),
+                idle_s=lease.idle_s,
             )
         )
         emit(Changed(self.devices))
@@ -265,7 +288,8 @@ class RankGroupRunner:
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} rank{'s' if count > 1 else ''}"))
-        self.group = get_supervisor().spawn(self.devices, self._rank_module)
+        locks = lock_devices(self.devices) if self._exclusive else None
+        self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
         try:
             join_ranks(self.group, lease.cancelled)
         except DeviceError as error:

@@ -6,8 +6,9 @@ import enum
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 
-from ..requests import RunInfo
+from ..requests import ModelSpec, RunInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.protocol import Done
@@ -15,6 +16,8 @@ from .exchange import USER_ERRORS, Exchange
 from .phases import OnPhase
 
 ShouldCancel = Callable[[], bool]
+# ComfyUI's id of the prompt for which the current thread calls the ranks; "" for none.
+PROMPT_ID: ContextVar[str] = ContextVar("PROMPT_ID", default="")
 
 
 class State(enum.Enum):
@@ -32,7 +35,7 @@ class State(enum.Enum):
 
 class Lease:
     """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
-    it has none; `images`: that it makes."""
+    it has none; `images`: that it makes; `spec`: the model that it is for; `idle_s`: that ranks had waited for it."""
 
     def __init__(
         self,
@@ -46,12 +49,19 @@ class Lease:
         self.info: RunInfo | None = None
         self.strategy: ParallelStrategy | None = None
         self.images = 0
+        self.spec: ModelSpec | None = None
+        self.idle_s = 0.0
         self.begun = time.monotonic()
         self.cancelled_at: float | None = None
         self.on_phase = on_phase
         self._cancel = cancel
         self._should_cancel = should_cancel
         self._new_exchange = new_exchange
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.begun
 
     def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange[Done]:
         """A new one with all ranks; `survivable`: the errors that leave them usable. Raises Cancelled."""

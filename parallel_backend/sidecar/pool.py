@@ -1,4 +1,8 @@
-"""The live sidecars of this process, one per device set; node objects hold no processes, so this registry does."""
+"""The live sidecars of this process, one per device set; node objects hold no processes, so this registry does.
+
+They hold their GPUs against other processes. Bench, the doctor and the GPU check have sidecars of their own, which do
+not.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
         for other in [key for key in _sidecars if key != devices and set(key) & set(devices)]:
             _sidecars.pop(other).stop()
         if devices not in _sidecars:
-            _sidecars[devices] = Sidecar(devices)
+            _sidecars[devices] = Sidecar(devices, exclusive=True)
         return _sidecars[devices]
 
 

@@ -61,11 +61,12 @@ def sweep(temp: Path) -> None:
     """Removes this user's folders in `temp` whose processes are gone; nothing that holds anything but ranks' files."""
     for folder in temp.glob(f"{_PREFIX}*"):
         named = _NAMED.fullmatch(folder.name)
-        if named is not None and not _lives(int(named[1])):
+        if named is not None and not lives(int(named[1])):
             _remove(folder)
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether there is a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

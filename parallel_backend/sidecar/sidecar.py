@@ -51,13 +51,21 @@ class Sidecar:
     model loaded again, and the request goes on where it was, once (`resumes`); the second crash is raised, and the next
     request starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
     1-based step and a preview [1, C, h, w] or None, `on_phase(text)`. Whatever a callback raises ends the request on
-    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms.
+    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms. `exclusive`: no
+    other process's exclusive ranks may use the same GPUs; a start where some do raises DeviceError.
     """
 
     def __init__(
-        self, devices: tuple[str, ...], *, rank_module: str = RANK_MODULE, resumes: bool = True
+        self,
+        devices: tuple[str, ...],
+        *,
+        rank_module: str = RANK_MODULE,
+        resumes: bool = True,
+        exclusive: bool = False,
     ) -> None:
-        self._ranks = RankGroupRunner(devices, rank_module, resumes=resumes, forget=self._forget)
+        self._ranks = RankGroupRunner(
+            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=self._forget
+        )
         self.devices = self._ranks.devices
         self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
@@ -120,6 +128,7 @@ class Sidecar:
         do not fit it, which leave the weights as they were; the group stays usable.
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
+            lease.spec = spec
             return self._with_room(
                 lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease),
                 spec,
@@ -156,7 +165,7 @@ class Sidecar:
             cache_threshold=float(request.cache_threshold),
         )
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
-            lease.strategy, lease.images = placement.strategy, len(request.noise)
+            lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
 
             def attempt() -> SampleResult:
                 try:
@@ -170,8 +179,8 @@ class Sidecar:
                 result = self._with_room(attempt, spec, lease, job.survive)
             finally:
                 self._requests.progress.end()
-            lease.info = result.info
-            return result
+            lease.info = replace(result.info, held_seconds=lease.seconds)
+            return replace(result, info=lease.info)
 
     def predict(
         self,
@@ -221,7 +230,7 @@ class Sidecar:
         """One call of the model, made again when a rank crashes in it."""
         self._check_placement(placement)
         with self._ranks.lease("predict", should_cancel, on_phase) as lease:
-            lease.strategy = placement.strategy
+            lease.strategy, lease.spec = placement.strategy, spec
             notes: list[str] = []
 
             def survive(error: RankFailed, device: str | None) -> str:
@@ -229,7 +238,7 @@ class Sidecar:
                 return notes[-1]
 
             answer, info = self._with_room(lambda: call(lease), spec, lease, survive)
-            lease.info = replace(info, notes=(*info.notes, *notes))
+            lease.info = replace(info, notes=(*info.notes, *notes), held_seconds=lease.seconds)
             return answer, lease.info
 
     def decode(

@@ -28,6 +28,7 @@ from ..wire import deadlines
 from ..wire.arena import ArenaReader, ArenaWriter
 from ..wire.heartbeat import Page
 from ..wire.transport import Link, link_pair
+from .device_lock import DeviceLocks
 from .environment import interpreter_flags, rank_environment
 from .exit_status import ExitStatus, count_oom_kills, describe_exit
 from .rendezvous import RendezvousFolder
@@ -125,11 +126,13 @@ class RankProcess:
 class RankGroup:
     """The ranks of one start. The supervisor owns the processes; the caller that spawned it owns the links."""
 
-    def __init__(self, epoch: int, devices: tuple[str, ...]) -> None:
+    def __init__(self, epoch: int, devices: tuple[str, ...], locks: DeviceLocks) -> None:
         self.epoch = epoch
         self.devices = devices
+        self.locks = locks
         self.alarm = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once `ended` is set
         with contextlib.ExitStack() as half_made:
+            half_made.callback(locks.release)
             half_made.callback(os.close, self.alarm)
             self.heartbeat = Page()
             half_made.callback(self.heartbeat.close)
@@ -183,6 +186,7 @@ class RankGroup:
         self.answers.release()
         self.heartbeat.close()
         os.close(self.alarm)
+        self.locks.release()
 
 
 class Supervisor:
@@ -198,13 +202,16 @@ class Supervisor:
         self._groups: set[RankGroup] = set()
         threading.Thread(target=self._run, name="parallel-supervisor", daemon=True).start()
 
-    def spawn(self, devices: tuple[str, ...], module: str = RANK_MODULE) -> RankGroup:
-        """Starts one process per device; returns before they have said anything."""
+    def spawn(
+        self, devices: tuple[str, ...], module: str = RANK_MODULE, locks: DeviceLocks | None = None
+    ) -> RankGroup:
+        """Starts one process per device; returns before they have said anything. `locks` are the group's from now
+        on."""
         future: Future[RankGroup] = Future()
 
         def command() -> None:
             try:
-                future.set_result(self._spawn(devices, module))
+                future.set_result(self._spawn(devices, module, locks or DeviceLocks()))
             except BaseException as error:  # it belongs to the caller, not to this thread
                 future.set_exception(error)
 
@@ -263,15 +270,15 @@ class Supervisor:
         while self._commands:
             self._commands.popleft()()
 
-    def _spawn(self, devices: tuple[str, ...], module: str) -> RankGroup:
-        group = RankGroup(next(self._epochs), devices)
+    def _spawn(self, devices: tuple[str, ...], module: str, locks: DeviceLocks) -> RankGroup:
+        group = RankGroup(next(self._epochs), devices, locks)
         self._groups.add(group)
         try:
             for rank in range(len(devices)):
                 ours, theirs = link_pair()
                 group.links.append(ours)
                 try:
-                    process = _popen(theirs, module, group)
+                    process = _popen(theirs, module, group, rank)
                 finally:
                     theirs.close()
                 try:
@@ -354,7 +361,7 @@ def require_linux() -> None:
         )
 
 
-def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]:
+def _popen(link: Link, module: str, group: RankGroup, rank: int) -> subprocess.Popen[bytes]:
     # Unbuffered: the last words of a dying rank must reach its pipe.
     command = [
         sys.executable,
@@ -376,7 +383,7 @@ def _popen(link: Link, module: str, group: RankGroup) -> subprocess.Popen[bytes]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(link.fileno(), page),
+        pass_fds=(link.fileno(), page, *group.locks.of(group.devices[rank])),
         start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
     )
 

@@ -11,6 +11,7 @@ import pytest
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from parallel_backend.options import COMPILE_BACKEND
+from parallel_backend.sidecar import device_lock
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -23,6 +24,8 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
         "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
         COMPILE_BACKEND: "eager",
         "PARALLEL_TEST_FORKED_RANKS": "1",
+        device_lock.VARIABLE: str(base / "locks"),
+        device_lock.CPU_TOO: "on",
     }
     server = start_comfyui(base, environment=environment)
     with server:
@@ -86,6 +89,6 @@ def page(browser, measuring):
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
     """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
-    server = "page" if "measuring" in item.fixturenames else "comfy"
+    server = next((own for own in ("measuring", "door") if own in item.fixturenames), "comfy")
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)

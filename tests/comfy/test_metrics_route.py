@@ -28,19 +28,18 @@ def _ask(
         return error.code, error.read().decode()
 
 
-def _set(comfy, value: bool) -> None:
+def _set(comfy, value: bool | float, name: str = "metrics") -> None:
     """As ComfyUI's Settings do."""
-    status, _ = _ask(comfy, "/settings/parallel_sampling.metrics", "POST", json.dumps(value).encode())
+    status, _ = _ask(comfy, f"/settings/parallel_sampling.{name}", "POST", json.dumps(value).encode())
     assert status == 200
 
 
-def _sample(comfy) -> None:
+def _sample(comfy) -> str:
+    """Its report."""
     graph = Graph()
     loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
-    comfy.sample(
-        graph.prompt,
-        graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS)),
-    )
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))
+    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])[1]
 
 
 def _values(text: str) -> dict[tuple[str, frozenset], float]:
@@ -72,11 +71,11 @@ def test_on_they_move_with_each_prompt(on):
     after = _values(text)
     done = "jobs_total", frozenset({"sample", "done"})
     assert status == 200 and after[done] == before[done] + 1
-    assert after["images_total", frozenset({"sample", "Ulysses 2"})] == 1
+    assert after["images_total", frozenset({"sample", "Ulysses 2", "tiny_metrics.safetensors"})] == 1
     assert after["step_seconds_count", frozenset({"Ulysses 2"})] >= 1
     assert after["device_memory_bytes", frozenset({"cpu:1", "weights"})] > 0
     assert after["sent_bytes_total", frozenset({"cpu:0"})] > 0
-    assert "tiny_metrics" not in text and str(on.server.base_directory) not in text
+    assert str(on.server.base_directory) not in text
 
 
 def test_strange_requests_get_an_answer_and_other_pages_none(on):
@@ -92,6 +91,21 @@ def test_strange_requests_get_an_answer_and_other_pages_none(on):
         (ROUTE, "GET", {"Origin": "https://elsewhere.example"}, (403,)),
     ):
         assert _ask(on, path, method, **headers)[0] in expected, (path[:60], method, headers)
+
+
+def test_a_price_in_the_settings_is_told_in_the_report_and_the_log_has_it_per_prompt(on):
+    _set(on, 3600.0, "price_per_gpu_hour")
+    try:
+        report = dict(line.split(": ", 1) for line in _sample(on).splitlines())
+        assert _values(_ask(on)[1])["price_per_device_hour", frozenset()] == 3600
+    finally:
+        _set(on, 0, "price_per_gpu_hour")
+    lines = map(json.loads, (on.server.base_directory / "ranks.jsonl").read_text().splitlines())
+    paid = [line for line in lines if line["event"] == "ended" and "cost" in line][-1]
+    (seconds,) = (value for name, value in report.items() if name.startswith("device-seconds"))
+    assert paid["cost"] == paid["device_seconds"] == pytest.approx(float(seconds), abs=0.5)
+    assert report["cost"].endswith("at 3600 per GPU-hour (Settings, Parallel Sampling)")
+    assert paid["prompt_id"] in json.loads(_ask(on, "/history")[1])
 
 
 def test_the_log_that_a_variable_asks_for_has_the_jobs_as_lines_of_json(comfy):

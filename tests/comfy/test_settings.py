@@ -20,6 +20,7 @@ DEFAULTS = {
     "sleep_after_minutes": 0,
     "stop_after_minutes": 0,
     "metrics": False,
+    "price_per_gpu_hour": 0,
 }
 
 

@@ -18,7 +18,7 @@ ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 def record(**changes):
     """A run of four steps, the first of which was slow, as host.calls.RunRecord has it."""
-    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06))
+    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
     plain = {
         "runs": [run],
         "decisions": [Decision(ULYSSES, "auto", "Ulysses 2: set by hand")],
@@ -32,6 +32,7 @@ def record(**changes):
         "trials": (),
         "stepwise_because": None,
         "cache_threshold": None,
+        "price_per_hour": 0.0,
     }
     return SimpleNamespace(**{**plain, **changes})
 
@@ -43,7 +44,10 @@ def lines(**changes) -> dict[str, str]:
 def test_all_words_tell_one_median_which_leaves_out_the_first_step():
     seen = SimpleNamespace(strategy=ULYSSES, step_s=0.04)
     plan = SimpleNamespace(
-        candidates=[seen], trials=NO_TRIALS, memory=SimpleNamespace(describe=lambda: "1 GiB")
+        candidates=[seen],
+        trials=NO_TRIALS,
+        memory=SimpleNamespace(describe=lambda: "1 GiB"),
+        job=SimpleNamespace(batch=1),
     )
     told = lines(plan=plan)
     assert told["step"] == "median 0.0500 s, first 0.9000 s, 4 in all"
@@ -82,3 +86,19 @@ def test_a_load_is_told_with_its_time_and_only_without_one_as_none():
     assert lines()["load"] == "0 s (weights were warm)"
     assert lines(loads=[LoadInfo(0.004, 10, False, "float32", "float32")])["load"] == "0.004 s"
     assert lines(loads=[LoadInfo(2.5, 10, False, "float32", "float32")])["load"] == "2.50 s"
+
+
+def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
+    device_seconds = "device-seconds (GPU-seconds on GPUs, a start and a load included)"
+    told = lines()
+    assert told[device_seconds] == "3.000" and "cost" not in told
+    assert lines(price_per_hour=12.0)["cost"] == "0.01, at 12 per GPU-hour (Settings, Parallel Sampling)"
+    plan = SimpleNamespace(
+        candidates=[],
+        trials=NO_TRIALS,
+        memory=SimpleNamespace(describe=lambda: "1 GiB"),
+        job=SimpleNamespace(batch=4),
+    )
+    told = lines(plan=plan, price_per_hour=12.0)
+    assert told[device_seconds] == "3.000 for 4 images, 0.750 each"
+    assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")

@@ -39,6 +39,7 @@ def test_sound_values_count():
         "allow_approximate": False,
         "try_strategies": False,
         "metrics": True,
+        "price_per_gpu_hour": 2.5,
     }
     assert check_settings({PREFIX + name: value for name, value in wished.items()}) == (wished, [])
     assert check_settings({"Comfy.Something": 3}) == (DEFAULTS, [])
@@ -60,6 +61,13 @@ def test_minutes_that_no_clock_has_leave_the_default(minutes):
     values, problems = check_settings({f"{PREFIX}sleep_after_minutes": minutes})
     assert values == DEFAULTS
     assert len(problems) == 1 and "it must be a number of minutes from 0" in problems[0]
+
+
+@pytest.mark.parametrize("price", [-0.01, 1e7, math.nan, "2.50", True, None])
+def test_a_price_that_is_none_leaves_the_default(price):
+    values, problems = check_settings({f"{PREFIX}price_per_gpu_hour": price})
+    assert values == DEFAULTS
+    assert len(problems) == 1 and "a number from 0 (none) to 1,000,000" in problems[0]
 
 
 @pytest.mark.parametrize("devices", ["1" * 5000, "cpu:" + "9" * 5000, "0," * 5000])

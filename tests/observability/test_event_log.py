@@ -13,7 +13,16 @@ from parallel_backend.observability import event_log
 from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar import events
-from parallel_backend.sidecar.events import Changed, Ended, Loaded, RequestFailed, Started, Stepped, emit
+from parallel_backend.sidecar.events import (
+    Changed,
+    Ended,
+    Loaded,
+    Released,
+    RequestFailed,
+    Started,
+    Stepped,
+    emit,
+)
 from parallel_backend.strategy import ParallelStrategy
 
 TWO = ("cuda:0", "cuda:1")
@@ -25,8 +34,21 @@ STORY = (
     Stepped(TWO, 1, 28, 0.25, ULYSSES),
     RequestFailed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
     RequestFailed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
-    Ended(TWO, "sample", "done", 9.0, None, RunInfo("native", ULYSSES, (0.25,), (7, 8)), ULYSSES, 2),
+    Ended(
+        TWO,
+        "sample",
+        "done",
+        9.0,
+        None,
+        RunInfo("native", ULYSSES, (0.25,), (7, 8)),
+        ULYSSES,
+        2,
+        ModelSpec("/home/me/secret/flux.safetensors"),
+        "prompt-1",
+        5.0,
+    ),
     Ended(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
+    Released(TWO, 60.0),
 )
 
 
@@ -52,7 +74,7 @@ def _lines(path):
 
 def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_path):
     file = tmp_path / "log.jsonl"
-    end = began(file)
+    end = began(file, price=lambda: 3600.0)
     for event in STORY:
         emit(event)
     end()
@@ -65,16 +87,24 @@ def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_p
         "failed",
         "ended",
         "ended",
+        "released",
     ]
     assert all(line["devices"] == list(TWO) for line in lines)
     at = datetime.fromisoformat(lines[0]["time"].replace("Z", "+00:00"))
     assert at.utcoffset() == timedelta(0) and abs(at.timestamp() - time.time()) < 60
-    started, loaded, stepped, killed, raised, done, cancelled = lines
+    started, loaded, stepped, killed, raised, done, cancelled, released = lines
     assert started["after_failure"] is True and (loaded["model"], loaded["bytes"]) == ("flux.safetensors", 24)
     assert (stepped["step"], stepped["steps"], stepped["strategy"]) == (1, 28, "Ulysses 2")
     assert (killed["cause"], killed["reason"], killed["device"]) == ("killed by SIGKILL", "signal", "cuda:1")
     assert (raised["cause"], raised["reason"]) == ("OSError", "error")
     assert (done["result"], done["images"], done["bytes_sent"], done["exact"]) == ("done", 2, [7, 8], True)
+    assert (done["model"], done["prompt_id"]) == ("flux.safetensors", "prompt-1")
+    assert (done["device_seconds"], done["idle_device_seconds"], done["cost"]) == (18.0, 10.0, 18.0)
+    assert (cancelled["model"], cancelled["prompt_id"], released["idle_device_seconds"]) == (
+        None,
+        None,
+        120.0,
+    )
     assert (cancelled["cancel_seconds"], cancelled["strategy"]) == (0.03, None)
     assert "secret" not in file.read_text()
 

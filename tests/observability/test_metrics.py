@@ -19,11 +19,11 @@ from fake_nvml import h100_nvswitch, two_4090
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.gauges import DeviceGauges
-from parallel_backend.observability.metrics import CONTENT_TYPE, PREFIX, Metrics, pack_version
+from parallel_backend.observability.metrics import CONTENT_TYPE, MOST_MODELS, PREFIX, Metrics, pack_version
 from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
-from parallel_backend.requests import PredictRequest
+from parallel_backend.requests import ModelSpec, PredictRequest
 from parallel_backend.sidecar import events, pool
-from parallel_backend.sidecar.events import Ended, Stepped, listen
+from parallel_backend.sidecar.events import Ended, Released, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, scripted_prompt, scripted_request, scripted_sidecar, scripted_weights, two_ranks
@@ -117,11 +117,13 @@ def test_times_are_told_by_strategy_and_fill_buckets_up_to_ten_minutes(story):
     assert after("job_seconds_count", request="sample", strategy="Ulysses 2") == 1
     assert after("step_seconds_count", strategy="Ulysses 2") >= 3 + 1  # done, cancelled
     assert after("step_seconds_bucket", strategy="Ulysses 2", le="600.0") >= 4
-    held = warm("device_seconds_total", request="sample", strategy="Ulysses 2")
-    assert held >= 2 * warm(
-        "job_seconds_sum", request="sample", strategy="Ulysses 2"
-    )  # devices, the cancelled one too
-    assert warm("images_total", request="sample", strategy="Ulysses 2") == 1
+    job = {"request": "sample", "strategy": "Ulysses 2"}
+    model = {"model": "a private name.safetensors"}
+    done = warm("device_seconds_total", **job, **model, result="done")
+    assert done == pytest.approx(2 * warm("job_seconds_sum", **job))
+    assert warm("device_seconds_total", **job, **model, result="cancelled") > 0
+    assert after("device_seconds_total", **job, **model, result="failed") > 0
+    assert warm("images_total", **job, **model) == 1
     assert 0 < after("cancel_seconds_sum") < 600 and after("cancel_seconds_count") == 1
 
 
@@ -170,15 +172,21 @@ def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story
         scrape("device_memory_total_bytes", device="cpu:0")
 
 
-def test_the_build_is_named_and_no_label_names_a_file(story):
+def test_the_build_is_named_and_only_what_costs_names_a_model(story):
     tomllib = pytest.importorskip("tomllib")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     assert pack_version() == version and pack_version(Path("nowhere.toml")) == "unknown"
     builds = [f for f in story[2].families if f.name == PREFIX + "build_info"]
     assert builds[0].samples[0].labels["version"] == version
-    assert "private name" not in repr(story[2].families) and "/" not in repr(
-        [one.labels for family in story[2].families for one in family.samples]
-    )
+    labels = [
+        label
+        for family in story[2].families
+        for one in family.samples
+        for name, label in one.labels.items()
+        if name != "model"
+    ]
+    assert "private name" not in repr(labels)
+    assert "/" not in repr([one.labels for family in story[2].families for one in family.samples])
 
 
 def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
@@ -190,9 +198,36 @@ def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
     metrics.on_event(Ended(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
     scrape = Scrape(metrics.text())
     assert scrape("step_seconds_count", strategy="Ulysses 2, unequal shares") == 2
-    assert scrape("images_total", request="decode", strategy="rows 2") == 4
-    assert scrape("device_seconds_total", request="decode", strategy="rows 2") == 1.0
+    decode = {"request": "decode", "strategy": "rows 2", "model": "vae"}
+    assert scrape("images_total", **decode) == 4
+    assert scrape("device_seconds_total", **decode, result="done") == 1.0
     assert scrape("jobs_total", request="sample", result="refused") == 1
+
+
+def test_waiting_is_counted_with_the_request_that_ends_it_and_with_the_end_of_the_ranks(story):
+    _, dead, after = story
+    assert dead("idle_device_seconds_total", devices="cpu:0,cpu:1") > 0
+    metrics = Metrics(list, lambda devices: {}, lambda: 2.5)
+    metrics.on_event(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4, idle_s=3.0))
+    metrics.on_event(Released(("a", "b"), 4.0))
+    scrape = Scrape(metrics.text())
+    assert scrape("idle_device_seconds_total", devices="a,b") == 14.0
+    assert scrape("price_per_device_hour") == 2.5 and after("price_per_device_hour") == 0
+
+
+def test_models_without_end_make_no_labels_without_end():
+    metrics = Metrics(list, lambda devices: {})
+    for index in range(MOST_MODELS + 5):
+        spec = ModelSpec(f"/models/{'x' * 200 if index == 0 else index}.safetensors")
+        metrics.on_event(Ended(("a",), "sample", "done", 1.0, None, None, ParallelStrategy(), 1, spec))
+    scrape = Scrape(metrics.text())
+    job = {"request": "sample", "strategy": ParallelStrategy().describe()}
+    assert scrape("images_total", **job, model="other") == 5
+    assert (
+        scrape("images_total", **job, model="x" * 80)
+        == scrape("images_total", **job, model="7.safetensors")
+        == 1
+    )
 
 
 # The dashboard and the page.
@@ -294,7 +329,10 @@ def test_off_nothing_listens_and_on_counts_from_then_on():
         assert [(a.status, a.content_type) for a in answers] == [(200, CONTENT_TYPE)] * 2
         assert _listeners() == before + 1
         events.emit(Ended(("x",), "decode", "done", 0.5, None, None, None, 2))
-        assert Scrape(switch.scrape().body)("images_total", request="decode", strategy="rows 1") == 2
+        assert (
+            Scrape(switch.scrape().body)("images_total", request="decode", strategy="rows 1", model="vae")
+            == 2
+        )
     finally:
         wish["on"] = False
         assert (switch.scrape().status, _listeners()) == (404, before)

@@ -1,0 +1,81 @@
+"""What stands before several ComfyUIs asks of each: its load, as HAProxy's agent-check and as JSON, and to drain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.observability.gauges import DeviceGauges
+from ...parallel_backend.observability.load_report import FOR, LoadReport, report_load
+from .http import NOT_YOURS, is_same_origin, read_as, refuse
+from .status import groups
+
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
+
+AGENT = "/parallel_sampling/agent"
+HEALTH = "/parallel_sampling/health"
+DRAIN = "/parallel_sampling/drain"
+_MOST_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Whether to take no more prompts from a front door."""
+
+    draining: bool
+
+
+def add_routes(server: PromptServer) -> None:
+    """Adds the routes. `?for=` one of FOR to AGENT gets one line and no HTTP around it, as HAProxy reads it; HEALTH the
+    load as JSON; a Wish to DRAIN the same afterwards. A restart ends a drain."""
+    draining = False
+    gauges = DeviceGauges()
+
+    def read(*, with_memory: bool) -> LoadReport:
+        found = groups()
+        devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
+        seen = gauges.read(devices) if with_memory else {}
+        return report_load(server.prompt_queue.get_tasks_remaining(), found, seen, draining=draining)
+
+    @server.routes.get(AGENT)
+    async def answer_agent(request: web.Request) -> web.StreamResponse:
+        wanted = request.query.get("for", "")
+        if wanted not in FOR:
+            return refuse(f"?for= must be one of {', '.join(FOR)}", 400)
+        line = (await asyncio.to_thread(read, with_memory=False)).agent_line(wanted)
+        if (connection := request.transport) is not None:  # else it has hung up
+            connection.write(f"{line}\n".encode())
+            connection.close()
+        return _Nothing()
+
+    @server.routes.get(HEALTH)
+    async def show(request: web.Request) -> web.Response:
+        if not is_same_origin(request):
+            return refuse(NOT_YOURS, 403)
+        return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
+
+    @server.routes.post(DRAIN)
+    async def drain(request: web.Request) -> web.Response:
+        nonlocal draining
+        if not is_same_origin(request):
+            return refuse(NOT_YOURS, 403)
+        try:
+            draining = (await read_as(Wish, request, _MOST_BYTES)).draining
+        except RequestError as error:
+            return refuse(error, 400)
+        return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
+
+
+class _Nothing(web.Response):
+    """All that is to be said has been written to the connection."""
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None

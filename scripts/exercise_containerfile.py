@@ -1,0 +1,200 @@
+"""Run the steps of deploy/Containerfile in a clean folder, without a daemon: the same lines, where they need no root.
+
+`python scripts/exercise_containerfile.py [FOLDER]`, with the environment's Python. /home/comfyui becomes the folder,
+the ComfyUI that is at hand stands for its repository, and packages that are installed here for those that pip would get
+(so what is asked for and missing is an error). Then ComfyUI starts as the image starts it, on the CPU, until it is
+healthy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from comfyui_source import REPOSITORY, find_comfyui
+from steps import SetupError, exit_on_setup_error, step
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTAINERFILE = ROOT / "deploy" / "Containerfile"
+HOME = "/home/comfyui"  # in the image
+_PORT = "8188"
+_PATIENCE = 300  # s until ComfyUI is healthy; 10 on a machine that does nothing else
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of a Containerfile, its lines joined."""
+
+    name: str
+    words: str
+
+
+def read_instructions(text: str) -> list[Instruction]:
+    """Every instruction in order, without comments."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\n\s*", "", lines)
+    return [Instruction(*line.split(None, 1)) for line in joined.splitlines() if line.strip()]
+
+
+def exercise(folder: Path) -> list[str]:
+    """Runs what can be run in `folder`, which must be empty; returns what could not, in words.
+
+    Raises:
+        SetupError: a step failed, or ComfyUI was not healthy in time.
+    """
+    comfyui = find_comfyui()
+    if comfyui is None:
+        raise SetupError("No ComfyUI found to stand for its repository; run scripts/environment.py first.")
+    instructions = read_instructions(CONTAINERFILE.read_text())
+    home, repository, context = folder / "home", folder / "repository", folder / "context"
+    home.mkdir()
+    arguments = dict(one.words.split("=", 1) for one in instructions if one.name == "ARG")
+    _make_repository(comfyui, repository, f"v{arguments['COMFYUI_VERSION']}")
+    _make_context(context)
+    environment = {
+        **os.environ,
+        **arguments,
+        "HOME": str(home),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": _packages(folder / "packages"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{repository.as_uri()}.insteadOf",
+        "GIT_CONFIG_VALUE_0": REPOSITORY,
+    }
+    left: list[str] = []
+    is_root = True
+    for one in instructions:
+        words = one.words.replace(HOME, str(home))
+        if one.name == "USER":
+            is_root = False
+        elif one.name == "RUN" and is_root:
+            left.append(f"RUN {one.words}: needs root and a system of its own")
+        elif one.name == "RUN":
+            with step(f"RUN {one.words[:100]}"):
+                _run(["/bin/sh", "-c", words], home, environment)
+        elif one.name == "COPY":
+            *sources, target = (word for word in words.split() if not word.startswith("--"))
+            with step(f"COPY {one.words}"):
+                for source in sources:
+                    _copy(context / source, home / target)
+    _start(instructions, home, environment)
+    return [*left, "FROM: the base and its driver"]
+
+
+def _start(instructions: list[Instruction], home: Path, environment: dict[str, str]) -> None:
+    """ComfyUI as the image starts it, on the CPU and another port, until its own health check is content."""
+    said = {one.name: one.words.replace(HOME, str(home)) for one in instructions}
+    port = str(_free_port())
+    command = [*json.loads(said["ENTRYPOINT"]), *json.loads(said["CMD"].replace(_PORT, port)), "--cpu"]
+    check = json.loads(said["HEALTHCHECK"].partition("CMD ")[2].replace(_PORT, port))
+    with step("ENTRYPOINT, until HEALTHCHECK is content"), _running(command, home, environment) as process:
+        deadline = time.monotonic() + _PATIENCE
+        while subprocess.run(check, capture_output=True, env=environment).returncode:
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = (home / "comfyui.log").read_text(errors="replace").splitlines()[-30:]
+                raise SetupError("ComfyUI did not become healthy:\n" + "\n".join(tail))
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], home: Path, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    with (home / "comfyui.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _make_repository(comfyui: Path, repository: Path, tag: str) -> None:
+    """A git repository of that ComfyUI with the tag that the image asks for."""
+    shutil.copytree(comfyui, repository, ignore=shutil.ignore_patterns(".git", "__pycache__", "custom_nodes"))
+    git = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-C", str(repository)]
+    (repository / "custom_nodes").mkdir()
+    (repository / "custom_nodes" / ".keep").touch()
+    for words in (
+        ["init", "--quiet"],
+        ["add", "--all", "--force"],
+        ["commit", "--quiet", "-m", tag],
+        ["tag", tag],
+    ):
+        _run([*git, *words], repository, dict(os.environ))
+
+
+def _packages(folder: Path) -> str:
+    """A search path for every Python that finds the packages installed here, and runs what they have in .pth files."""
+    folder.mkdir()
+    here = sysconfig.get_path("purelib")
+    (folder / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({here!r})\n")
+    return os.pathsep.join((str(folder), here))
+
+
+def _make_context(context: Path) -> None:
+    """What the image's build may see of this checkout."""
+    patterns = (CONTAINERFILE.parent / "Containerfile.dockerignore").read_text().splitlines()
+    context.mkdir()
+    for line in patterns:
+        if line.startswith("!"):
+            _copy(ROOT / line[1:], context / line[1:])
+
+
+def _copy(source: Path, target: Path) -> None:
+    """As COPY does: a folder's content, or a file into a folder that ends with a slash or exists."""
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    elif source.parent.name == "context" and target.parent.name == "home":
+        target.mkdir(exist_ok=True)
+        shutil.copy2(source, target / source.name)
+    else:
+        shutil.copy2(source, target)
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"{' '.join(command)} failed (exit {done.returncode}):\n{done.stdout}{done.stderr}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> int:
+    """Exercises it, and says what was left out."""
+    with contextlib.ExitStack() as made:
+        given = sys.argv[1:]
+        folder = Path(given[0]) if given else Path(made.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        for words in exercise(folder):
+            print(f"-- not run: {words}")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_on_setup_error(main)

@@ -1,0 +1,267 @@
+"""deploy/haproxy.cfg before three real ComfyUIs: who is let in, where prompts go, and what a killed one costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import urllib.error
+import urllib.request
+import uuid
+from http.cookies import SimpleCookie
+
+import aiohttp
+import pytest
+
+from front_door import NAMES, FrontDoor, front_door
+from graphs import Graph
+from waiting import wait_until
+
+PROMPTS = 300
+_SEEDS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory):
+    with front_door(tmp_path_factory.mktemp("door")) as running:
+        yield running
+
+
+def _picture(steps: int = 1) -> dict:
+    """A prompt for a small picture of the demo model, another with each call."""
+    graph = Graph()
+    loader = graph.add("ParallelDemoLoader")
+    text = [graph.add("CLIPTextEncode", clip=[loader, 2], text="a red circle"), 0]
+    latent = [graph.add("EmptySD3LatentImage", width=32, height=32, batch_size=1), 0]
+    sampled = graph.parallel_sampler(loader, text, text, latent, steps=steps, seed=next(_SEEDS))
+    image = [graph.add("VAEDecode", samples=sampled, vae=[loader, 3]), 0]
+    graph.add("SaveImage", images=image, filename_prefix="door")
+    return graph.prompt
+
+
+def _named(cookies: SimpleCookie) -> str:
+    """The ComfyUI of a session, "" where the answer sets none; HAProxy keeps a date behind it."""
+    cookie = cookies.get("COMFYUI")
+    return cookie.value.partition("|")[0] if cookie else ""
+
+
+async def _send(client: aiohttp.ClientSession, body: dict) -> tuple[int, dict, str]:
+    """(status, answer, the ComfyUI that a cookie names, "" for none)."""
+    async with client.post("/prompt", json=body) as answer:
+        return answer.status, await answer.json(), _named(answer.cookies)
+
+
+async def _outcome(client: aiohttp.ClientSession, prompt_id: str) -> dict | None:
+    """The history of a prompt once it has ended; None where the front door says that it is lost."""
+    while True:
+        async with client.get(f"/history/{prompt_id}") as answer:
+            if answer.status in (502, 503):
+                return None
+            found = await answer.json()
+        if prompt_id in found:
+            return found[prompt_id]
+        await asyncio.sleep(0.1)
+
+
+def _waiting(door: FrontDoor, name: str, body: dict | None = None) -> dict:
+    """What one ComfyUI says of its load; `body`: an operator's wish first."""
+    path = "drain" if body is not None else "health"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{door.servers[name].url}/parallel_sampling/{path}", data)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_strangers_and_those_who_guess_are_refused_and_others_served(door):
+    async def statuses(client, *requests):
+        found = []
+        for method, path, options in requests:
+            async with client.request(method, path, **options) as answer:
+                found.append(answer.status)
+                assert answer.status < 300 or "error" in await answer.json()
+        return found
+
+    async def story():
+        get = [("GET", "/queue", {})]
+        async with door.client() as stranger, door.client(token="guess", source="127.0.0.2") as guesser:
+            assert await statuses(stranger, *get) == [401]
+            assert set(await statuses(guesser, *get * 31)) == {401}
+            assert set(await statuses(guesser, *get * 5)) == {429}
+        async with door.client(person=True, source="127.0.0.2") as person:
+            assert await statuses(person, *get) == [429]  # it might be the one who guesses
+        async with door.client(token=door.tokens[0], source="127.0.0.2") as program:
+            assert await statuses(program, *get) == [200]
+        async with door.client(person=True) as person:
+            assert await statuses(person, *get) == [200]
+
+    asyncio.run(story())
+
+
+def test_bodies_have_limits_and_operators_routes_are_closed(door):
+    async def chunks():
+        yield b"{}"
+
+    async def status(client, method, path, **options):
+        async with client.request(method, path, **options) as answer:
+            return answer.status
+
+    async def story():
+        async with door.client(token=door.tokens[0]) as program:
+            for path in ("/prompt", "/api/prompt", "/%70rompt"):
+                assert await status(program, "POST", path, data=b" " * (4 * 2**20 + 1)) == 413, path
+            assert await status(program, "POST", "/free", data=b" " * (16 * 2**20 + 1)) == 413
+            assert await status(program, "POST", "/prompt", data=chunks()) == 411
+            assert await status(program, "POST", "/prompt", data=b"{}") == 400  # ComfyUI's own answer
+            for path in ("health", "agent?for=prompts", "metrics", "%64rain"):
+                assert await status(program, "GET", f"/parallel_sampling/{path}") == 403, path
+                assert await status(program, "GET", f"/api/parallel_sampling/{path}") == 403, path
+
+    asyncio.run(story())
+
+
+def test_one_who_floods_is_refused_by_name_and_others_are_not(door):
+    async def story():
+        async with door.client(token=door.tokens[1]) as flooder, door.client(token=door.tokens[2]) as other:
+            answers = [await _send(flooder, {}) for _ in range(70)]
+            assert [status for status, _, _ in answers] == [400] * 60 + [429] * 10
+            assert "60 prompts" in answers[-1][1]["error"]
+            assert (await _send(other, {}))[0] == 400
+
+    asyncio.run(story())
+    with urllib.request.urlopen(door.metrics, timeout=60) as answer:
+        text = answer.read().decode()
+    assert 'haproxy_server_weight{proxy="prompts",server="a"}' in text
+
+
+def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
+    async def story():
+        async with door.client(person=True) as page:
+            async with page.get("/queue") as answer:
+                home, cookie = _named(answer.cookies), answer.cookies["COMFYUI"]
+            assert cookie["secure"] and cookie["httponly"]
+            async with page.ws_connect("/ws?clientId=page") as websocket:
+                status, answer, moved = await _send(page, {"prompt": _picture(), "client_id": "page"})
+                assert status == 200 and moved in ("", home)
+                async for message in websocket:
+                    if (
+                        message.type == aiohttp.WSMsgType.TEXT
+                        and message.json()["type"] == "execution_success"
+                    ):
+                        break
+            history = await _outcome(page, answer["prompt_id"])
+            ((saved,),) = (found["images"] for found in history["outputs"].values() if "images" in found)
+            async with page.get("/view", params=saved) as picture:
+                assert (await picture.read()).startswith(b"\x89PNG")
+            return home
+
+    name = asyncio.run(story())
+    with urllib.request.urlopen(f"{door.servers[name].url}/history", timeout=60) as answer:
+        assert len(json.load(answer)) == 1
+
+
+def test_only_sense_from_here_drains_and_haproxy_gets_a_line_without_http(door):
+    host, port = door.servers["c"].url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as agent:
+        agent.sendall(b"GET /parallel_sampling/agent?for=pages HTTP/1.0\r\n\r\n")
+        assert agent.makefile().read().startswith("up ")
+    drain, agent = "/parallel_sampling/drain", "/parallel_sampling/agent"
+    for path, body, origin, expected in (
+        (drain, b'{"draining": true}', "https://elsewhere.example", 403),
+        (drain, b'{"draining": 1}', None, 400),
+        (drain, b"[" * 1000, None, 400),
+        (agent, None, None, 400),
+        (agent + "?for=all", None, None, 400),
+    ):
+        request = urllib.request.Request(door.servers["c"].url + path, body)
+        if origin:
+            request.add_header("Origin", origin)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=60)
+        assert refused.value.code == expected
+    assert _waiting(door, "c")["takes_prompts"]
+
+
+@pytest.mark.slow
+def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
+    """Programs take any ComfyUI for each prompt, and send again what the front door says is lost."""
+    for name in NAMES:
+        _waiting(door, name, {"draining": False})
+    wait_until(lambda: all(door.state("prompts", name).startswith("UP") for name in NAMES))
+    went: list[str] = []
+    lost, ended = [], {}
+
+    async def send(token: str, prompt_id: str) -> None:
+        while prompt_id not in ended:
+            async with door.client(token=token) as client:
+                body = {"prompt": _picture(), "prompt_id": prompt_id}
+                status, answer, name = await _send(client, body)
+                if status != 200:
+                    assert status in (502, 503) and answer["error"]
+                    lost.append(prompt_id)
+                    await asyncio.sleep(0.2)
+                    continue
+                went.append(name)
+                outcome = await _outcome(client, prompt_id)
+            if outcome is None:
+                lost.append(prompt_id)
+                continue
+            ended[prompt_id] = outcome["status"]["status_str"]
+
+    async def program(token: str, prompts: list[str]) -> None:
+        for prompt_id in prompts:
+            await send(token, prompt_id)
+
+    async def flood(token: str) -> set[int]:
+        async with door.client(token=token) as client:
+            return {(await _send(client, {}))[0] for _ in range(80)}
+
+    async def until(condition) -> None:
+        while not condition():
+            await asyncio.sleep(0.05)
+
+    async def operator() -> tuple[int, int]:
+        await until(lambda: len(ended) > PROMPTS // 4)
+        await asyncio.to_thread(_waiting, door, "b", {"draining": True})
+        await until(lambda: door.state("prompts", "b").startswith("DOWN"))
+        before = len(went)
+        await until(lambda: len(ended) > PROMPTS // 2)
+        async with contextlib.AsyncExitStack() as sessions:
+            home = ""
+            while home != "a":
+                session = await sessions.enter_async_context(door.client(token=door.tokens[3]))
+                async with session.get("/queue") as answer:
+                    home = _named(answer.cookies)
+            _, answer, _ = await _send(session, {"prompt": _picture(steps=1000)})
+            await asyncio.to_thread(door.servers["a"].kill)
+            assert (
+                await _outcome(session, answer["prompt_id"]) is None
+            )  # told, and not an empty history elsewhere
+            status, _, moved = await _send(session, {"prompt": _picture()})
+            assert (status, moved) == (200, "c")
+        return before, went[before:].count("b")
+
+    async def story():
+        programs = door.tokens[4:]
+        prompts = [str(uuid.uuid4()) for _ in range(PROMPTS)]
+        jobs = [
+            program(programs[i % len(programs)], prompts[i :: 2 * len(programs)])
+            for i in range(2 * len(programs))
+        ]
+        found = await asyncio.gather(operator(), flood(door.tokens[0]), *jobs)
+        return prompts, found[0], found[1]
+
+    prompts, (before, after_drain), flooded = asyncio.run(story())
+    assert set(ended) == set(prompts) and set(ended.values()) == {"success"}
+    assert set(went[:before]) == set(NAMES)
+    # One that was on its way while HAProxy learned of it may still have come.
+    assert (
+        after_drain <= len(door.tokens)
+        and went[-PROMPTS // 4 :].count("b") == went[-PROMPTS // 4 :].count("a") == 0
+    )
+    assert flooded <= {400, 429, 502, 503} and 429 in flooded
+    drained = _waiting(door, "b")
+    assert (drained["takes_prompts"], drained["refusal"], drained["waiting"]) == (False, "draining", 0)
+    _waiting(door, "b", {"draining": False})
+    wait_until(lambda: door.state("prompts", "b") == "UP 100")

@@ -1,0 +1,161 @@
+"""HAProxy with deploy/haproxy.cfg before three real ComfyUIs, and clients of it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from comfy_harness import ROOT, start_comfyui
+from comfyui_server import ComfyUIServer
+from waiting import wait_until
+
+DEPLOY = ROOT / "deploy"
+NAMES = ("a", "b", "c")  # of the ComfyUIs, as the configuration has them
+PERSON, PASSWORD = "anna", "a sound password"
+PROGRAMS = 12
+
+
+@dataclass(frozen=True)
+class FrontDoor:
+    """A running one. `tokens`: of the programs."""
+
+    url: str
+    metrics: str
+    folder: Path
+    servers: dict[str, ComfyUIServer]
+    tokens: tuple[str, ...]
+
+    def client(
+        self, *, token: str = "", person: bool = False, source: str = "127.0.0.1"
+    ) -> aiohttp.ClientSession:
+        """A session with cookies of its own, from that address of this machine."""
+        words = f"Bearer {token}" if token else ""
+        if person:
+            words = f"Basic {base64.b64encode(f'{PERSON}:{PASSWORD}'.encode()).decode()}"
+        trust = ssl.create_default_context(cafile=self.folder / "certificate.pem")
+        return aiohttp.ClientSession(
+            self.url,
+            headers={"Authorization": words} if words else {},
+            connector=aiohttp.TCPConnector(ssl=trust, local_addr=(source, 0)),
+            cookie_jar=aiohttp.CookieJar(unsafe=True),  # those of a host that is an address too
+        )
+
+    def state(self, backend: str, name: str) -> str:
+        """What HAProxy holds of a server, such as `UP`, `MAINT` or `DOWN (agent)`, and its weight."""
+        row = next(row for row in self._statistics() if (row["# pxname"], row["svname"]) == (backend, name))
+        return f"{row['status']} {row['weight']}"
+
+    def _statistics(self) -> list[dict[str, str]]:
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.connect(str(self.folder / "admin.sock"))
+            admin.sendall(b"show stat\n")
+            text = admin.makefile().read()
+        return list(csv.DictReader(text.splitlines()))
+
+
+def require_haproxy() -> str:
+    """Its path; the test is skipped where it is not installed."""
+    found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
+    if found is None:
+        pytest.skip("haproxy is not installed (Debian: apt-get install haproxy)")
+    return found
+
+
+@contextlib.contextmanager
+def front_door(folder: Path) -> Iterator[FrontDoor]:
+    """Three ComfyUIs and HAProxy before them, until the block ends, which kills what outlives them."""
+    haproxy = require_haproxy()
+    servers = {
+        name: start_comfyui(folder / name, environment={"PARALLEL_TEST_FORKED_RANKS": "1"}) for name in NAMES
+    }
+    tokens = tuple(secrets.token_hex(16) for _ in range(PROGRAMS))
+    with contextlib.ExitStack() as running:
+        # Its threads last as long as the ComfyUIs, which end with the thread that started them.
+        together = running.enter_context(ThreadPoolExecutor(len(servers)))
+        for server in servers.values():
+            running.callback(server.stop)
+        list(together.map(ComfyUIServer.start, servers.values()))
+        _write_secrets(folder, tokens)
+        door, metrics = _free_port(), _free_port()
+        process = running.enter_context(_haproxy(haproxy, folder, servers, door, metrics))
+        found = FrontDoor(
+            f"https://127.0.0.1:{door}", f"http://127.0.0.1:{metrics}/metrics", folder, servers, tokens
+        )
+
+        def is_ready() -> bool:
+            assert process.poll() is None, (folder / "haproxy.log").read_text()
+            if not (folder / "admin.sock").exists():
+                return False
+            return all(found.state("prompts", name) == "UP 100" for name in NAMES)
+
+        wait_until(is_ready)
+        yield found
+
+
+@contextlib.contextmanager
+def _haproxy(
+    program: str, folder: Path, servers: dict[str, ComfyUIServer], door: int, metrics: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {
+        **os.environ,
+        "FRONT_DOOR": f"127.0.0.1:{door}",
+        "FRONT_DOOR_FILES": str(folder),
+        "FRONT_DOOR_RUN": str(folder),
+        "FRONT_DOOR_METRICS": f"127.0.0.1:{metrics}",
+    }
+    for name, server in servers.items():
+        host, port = server.url.removeprefix("http://").split(":")
+        environment |= {f"COMFYUI_{name.upper()}": host, f"COMFYUI_{name.upper()}_PORT": port}
+    command = [program, "-db", "-f", str(DEPLOY / "haproxy.cfg"), "-f", str(folder / "people.cfg")]
+    with (folder / "haproxy.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _write_secrets(folder: Path, tokens: tuple[str, ...]) -> None:
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=127.0.0.1",
+    ]
+    request += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(request, check=True, capture_output=True)
+    certificate.write_bytes(certificate.read_bytes() + key.read_bytes())
+    hashed = subprocess.run(["openssl", "passwd", "-5", PASSWORD], check=True, capture_output=True, text=True)
+    people = (DEPLOY / "people.cfg").read_text()
+    (folder / "people.cfg").write_text(f"{people}  user {PERSON} password {hashed.stdout.strip()}\n")
+    lines = [f"{hashlib.sha256(token.encode()).hexdigest()} program{i}\n" for i, token in enumerate(tokens)]
+    (folder / "tokens.map").write_text((DEPLOY / "tokens.map").read_text() + "".join(lines))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
