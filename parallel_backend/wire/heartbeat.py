@@ -40,9 +40,12 @@ COLLECTIVES = (
     "the agreement after a step",
     "the agreement on a strategy",
     "the agreement on a load",
+    "the wait for the next model call",
 )
 # Over the control group, which holds up the host itself on every device.
-_ON_THE_HOST = frozenset({"the agreement after a step", "the agreement on a load"})
+_ON_THE_HOST = frozenset(
+    {"the agreement after a step", "the agreement on a load", "the wait for the next model call"}
+)
 LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
