@@ -22,6 +22,7 @@ from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
 from .resident_flux import flux_request
 from .unsupported import RunsStepwise
 
+_NO_STEP_CACHE = "step_cache did nothing, so the result is exact: it belongs to models of Parallel Flux Loader"
 # (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
 StepCallback = Callable[[int, Tensor, Tensor, int], None]
 
@@ -114,6 +115,10 @@ class ResidentSampler(comfy.samplers.Sampler):
                 trials=plan.trials,
             )
         record_run(plan.devices, plan.job, result.info)
-        said = (network.verdict.words,) if in_comfyuis_loop and network.verdict.words else ()
-        self._record.add_run(plan, replace(result.info, notes=(*result.info.notes, *said)))
+        said = list(result.info.notes)
+        if in_comfyuis_loop:
+            said += [network.verdict.words] if network.verdict.words else []
+            said += [_NO_STEP_CACHE] if self._record.cache_threshold is not None else []
+            self._record.cache_threshold = None
+        self._record.add_run(plan, replace(result.info, notes=tuple(said)))
         return result.latent.to(noise.device)
