@@ -184,7 +184,7 @@ class ParallelSampler(io.ComfyNode):
             report,
             options[SETTINGS],
             parallel_model.file,
-            images=len(samples),
+            images=samples.shape[0],
             has_cfg=cfg != 1.0,
         )
         return io.NodeOutput({**out, "samples": samples}, report, ui=shown)

@@ -14,7 +14,7 @@ import comfy.samplers
 from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.models.comfyui.calls import without_made
+from ...parallel_backend.models.comfyui.calls import made_replaced
 from ...parallel_backend.planner.decide import job_from_latent
 from ...parallel_backend.planner.job import Job, JobModel
 from ...parallel_backend.requests import SEVERAL_CALLS, LoopRequest
@@ -133,7 +133,8 @@ def _model_conds(conds: dict[str, comfy.conds.CONDRegular]) -> Iterator[tuple[st
     for name, cond in conds.items():
         if type(cond).__module__ != comfy.conds.__name__ or set(vars(cond)) != {"cond"}:
             raise RunsStepwise(f"a prompt carries {name}, which only this ComfyUI process knows")
-        yield name, (type(cond).__name__, as_tree(without_made(name, cond.cond), f"the prompt's {name}"))
+        value = made_replaced(name, cond.cond, lambda: None)
+        yield name, (type(cond).__name__, as_tree(value, f"the prompt's {name}"))
 
 
 def _options(model_options: dict) -> dict[str, Tree]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,14 @@ def without_made(name: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if (name, key) not in _MADE_BY_MODULE}
+
+
+def made_replaced(name: str, value: Any, stand_in: Callable[[], Any]) -> Any:
+    """The argument of this name with `stand_in()` for what the module makes itself. ComfyUI puts prompts into one call
+    where their arguments are equal, and two such objects never are."""
+    if not isinstance(value, dict):
+        return value
+    return {key: stand_in() if (name, key) in _MADE_BY_MODULE else item for key, item in value.items()}
 
 
 def row_count(latent: Tensor | list[Tensor]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...requests import LoopRequest, ModuleCall
 from ...wire.arguments import map_tensors
-from .calls import module_call
+from .calls import made_replaced, module_call
 from .proof import Verdict
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def map_tensors_of(request: LoopRequest, change: Callable[[Tensor], Tensor]) -> 
 
 
 def _prompt(prompt: dict[str, Any]) -> dict[str, Any]:
-    found = {name: _cond(*described) for name, described in prompt["model_conds"].items()}
+    found = {
+        name: _cond(kind, made_replaced(name, value, object))
+        for name, (kind, value) in prompt["model_conds"].items()
+    }
     return {**prompt, "model_conds": found, "uuid": None}
 
 
