@@ -30,6 +30,8 @@ _READ = ("area", "strength", "mask", "mask_strength", "timestep_start", "timeste
 # What else of a prompt takes part in model calls, and lives in this process, in a user's words.
 _LIVE = {"control": "a ControlNet", "hooks": "hooks", "gligen": "GLIGEN"}
 _SAMPLING = "model_sampling"
+# Of the model options those that are looked at apart, and a list of what moves to the device with the model.
+_NOT_READ = (OPTIONS, "to_load_options")
 _REPLACED = {
     _SAMPLING,
     "manual_cast_dtype",
@@ -107,7 +109,7 @@ def _check_plain(name: str, guider: comfy.samplers.CFGGuider, model_options: dic
         *(
             key
             for key, value in model_options.items()
-            if key != OPTIONS and not isinstance(value, (bool, int, float, str)) and has_entries(value)
+            if key not in _NOT_READ and not isinstance(value, (bool, int, float, str)) and has_entries(value)
         ),
         *(
             key
@@ -139,7 +141,9 @@ def _model_conds(conds: dict[str, comfy.conds.CONDRegular]) -> Iterator[tuple[st
 
 def _options(model_options: dict) -> dict[str, Tree]:
     plain = {
-        key: as_tree(value, f"the option {key!r}") for key, value in model_options.items() if key != OPTIONS
+        key: as_tree(value, f"the option {key!r}")
+        for key, value in model_options.items()
+        if key not in _NOT_READ
     }
     return {**plain, OPTIONS: options_as_tree(model_options.get(OPTIONS, {}))}
 

@@ -22,7 +22,9 @@ from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
 from .resident_flux import flux_request
 from .unsupported import RunsStepwise
 
-_NO_STEP_CACHE = "step_cache did nothing, so the result is exact: it belongs to models of Parallel Flux Loader"
+_NO_STEP_CACHE = (
+    "step_cache did nothing, so the result is exact: it belongs to models of Parallel Flux Loader"
+)
 # (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
 StepCallback = Callable[[int, Tensor, Tensor, int], None]
 
