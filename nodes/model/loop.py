@@ -29,13 +29,10 @@ from .unsupported import RunsStepwise, has_entries
 _READ = ("area", "strength", "mask", "mask_strength", "timestep_start", "timestep_end", "default")
 # What else of a prompt takes part in model calls, and lives in this process, in a user's words.
 _LIVE = {"control": "a ControlNet", "hooks": "hooks", "gligen": "GLIGEN"}
-_SAMPLING = "model_sampling"
 # Of the model options those that are looked at apart, and a list of what moves to the device with the model.
 _NOT_READ = (OPTIONS, "to_load_options")
-_REPLACED = {
-    _SAMPLING,
-    "manual_cast_dtype",
-}  # parts of a model that may be replaced: they are sent, or are the ranks'
+# Parts of a model that may be replaced: the first is sent, the other is the ranks' own.
+_REPLACED = {"model_sampling", "manual_cast_dtype"}
 
 
 def loop_request(
@@ -156,7 +153,7 @@ def _described(sampling: object) -> dict[str, Tree]:
     if own or any(base.__module__ != comfy.model_sampling.__name__ for base in classes):
         raise RunsStepwise("the model's sampling was replaced by one that only ComfyUI knows")
     buffers = dict(sampling.named_buffers()) if isinstance(sampling, nn.Module) else {}
-    values = {name: value for name, value in vars(sampling).items() if not name.startswith("_")}
+    values = {name: value for name, value in vars(sampling).items() if name not in vars(nn.Module())}
     return {
         "classes": [base.__name__ for base in classes],
         "buffers": as_tree(buffers, "the model's sampling"),

@@ -19,7 +19,7 @@ from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from .loop import loop_job, loop_request
 from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
-from .resident_flux import flux_request
+from .own_loop import own_request
 from .unsupported import RunsStepwise
 
 _NO_STEP_CACHE = (
@@ -78,7 +78,7 @@ class ResidentSampler(comfy.samplers.Sampler):
         """For the loop that the ranks run for this model. Raises RunsStepwise where they cannot."""
         prepared = (self._name, guider, sigmas, extra_args, noise, latent, denoise_mask)
         if guider.inner_model.diffusion_model.own_loop:
-            return flux_request(*prepared, self._record.cache_threshold or 0.0)
+            return own_request(*prepared, self._record.cache_threshold or 0.0)
         return loop_request(*prepared)
 
     def _resident(

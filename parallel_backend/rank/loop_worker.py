@@ -79,6 +79,7 @@ class _Answers:
         self._earlier = None if state is None else state.answers
         self._begun = 0 if state is None else len(state.answers)  # number of the first one in `_since`
         self._since: list[Tensor] = []
+        self._shape = None if state is None else state.answers.shape[1:]
         self._bytes = 0 if state is None else state.answers.nbytes
         self.count = 0
 
@@ -98,12 +99,13 @@ class _Answers:
 
     def add(self, wanted: tuple[bool, ...], found: list[Tensor]) -> None:
         """Where there is no more room, a job goes on from what was taken before."""
-        kept = [answer for answer, is_wanted in zip(found, wanted, strict=True) if is_wanted]
-        self._bytes += sum(answer.nbytes for answer in kept)
-        if self._bytes > MOST_KEPT:
-            self._since = []
-        elif kept:
-            self._since.append(torch.stack(kept).float())
+        kept = torch.stack([a for a, is_wanted in zip(found, wanted, strict=True) if is_wanted]).float()
+        self._shape = self._shape or kept.shape
+        self._bytes += kept.nbytes
+        if self._bytes > MOST_KEPT or kept.shape != self._shape:  # which no sampler of ComfyUI's has
+            self._since, self._bytes = [], MOST_KEPT + 1
+        else:
+            self._since.append(kept)
 
     def __len__(self) -> int:
         """Of those that were not taken."""
@@ -140,6 +142,7 @@ class _Job:
         self._answers = _Answers(state)
         self._steps_done = 0 if state is None else state.step
         self._met = 0  # boundaries that the sampler came to, those before a crash again
+        self._answering = False  # a call that the hook has asked for
         self._together = False  # in what all ranks do, where an error on one is no news to the others
         self._check_numbers = NumbersCheck(most_lag(layouts.world.device))
 
@@ -150,6 +153,11 @@ class _Job:
 
     def compute(self, call: ModuleCall) -> Any:
         """The network's answer to a call, the same on every rank that makes it."""
+        if not self._answering:
+            raise RequestError(
+                "This ComfyUI makes model calls in a way that the ranks do not know; use stock KSampler behind the "
+                "parallel model, or another version of ComfyUI."
+            )
         return self._forward(call)
 
     def run(self, loop: ComfyUILoop) -> Tensor:
@@ -246,8 +254,11 @@ class _Job:
     def _compute_answers(
         self, loop: ComfyUILoop, wanted: tuple[bool, ...], x: Tensor, sigma: Tensor
     ) -> list[Tensor]:
+        self._answering = True
         with refusing(type(self._forward.model.module).__name__, self._traffic):
-            return loop.answers(wanted, x, sigma)
+            found = loop.answers(wanted, x, sigma)
+        self._answering = False
+        return found
 
     def _send(self, *tensors: Tensor) -> None:
         """The first rank's, to all; copied where they are not in one piece."""

@@ -9,6 +9,7 @@ from loop_jobs import loop_job, tiny_model
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui import loop as comfyui_loop
 from parallel_backend.rank import loop_worker, step_boundary
 from parallel_backend.rank.loop_worker import sample_loop
 from parallel_backend.rank.step_boundary import StepBoundary
@@ -186,8 +187,14 @@ def ended_early(world, spec):
     wrong = loop_job()
     wrong.conds["positive"][0]["model_conds"]["c_crossattn"] = ("CONDCrossAttn", torch.randn(1, 7, 5))
     cases["another model's prompt"] = (wrong, None)
+    cases["another ComfyUI"] = (loop_job(), None)
     for name, (job, parent) in cases.items():
+        hook, comfyui_loop._HOOK = (
+            comfyui_loop._HOOK,
+            "no hook" if name == "another ComfyUI" else comfyui_loop._HOOK,
+        )
         kind, words = raised(ranks.run, job, parent=parent)
+        comfyui_loop._HOOK = hook
         after, _, _, _ = ranks.run(loop_job("dpmpp_2m"))
         found[name] = {
             "kind": kind,
@@ -208,6 +215,7 @@ def test_jobs_that_end_early_end_on_all_ranks_which_stay_usable(spec):
     for name, words in {
         "no numbers": "NaN or infinite in step 1 of 4",
         "another sampler": "has no sampler 'no such sampler'",
+        "another ComfyUI": "makes model calls in a way that the ranks do not know",
         "a seed without successor": "The sampler euler_ancestral cannot compute",
     }.items():
         assert first[name]["kind"] == "RequestError" and words in first[name]["words"]

@@ -29,7 +29,7 @@ _PLAIN_MODEL_CONDS = {"c_crossattn", "y", "guidance"}
 _KNOWN_OPTIONS = OWN_OPTIONS | {"sample_sigmas"}
 
 
-def flux_request(
+def own_request(
     name: str,
     guider: comfy.samplers.CFGGuider,
     sigmas: Tensor,
