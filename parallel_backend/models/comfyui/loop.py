@@ -36,7 +36,7 @@ class ComfyUILoop:
     def __init__(self, model: ComfyUIModel, request: LoopRequest, compute: Compute) -> None:
         """Raises RequestError for a sampling or a prompt that is not ComfyUI's."""
         # Copied on the CPU too: the payload is read-only, and aligned in another way where a job is resumed.
-        self._request = map_tensors_of(request, lambda tensor: tensor.to(model.device, copy=True))
+        self._request = _mapped(request, lambda tensor: tensor.to(model.device, copy=True))
         self._model = _base_model(model, self._request, compute)
         self._sides = [self._prompts("positive"), self._prompts("negative")]
 
@@ -96,7 +96,7 @@ class ComfyUILoop:
         return None if prompts is None else [_prompt(prompt) for prompt in prompts]
 
 
-def map_tensors_of(request: LoopRequest, change: Callable[[Tensor], Tensor]) -> LoopRequest:
+def _mapped(request: LoopRequest, change: Callable[[Tensor], Tensor]) -> LoopRequest:
     """The same job with `change(tensor)` in place of each tensor."""
     return LoopRequest(**map_tensors(vars(request), change))
 
