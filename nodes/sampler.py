@@ -69,8 +69,8 @@ class ParallelSampler(io.ComfyNode):
                     "sampler_name",
                     options=comfy.samplers.KSampler.SAMPLERS,
                     default="euler",
-                    tooltip="euler, euler_ancestral, heun and dpmpp_2m run wholly on the devices where Parallel Flux "
-                    "Loader gave the model; all else runs stepwise.",
+                    tooltip="Behind Parallel Model every sampler runs wholly on the devices. Behind Parallel Flux "
+                    "Loader euler, euler_ancestral, heun and dpmpp_2m do; all else runs stepwise.",
                 ),
                 io.Combo.Input(
                     "scheduler",
@@ -97,7 +97,8 @@ class ParallelSampler(io.ComfyNode):
                     default="off",
                     optional=True,
                     tooltip="first_block: a step whose first block hardly changed skips the others (First Block "
-                    "Cache). Faster and approximate; the report says how often. Does nothing in stepwise sampling.",
+                    "Cache). Faster and approximate; the report says how often. Does nothing in stepwise sampling, nor "
+                    "behind Parallel Model.",
                 ),
                 io.Float.Input(
                     "cache_threshold",
@@ -187,7 +188,7 @@ class ParallelSampler(io.ComfyNode):
             report,
             options[SETTINGS],
             parallel_model.file,
-            images=len(samples),
+            images=samples.shape[0],
             has_cfg=cfg != 1.0,
         )
         return io.NodeOutput({**out, "samples": samples}, report, ui=shown)

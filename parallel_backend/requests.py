@@ -14,9 +14,15 @@ from .trials import Trial
 if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
     import torch
 
-# Samplers that the resident loop implements, and how often a step of each calls the model (heun's last step once);
-# everything else runs stepwise.
+# Samplers of the pack's own loop (sampling/), and how often a step of each calls the model (heun's last step once).
 RESIDENT_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
+# The same of ComfyUI's samplers that do so more than once, in most of their steps.
+SEVERAL_CALLS = {
+    **dict.fromkeys(("heun", "exp_heun_2_x0", "exp_heun_2_x0_sde", "dpm_2", "dpm_2_ancestral"), 2),
+    **dict.fromkeys(("dpmpp_2s_ancestral", "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu"), 2),
+    **dict.fromkeys(("seeds_2", "sa_solver_pece"), 2),
+    **dict.fromkeys(("heunpp2", "seeds_3", "dpm_fast", "dpm_adaptive"), 3),
+}
 FP8_FAST = "float8_e4m3fn_fast"  # kept in fp8 and multiplied in fp8 where the GPUs can, as ComfyUI calls it
 WEIGHT_DTYPES = ("auto", "bfloat16", "float16", "float32", "float8_e4m3fn", FP8_FAST)
 
@@ -117,6 +123,43 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
+class LoopRequest:
+    """A whole sampling job for ComfyUI's own loop, as its guider has prepared it; trees as in wire/arguments.py.
+
+    noise, latent: [B, C, …] float32 in the model's latent space; sigmas: [S + 1]; sampler: by ComfyUI's name;
+    denoise_mask: as the latent, or None. conds: by "positive" and "negative", for each of several prompts what ComfyUI
+    reads in every model call; of its model_conds, (name of the class in comfy.conds, value). options: the model
+    options; sampling: what the model's sampling is made of (nodes/model/loop.py); mode: the most that tokens of the
+    model's class may stay apart, one of TOKEN_MODES.
+    """
+
+    noise: torch.Tensor
+    latent: torch.Tensor
+    sigmas: torch.Tensor
+    conds: dict[str, list[dict[str, Any]]]
+    cfg: float
+    sampler: str
+    seed: int
+    options: dict[str, Any]
+    sampling: dict[str, Any]
+    mode: str
+    denoise_mask: torch.Tensor | None = None
+
+    cache_threshold = 0.0  # there is no step cache
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What the model calls of the first `step` steps of ComfyUI's loop gave, from number `first` on: the job run again
+    with these is where it was. answers: [calls, prompts, B, C, …] float32, of each call what it computed of each side
+    (the prompts, their opposite) before guidance."""
+
+    step: int
+    first: int
+    answers: torch.Tensor
+
+
+@dataclass(frozen=True)
 class SamplerState:
     """All that the rest of a sampling job depends on beside its request, after `step` steps.
 
@@ -209,7 +252,7 @@ class RunInfo:
     exact: bool = (
         True  # False: PipeFusion used old keys and values, a call was reused, or the kernel quantises
     )
-    model_calls: int = 0  # counted under a step cache, else 0
+    model_calls: int = 0  # counted under a step cache and in ComfyUI's loop, else 0
     reused_calls: int = 0  # of these, what the step cache answered but for the first block
     kernel: str = "torch"  # of attention, one of options.ATTENTION_KERNELS
     compiled: CompileStats | None = None  # None where blocks were not to be compiled

@@ -8,27 +8,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
+from ...parallel_backend.models.comfyui import calls
+from ...parallel_backend.models.comfyui.calls import HOST_ONLY, OPTIONS, row_count, without_made
+from ...parallel_backend.models.comfyui.proof import Verdict
 from ...parallel_backend.requests import ROWS, ModuleCall
 from ...parallel_backend.wire.arguments import Tree
 from .options import OWN_OPTIONS
 from .unsupported import has_entries, refusal, refuse_effects
 
-# What ComfyUI's process alone does with a call: wrappers have run by then (those of EasyCache and of context windows
-# keep their state here), and weights are fetched elsewhere.
-_HOST_ONLY = OWN_OPTIONS | {
-    "wrappers",
-    "callbacks",
-    "uuids",
-    "prefetch_dynamic_vbars",
-    "multigpu_thread_device",
-    "multigpu_thread_pool",
-    "easycache",
-    "context_window",
-}
-# Objects that ComfyUI prepares for a module and that the module makes itself where they are missing.
-_MADE_BY_MODULE = {("minimax_payload", "layout")}
-_OPTIONS = "transformer_options"
 _ATTENTION = "ComfyUI's own flags, such as --use-sage-attention, reach the devices"
 _LATENT_AND_TIMESTEP = 2  # are positional in every call; the rest goes by name
 
@@ -62,30 +49,26 @@ class ModuleSignature:
 def module_call(module_class: str, verdict: Verdict, args: tuple, kwargs: Mapping[str, object]) -> ModuleCall:
     """The call of a diffusion model's forward: (latent, timestep), the rest by name. `verdict`: on its class. Raises
     RequestError, naming the effect, for what the ranks cannot honour."""
-    options = kwargs.get(_OPTIONS) or {}
+    options = kwargs.get(OPTIONS) or {}
     refuse_model_options(options)
     sent = {
-        name: as_tree(_without_made(name, value), f"the argument {name!r}")
+        name: as_tree(without_made(name, value), f"the argument {name!r}")
         for name, value in kwargs.items()
-        if name != _OPTIONS
+        if name != OPTIONS
     }
-    sent[_OPTIONS] = {
-        key: as_tree(value, f"the model option {key!r}")
-        for key, value in options.items()
-        if key not in _HOST_ONLY and not _is_empty(value)
-    }
-    return ModuleCall(
-        args=tuple(as_tree(value, "the latent or the timestep") for value in args),
-        kwargs=sent,
-        rows=row_count(args[0]),
-        tokens=trusted_mode(module_class, sent, verdict),
+    sent[OPTIONS] = options_as_tree(options)
+    return calls.module_call(
+        module_class, verdict, tuple(as_tree(value, "the latent or the timestep") for value in args), sent
     )
 
 
-def _without_made(name: str, value: object) -> object:
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if (name, key) not in _MADE_BY_MODULE}
+def options_as_tree(options: Mapping[str, object]) -> dict[str, Tree]:
+    """The transformer_options that a module reads. Raises RequestError for an object of Python among them."""
+    return {
+        key: as_tree(value, f"the model option {key!r}")
+        for key, value in options.items()
+        if key not in HOST_ONLY | OWN_OPTIONS and not _is_empty(value)
+    }
 
 
 def method_call(method: str, args: tuple, kwargs: Mapping[str, object]) -> ModuleCall:
@@ -102,11 +85,6 @@ def method_call(method: str, args: tuple, kwargs: Mapping[str, object]) -> Modul
 def refuse_model_options(options: dict) -> None:
     """Raises RequestError for transformer_options that change what the module computes by Python of this process."""
     refuse_effects(options, {}, attention=_ATTENTION)
-
-
-def row_count(latent: Tensor | list[Tensor]) -> int:
-    """Of a latent, or of one that is in several parts (video and sound)."""
-    return len(latent) if isinstance(latent, Tensor) else len(latent[0])
 
 
 def as_tree(value: object, name: str) -> Tree:

@@ -64,7 +64,7 @@ class ModuleParameters:
 class RemoteModule(nn.Module):
     """`options`: the transformer_options of the run that is being prepared, for calls that bring none."""
 
-    resident = False  # ComfyUI runs the loop
+    own_loop = False  # the ranks run ComfyUI's (loop.py)
 
     spec: ModelSpec
     file: ModelFile
@@ -79,7 +79,7 @@ class RemoteModule(nn.Module):
         options: Callable[[], dict],
     ) -> None:
         """Of a shadow of class `own`, on which `verdict` is."""
-        self.spec, self.file, self._verdict = spec, file, verdict
+        self.spec, self.file, self.verdict = spec, file, verdict
         self.file_parameters = ModuleParameters(self)
         self.plans = RunPlans(spec, file)
         self._own = own
@@ -108,7 +108,7 @@ class RemoteModule(nn.Module):
         args, kwargs = self._signature.by_name(args, kwargs)
         options = kwargs.get("transformer_options") or {}
         check_module_inputs(args[0], kwargs.get("context"), self.file.inputs)
-        call = module_call(self._own.__name__, self._verdict, args, kwargs)
+        call = module_call(self._own.__name__, self.verdict, args, kwargs)
         latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
         answer = self._on_ranks(
             call, tuple(latent.shape), _text_tokens(kwargs), options, reference_shapes(kwargs)
@@ -151,7 +151,7 @@ class RemoteModule(nn.Module):
             options, shape, text, run, references=references, once=call.method != "forward"
         )
         if record is not None:
-            said = (self._verdict.words,) if self._verdict.words else ()
+            said = (self.verdict.words,) if self.verdict.words else ()
             record.add_run(plan, replace(info, notes=(*info.notes, *said)))
         return answer
 

@@ -74,7 +74,7 @@ class StepwiseNetwork(nn.Module):
     loaders find their targets, so that a LoRA is noticed instead of dropped. `file_parameters`: the same in the file.
     """
 
-    resident = True  # the ranks can run the whole loop (nodes/model/sampler.py)
+    own_loop = True  # the ranks run the pack's, for samplers that it has (own_loop.py)
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def _computes_in(self, manual_cast: torch.dtype | None) -> bool:
         """Whether ranks that run ComfyUI's own module cast to this anyway; others choose their dtype themselves."""
         model = self.model
-        return model.diffusion_model.resident or (
+        return model.diffusion_model.own_loop or (
             (manual_cast or model.get_dtype()) == model.get_dtype_inference()
         )
 

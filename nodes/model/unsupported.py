@@ -14,6 +14,10 @@ _OPTION_EFFECTS = {
 }
 
 
+class RunsStepwise(Exception):
+    """Only ComfyUI's process can run the loop; the reason, in a user's words."""
+
+
 def refusal(effect: str, remedy: str = "take it out") -> RequestError:
     """The error for one effect; every one names the way that works."""
     return RequestError(

@@ -141,7 +141,7 @@ def _serve_one(
 ) -> None:
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Call, Cancel, Decode, Done, Envelope, Predict, Sample, Sleep
+    from ..wire.protocol import Call, Cancel, Decode, Done, Envelope, Predict, Sample, SampleLoop, Sleep
     from ..wire.transport import close_all, pack_tensors
     from .held_models import release_cache
 
@@ -153,7 +153,7 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, Decode)):
+    if isinstance(envelope.message, (Sample, SampleLoop, Decode)):
         give_back()  # before ComfyUI goes on, to a VAE of its own perhaps; after a model call comes the next one
     if isinstance(envelope.message, Sleep) and envelope.message.only is None:
         requests.release()
@@ -192,6 +192,7 @@ def _answer(
         LoadVae,
         Predict,
         Sample,
+        SampleLoop,
         Sleep,
         Wake,
     )
@@ -236,6 +237,10 @@ def _answer(
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
                 result, run = worker.sample(message, tensors, on_step, report_compiling)
+                return Done(run=run), result
+            case SampleLoop():
+                on_step = boundary(message.steps, message.previews, message.states)
+                result, run = worker.sample_loop(message, tensors, on_step)
                 return Done(run=run), result
             case Predict():
                 result, run = worker.predict(message, tensors, report_compiling)

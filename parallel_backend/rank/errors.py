@@ -46,6 +46,11 @@ def is_device_failure(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Code of ComfyUI's does not accept what it was given, and neither memory nor a device failed."""
+    return isinstance(error, _REFUSALS) and not is_out_of_memory(error) and not is_device_failure(error)
+
+
 @contextmanager
 def refusing(module: str, traffic: Traffic) -> Iterator[None]:
     """Inside, what the code of a ComfyUI module does not accept is a RequestError, as long as this rank has begun no
@@ -55,7 +60,7 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
     try:
         yield
     except _REFUSALS as error:
-        if traffic.collectives > begun or is_out_of_memory(error) or is_device_failure(error):
+        if traffic.collectives > begun or not is_refusal(error):
             raise
         raise RequestError(
             f"{module} cannot compute with what it was given ({type(error).__name__}: {error}). The prompt, the latent "

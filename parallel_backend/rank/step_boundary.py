@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Cancelled, TransportError
-from ..requests import SamplerState
+from ..requests import LoopState, SamplerState
 from ..sampling.host_copy import HostCopy, most_lag
 from ..wire.heartbeat import heartbeat
 from ..wire.payloads import state_tensors
@@ -111,7 +111,7 @@ class StepBoundary:
         self._previews = previews
         self._states = states
         self._meter = meter
-        self._state: Callable[[], SamplerState] | None = None
+        self._state: Callable[[], SamplerState | LoopState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._request_begun = time.perf_counter()
         self._begun = _Moment(device)
@@ -155,9 +155,14 @@ class StepBoundary:
                 return boundary.step
         return 0
 
-    def keep(self, state: Callable[[], SamplerState]) -> None:
+    @property
+    def sends_states(self) -> bool:
+        """Whether anybody wants the sampler's state of this rank."""
+        return self._states and self._rank == 0
+
+    def keep(self, state: Callable[[], SamplerState | LoopState]) -> None:
         """Has the coming step boundary send the sampler's state, unless that costs too much of the request's time."""
-        if not (self._states and self._rank == 0):
+        if not self.sends_states:
             return
         allowed = STATES_COST * (time.perf_counter() - self._request_begun)
         if self._states_seconds + self._last_state_seconds <= allowed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..engine.factory import AnyForward
 from ..engine.groups import World
+from ..engine.module_forward import ModuleForward
 from ..requests import Rows
 from ..strategy import ParallelStrategy
 from ..trials import TrialRun
@@ -19,21 +21,21 @@ from ..wire.heartbeat import heartbeat
 from ..wire.protocol import RankRun
 from .step_boundary import StepBoundary
 
+AForward = TypeVar("AForward", bound=AnyForward | ModuleForward)
 
-class SwitchingForward:
-    """As the forward of the strategy that the next step runs under (sampling.denoise.Forward).
+
+class Switching(Generic[AForward]):
+    """`current`: the forward of the strategy that the next step runs under.
 
     `make_forward` is collective. Rank 0's clock decides, and the others learn of it after each step until all is
     settled.
     """
 
-    patchwise = None  # only exact strategies are tried
-
     def __init__(
         self,
         world: World,
         trials: TrialRun,
-        make_forward: Callable[[ParallelStrategy], AnyForward],
+        make_forward: Callable[[ParallelStrategy], AForward],
         on_step: StepBoundary,
     ) -> None:
         self._world = world
@@ -42,16 +44,6 @@ class SwitchingForward:
         self._on_step = on_step
         self.current = make_forward(trials.strategy)
         self._begun = time.perf_counter()
-
-    @property
-    def device(self) -> torch.device:
-        return self.current.device
-
-    def __call__(self, rows: list[Rows]) -> list[Tensor]:
-        return self.current(rows)
-
-    def from_first(self, tensor: Tensor) -> Tensor:
-        return self.current.from_first(tensor)
 
     def on_step(self, i: int, denoised: Tensor) -> None:
         """The step boundary of the job; after it the next step may run under another strategy."""
@@ -81,3 +73,19 @@ class SwitchingForward:
             with heartbeat.inside("the agreement on a strategy", range(self._world.world_size)):
                 dist.broadcast(decided, 0, group=self._world.control)
             trials.follow(int(decided[0]), bool(decided[1]))
+
+
+class SwitchingForward(Switching[AnyForward]):
+    """As the forward of the strategy that the next step runs under (sampling.denoise.Forward)."""
+
+    patchwise = None  # only exact strategies are tried
+
+    @property
+    def device(self) -> torch.device:
+        return self.current.device
+
+    def __call__(self, rows: list[Rows]) -> list[Tensor]:
+        return self.current(rows)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        return self.current.from_first(tensor)

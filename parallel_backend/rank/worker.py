@@ -41,6 +41,7 @@ from ..wire.protocol import (
     RankPatch,
     RankRun,
     Sample,
+    SampleLoop,
     Setup,
     Sleep,
 )
@@ -49,6 +50,7 @@ from .errors import PeerFailed, is_out_of_memory, refusing
 from .held_models import HeldModel, HeldModels, collect
 from .kept_arguments import KeptArguments
 from .memory_meter import MemoryMeter, weight_bytes
+from .run_record import run_record
 from .step_boundary import StepBoundary
 from .vae_worker import VaeWorker
 
@@ -56,6 +58,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ..engine.factory import AnyForward
     from ..engine.module_forward import ModuleForward
     from ..models.base import ModuleModel, TokenModel
+    from ..models.comfyui.model import ComfyUIModel
     from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
@@ -176,13 +179,28 @@ class RankWorker:
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = _run(forward if switching is None else switching.current, placement, begun, sent)
+        run = run_record(forward if switching is None else switching.current, placement, begun, sent)
         if switching is not None:
             run = switching.told(run)
         if cached is not None:
             exact = run.exact and not cached.reused
             run = replace(run, exact=exact, model_calls=cached.calls, reused_calls=cached.reused)
         return result, run if state is None else replace(run, exact=run.exact and state.exact)
+
+    @torch.inference_mode()
+    def sample_loop(
+        self, message: SampleLoop, tensors: Tensors, on_step: StepBoundary
+    ) -> tuple[Tensors, RankRun]:
+        """Runs the whole job by ComfyUI's own loop; the latent is the first rank's."""
+        from .loop_worker import sample_loop
+
+        held = self.models.get(message.model)
+
+        def forward_under(strategy: ParallelStrategy) -> ModuleForward:
+            return self._module_forward(held, replace(message.placement, strategy=strategy))
+
+        model = cast("ComfyUIModel", held.model)
+        return sample_loop(self._layouts, model, message, tensors, on_step, forward_under)
 
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
@@ -199,7 +217,7 @@ class RankWorker:
             sigma.to(device, copy=True),
         )  # the parent's memory is read-only here
         (velocity,) = forward([Rows(x, sigma, prompt, extras)])
-        return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
+        return {"velocity": velocity.float().cpu()}, run_record(forward, message.placement, begun, sent)
 
     @torch.inference_mode()
     def call(self, message: Call, tensors: Tensors) -> tuple[Tensors, RankRun]:
@@ -211,14 +229,14 @@ class RankWorker:
         forward = self._module_forward(self.models.get(message.model), message.placement)
         sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
         if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
-            return {}, _run(forward, message.placement, begun, sent)
+            return {}, run_record(forward, message.placement, begun, sent)
         with (
             all_threads(self.world.device) if alone else nullcontext(),
             refusing(type(forward.model.module).__name__, self._layouts.traffic),
         ):
             answer = forward(ModuleCall(args, kwargs, message.rows, message.tokens, message.method))
         packed = pack_arguments(map_tensors(answer, lambda tensor: tensor.cpu()), "the model's answer")
-        return packed, _run(forward, message.placement, begun, sent)
+        return packed, run_record(forward, message.placement, begun, sent)
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -358,40 +376,3 @@ class RankWorker:
             with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
-
-
-def _run(
-    forward: AnyForward | ModuleForward,
-    placement: Placement,
-    begun: float,
-    sent_before: int,
-) -> RankRun:
-    compiled, notes = None, [*forward.notes]
-    wish = placement.compute_options.attention
-    if wish not in ("auto", forward.kernel):
-        notes.append(f"attention {wish} fell back to {forward.kernel}: {_why_other_kernel(forward)}")
-    if forward.compiles:
-        from ..engine.compile import compiler
-
-        compiled = compiler().take()
-        notes += compiler().notes_on(compiled)
-    return RankRun(
-        engine=forward.engine,
-        strategy=placement.strategy,
-        seconds=time.perf_counter() - begun,
-        bytes_sent=forward.bytes_sent - sent_before,
-        notes=tuple(notes),
-        exact=forward.exact,
-        kernel=forward.kernel,
-        compiled=compiled,
-    )
-
-
-def _why_other_kernel(forward: AnyForward | ModuleForward) -> str:
-    from ..engine.module_forward import ModuleForward
-
-    if isinstance(forward, ModuleForward):
-        return "modules of ComfyUI's own attend as its command line has it"
-    if forward.engine == "xfuser":
-        return "engine xfuser does not have it"
-    return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"

@@ -13,6 +13,7 @@ from ..options import CompileStats
 from ..requests import (
     InputShapes,
     LoadInfo,
+    LoopRequest,
     ModelSpec,
     ModuleCall,
     Placement,
@@ -25,7 +26,7 @@ from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_arguments
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
-from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample
+from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample, SampleLoop
 from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch
 from .events import Stepped, emit
@@ -63,14 +64,17 @@ class ModelRequests:
         self,
         spec: ModelSpec,
         job: SamplingJob,
-        message: Sample,
+        message: Sample | SampleLoop,
         patches: WeightPatches,
         lease: Lease,
     ) -> SampleResult:
         """The job from where it is to its end."""
         trials = job.trials
         strategies = (message.placement.strategy, *trials.strategies)
-        load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
+        if isinstance(job.request, LoopRequest):  # whose shapes ComfyUI's own module knows
+            load = self._holdings.ensure_ready(spec, message.placement.strategy, patches, lease)
+        else:
+            load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
@@ -107,7 +111,7 @@ class ModelRequests:
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
                 return max(deadlines.FIRST_STEP, len(self._devices) * deadlines.step_budget(seconds))
-            steps = [max(seconds)] if message.cache_threshold and seconds else seconds
+            steps = [max(seconds)] if job.request.cache_threshold and seconds else seconds
             return compiling.budget(deadlines.step_budget(steps))
 
         done = exchange.wait(budget, on_message)
@@ -202,6 +206,23 @@ class ModelRequests:
             raise TransportError("the ranks loaded a model without saying what it takes")
         check_inputs(request, load.inputs)
         return load, load.inputs
+
+
+def sample_message(
+    request: SampleRequest | LoopRequest, placement: Placement, *, previews: bool, states: bool
+) -> Sample | SampleLoop:
+    """What a sampling job is asked for by, beside its tensors."""
+    if isinstance(request, LoopRequest):
+        return SampleLoop(placement, len(request.sigmas) - 1, previews, states)
+    return Sample(
+        placement=placement,
+        cfg=float(request.cfg),
+        sampler=request.sampler,
+        seed=request.seed,
+        previews=previews,
+        states=states,
+        cache_threshold=float(request.cache_threshold),
+    )
 
 
 def _shape(call: ModuleCall) -> tuple[int, ...]:

@@ -5,15 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..errors import RankFailed, TransportError
-from ..requests import RunInfo, SampleRequest, SamplerState
+from ..requests import LoopRequest, LoopState, RunInfo, SampleRequest, SamplerState
 from ..trials import NO_TRIALS, Trial, TrialPlan
-from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
+from ..wire.loop import loop_tensors
+from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_loop_state, take_state
 from ..wire.protocol import Progress
 
 OnStep = Callable[[int, int, Tensor | None], None]
+
+
+class LoopRecord:
+    """What model calls of ComfyUI's loop gave so far, as rank 0 sends it part by part. A part that got lost ends it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._parts: list[Tensor] = []
+        self._calls = 0
+
+    def add(self, part: LoopState) -> None:
+        if part.first == self._calls:
+            self.step = part.step
+            self._parts.append(part.answers)
+            self._calls += len(part.answers)
+
+    def whole(self) -> LoopState:
+        self._parts = [torch.cat(self._parts)]
+        return LoopState(self.step, 0, self._parts[0])
 
 
 class SamplingJob:
@@ -23,14 +44,16 @@ class SamplingJob:
     begins again. `trials`: that it still makes; after a failure, which may be a trial's own, it makes none.
     """
 
-    def __init__(self, request: SampleRequest, on_step: OnStep | None, trials: TrialPlan = NO_TRIALS) -> None:
+    def __init__(
+        self, request: SampleRequest | LoopRequest, on_step: OnStep | None, trials: TrialPlan = NO_TRIALS
+    ) -> None:
         self.request = request
         self.trials = trials
         self._given_up: tuple[Trial, ...] = ()
-        self._tensors = sample_tensors(request)
+        self._tensors = loop_tensors(request) if isinstance(request, LoopRequest) else sample_tensors(request)
         self._on_step = on_step
         self._weights: object = None
-        self._state: SamplerState | None = None
+        self._state: SamplerState | LoopRecord | None = None
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
@@ -38,7 +61,7 @@ class SamplingJob:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the latent."""
-        return tuple(self._tensors["latent"].shape)
+        return tuple(self.request.noise.shape)
 
     def begin(self, weights: object) -> Tensors:
         """The payload for ranks that hold `weights`, anything that says which these are."""
@@ -47,19 +70,30 @@ class SamplingJob:
         if self._state is None:
             self._first = 0
             return self._tensors
-        self._first = self._state.step
-        return self._tensors | state_tensors(self._state)
+        state = self._state.whole() if isinstance(self._state, LoopRecord) else self._state
+        self._first = state.step
+        return self._tensors | state_tensors(state)
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Rank 0's word on a step."""
         tensors = dict(tensors or {})
-        state = take_state(tensors)
-        if state is not None and tuple(state.x.shape) != self.shape:
-            raise TransportError(f"rank 0 sent a state of shape {list(state.x.shape)}")
-        self._state = state or self._state
+        self._keep(take_loop_state(tensors) or take_state(tensors))
         self._seconds[message.step] = message.seconds
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
+
+    def _keep(self, state: SamplerState | LoopState | None) -> None:
+        if state is None:
+            return
+        shape = state.x.shape if isinstance(state, SamplerState) else state.answers.shape[2:]
+        if tuple(shape) != self.shape:
+            raise TransportError(f"rank 0 sent a state of shape {list(shape)}")
+        if isinstance(state, SamplerState):
+            self._state = state
+            return
+        record = self._state if isinstance(self._state, LoopRecord) else LoopRecord()
+        record.add(state)
+        self._state = record if record.step else None
 
     def survive(self, error: RankFailed, device: str | None) -> str:
         """Says what happens now that the ranks failed, here and in the result's notes."""

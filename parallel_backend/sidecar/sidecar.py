@@ -13,6 +13,7 @@ from ..errors import OutOfMemory, RankFailed, RequestError, StrategyError
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
+    LoopRequest,
     ModelSpec,
     ModuleCall,
     Placement,
@@ -28,13 +29,13 @@ from ..wire import deadlines
 from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
 from ..wire.decode_messages import DecodeResult, VaeWeights, check_decode
-from ..wire.protocol import Calibrate, Sample
+from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
 from .group import RankGroupRunner
 from .holdings import RankHoldings
 from .lease import Lease, ShouldCancel, State
-from .model_requests import ModelRequests
+from .model_requests import ModelRequests, sample_message
 from .phases import Phase, PhaseKind
 from .resume import OnStep, SamplingJob
 from .status import GroupStatus, read_ranks
@@ -138,7 +139,7 @@ class Sidecar:
     def sample(
         self,
         spec: ModelSpec,
-        request: SampleRequest,
+        request: SampleRequest | LoopRequest,
         placement: Placement,
         on_step: OnStep | None = None,
         on_phase: ShowPhase | None = None,
@@ -155,15 +156,7 @@ class Sidecar:
         check_step_cache(request.cache_threshold, placement.strategy)
         self._check_trials(trials, request, placement)
         job = SamplingJob(request, on_step, trials)
-        message = Sample(
-            placement=placement,
-            cfg=float(request.cfg),
-            sampler=request.sampler,
-            seed=request.seed,
-            previews=on_step is not None,
-            states=self._resumes,
-            cache_threshold=float(request.cache_threshold),
-        )
+        message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
 
@@ -357,7 +350,9 @@ class Sidecar:
         """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
         return self._ranks.stop_if_idle()
 
-    def _check_trials(self, trials: TrialPlan, request: SampleRequest, placement: Placement) -> None:
+    def _check_trials(
+        self, trials: TrialPlan, request: SampleRequest | LoopRequest, placement: Placement
+    ) -> None:
         for strategy in trials.strategies:
             self._check_placement(replace(placement, strategy=strategy))
         used = (placement.strategy, *trials.strategies)

@@ -40,9 +40,10 @@ COLLECTIVES = (
     "the agreement after a step",
     "the agreement on a strategy",
     "the agreement on a load",
+    "the wait for the next model call",
 )
 # Over the control group, which holds up the host itself on every device.
-_ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith("the agreement"))
+_ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith(("the agreement", "the wait")))
 BEGUN = 0.001  # of a load: what it needs is imported; less is none at all
 LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}

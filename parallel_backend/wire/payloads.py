@@ -13,6 +13,7 @@ from ..requests import (
     Conditioning,
     Extras,
     InputShapes,
+    LoopState,
     PredictRequest,
     SampleRequest,
     SamplerState,
@@ -58,8 +59,13 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
     return request
 
 
-def state_tensors(state: SamplerState) -> Tensors:
+def state_tensors(state: SamplerState | LoopState) -> Tensors:
     """A sampler's state, numbers and all."""
+    if isinstance(state, LoopState):
+        return {
+            "state.answers": state.answers,
+            "state.at": torch.tensor([state.step, state.first]),
+        }
     tensors = {
         "state.step": torch.tensor(state.step),
         "state.x": state.x,
@@ -68,6 +74,17 @@ def state_tensors(state: SamplerState) -> Tensors:
         "state.calls": torch.tensor([state.calls, state.reused]),
     }
     return tensors if state.denoised is None else tensors | {"state.denoised": state.denoised}
+
+
+def take_loop_state(tensors: Tensors) -> LoopState | None:
+    """As `take_state`, of ComfyUI's loop."""
+    if "state.answers" not in tensors:
+        return None
+    answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
+    if (at.dtype, at.shape) != (torch.int64, (2,)) or answers.dtype != torch.float32 or answers.ndim < 4:
+        raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
+    step, first = at.tolist()
+    return LoopState(step, first, answers)
 
 
 def take_state(tensors: Tensors) -> SamplerState | None:
@@ -184,7 +201,7 @@ def check_sample(request: SampleRequest) -> None:
     for conditioning in filter(None, (request.positive, request.negative)):
         _check_conditioning(conditioning, shape[0])
     for name in ("noise", "latent", "sigmas", "denoise_mask"):
-        _check_finite(name, getattr(request, name))
+        check_finite(name, getattr(request, name))
     if not math.isfinite(request.cfg):
         raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
     check_threshold(request.cache_threshold)
@@ -257,7 +274,7 @@ def _check_conditioning(conditioning: Conditioning, rows: int, is_new: bool = Tr
     if guidance is not None:
         _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
     for name in ("context", "pooled", "guidance") if is_new else ():
-        _check_finite(name, getattr(conditioning, name))
+        check_finite(name, getattr(conditioning, name))
 
 
 def _check_extras(request: PredictRequest) -> None:
@@ -273,14 +290,14 @@ def _check_extras(request: PredictRequest) -> None:
             f"[{some}, {request.x.shape[1]}, height/8, width/8]",
         )
         image += _tokens(latent)
-        _check_finite("a reference latent", latent)
+        check_finite("a reference latent", latent)
     if extras.references or extras.places is not None:
         count = len(extras.references)
         if extras.places is None or tuple(extras.places.shape) != (1 + count, 5):
             raise RequestError(
                 f"An image and {count} reference latents need {1 + count} places of 5 numbers."
             )
-        _check_finite("the places of the image's tokens", extras.places)
+        check_finite("the places of the image's tokens", extras.places)
     tokens = request.conditioning.context.shape[1] + image
     if extras.mask is not None:
         fits = extras.mask.ndim == 3 and extras.mask.shape[0] in (1, rows)
@@ -294,7 +311,7 @@ def _check_extras(request: PredictRequest) -> None:
         fits = residual.ndim == 3 and residual.shape[0] in (1, rows) and 0 < residual.shape[1] <= image
         name = f"what the ControlNet adds after block {block}"
         _expect(fits, name, residual, f"[{some}, at most {image} tokens, width]")
-        _check_finite(name, residual)
+        check_finite(name, residual)
 
 
 def _tokens(latent: torch.Tensor) -> int:
@@ -302,7 +319,7 @@ def _tokens(latent: torch.Tensor) -> int:
     return -(-latent.shape[-2] // 2) * -(-latent.shape[-1] // 2)
 
 
-def _check_finite(name: str, tensor: torch.Tensor | None) -> None:
+def check_finite(name: str, tensor: torch.Tensor | None) -> None:
     """Numbers that are none would come out as a black image, after all the time of a good one."""
     if tensor is None or not tensor.is_floating_point():
         return

@@ -21,7 +21,7 @@ from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -126,6 +126,19 @@ class Sample:
     previews: bool
     states: bool = False
     cache_threshold: float = 0.0
+    model: int = 0
+    trials: TrialPlan = NO_TRIALS
+
+
+@dataclass(frozen=True)
+class SampleLoop:
+    """Parent to all ranks: a whole sampling job by ComfyUI's own loop, of so many steps; the request is in the payload
+    (loop.py), with what earlier model calls gave where it is resumed. Others as in Sample."""
+
+    placement: Placement
+    steps: int
+    previews: bool
+    states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
 
@@ -304,6 +317,7 @@ Message = (
     | KeepFactors
     | ApplyPatches
     | Sample
+    | SampleLoop
     | Predict
     | Call
     | Calibrate
@@ -320,7 +334,7 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, Predict, Call, LoadVae, Decode), (1,)),
+    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

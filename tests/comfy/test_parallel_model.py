@@ -48,7 +48,7 @@ def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_toleranc
     assert relative_difference(found["one"], found["other"]) > 100 * TOLERANCE
 
 
-def test_parallel_sampler_runs_the_loop_in_comfyui_and_says_so(comfy):
+def test_parallel_sampler_runs_comfyuis_loop_on_the_devices_and_says_so(comfy):
     graph = AnyGraph(comfy, "wan_t2v")
     stock = graph.stock()
     ours = graph.parallel(stock, ulysses=2)
@@ -68,7 +68,7 @@ def test_parallel_sampler_runs_the_loop_in_comfyui_and_says_so(comfy):
         {"report": [sampler, 1]},
     )
     assert_same(found)
-    assert "way: stepwise (the loop of this model runs in ComfyUI)" in found["report"]
+    assert "way: resident" in found["report"]
     assert "Ulysses 2" in found["report"] and "result: exact" in found["report"]
 
 

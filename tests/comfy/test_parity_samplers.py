@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from graphs import OURS, STOCK, Graph
 
-RESIDENT = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
+OWN_LOOP = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 
 
@@ -31,39 +31,45 @@ def _options(entry) -> list[str]:
 @pytest.mark.timeout(900)  # seconds; took 200 on two busy cores
 @pytest.mark.slow
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, subtests):
-    """Each sampler with a third of the schedulers, which take turns, and those that run on the ranks with all."""
+    """Each sampler with a third of the schedulers, which take turns, and those of the pack's own loop with all: call by
+    call over diffusers' Flux.1, and as ComfyUI's own loop on the devices over ComfyUI's own."""
     samplers, all_schedulers = lists
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst, met = {}, set()
     for number, sampler in enumerate(samplers):
-        every = 1 if sampler in RESIDENT else 3
+        every = 1 if sampler in OWN_LOOP else 3
         schedulers = all_schedulers[number % every :: every]
         met |= set(schedulers)
         graph = Graph()
         ours, stock = graph.model(OURS, unet, "cpu:2"), graph.model(STOCK, unet)
-        loader = ours[0]
-        positive, negative, latent = graph.text(1), graph.text(2), graph.latent()
+        any_model = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2"))
+        request = graph.text(1), graph.text(2), graph.latent()
         for scheduler in schedulers:
             settings = {"sampler_name": sampler, "scheduler": scheduler, "steps": 3}
             ways = {
-                "stock": graph.ksampler(stock, positive, negative, latent, **settings),
-                "stepwise": graph.ksampler(ours, positive, negative, latent, **settings),
-                "parallel sampler": graph.parallel_sampler(loader, positive, negative, latent, **settings),
+                "stock": graph.ksampler(stock, *request, **settings),
+                "stepwise": graph.ksampler(ours, *request, **settings),
+                "comfyui's loop": graph.parallel_sampler([any_model, 1], *request, **settings),
             }
+            if sampler in OWN_LOOP:
+                ways["own loop"] = graph.parallel_sampler(ours[0], *request, **settings)
             for way, result in ways.items():
                 graph.save(result, f"{sampler}-{scheduler}-{way}.safetensors")
+                if "loop" in way:
+                    path = f"{sampler}-{scheduler}-{way}.txt"
+                    graph.add("TestSaveText", text=[result[0], 1], path=path)
         comfy.run(graph.prompt, timeout=300)
         for scheduler in schedulers:
-            latents = {
-                way: load_file(comfy.output(f"{sampler}-{scheduler}-{way}.safetensors"))["samples"]
-                for way in ("stock", "stepwise", "parallel sampler")
-            }
-            for way in ("stepwise", "parallel sampler"):
+            stock_latent = load_file(comfy.output(f"{sampler}-{scheduler}-stock.safetensors"))["samples"]
+            for way in list(ways)[1:]:
                 with subtests.test(sampler=sampler, scheduler=scheduler, way=way):
-                    stock_latent = latents["stock"]
-                    difference = ((latents[way] - stock_latent).abs().max() / stock_latent.abs().max()).item()
+                    name = f"{sampler}-{scheduler}-{way}"
+                    latent = load_file(comfy.output(f"{name}.safetensors"))["samples"]
+                    difference = ((latent - stock_latent).abs().max() / stock_latent.abs().max()).item()
                     worst[sampler, scheduler, way] = difference
                     assert difference <= TOLERANCE
+                    if "loop" in way:
+                        assert "way: resident" in comfy.output(f"{name}.txt").read_text()
     assert met == set(all_schedulers) and {sampler for sampler, _, _ in worst} == set(samplers)
     for (sampler, scheduler, way), difference in sorted(worst.items(), key=lambda item: -item[1])[:10]:
         print(f"{sampler} {scheduler} {way}: {difference:.1e}")

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loop_jobs import loop_job
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RankFailed, RequestError, TransportError
-from parallel_backend.requests import ModelSpec, Placement, RunInfo, SamplerState
+from parallel_backend.requests import LoopState, ModelSpec, Placement, RunInfo, SamplerState
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.sidecar.resume import SamplingJob
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.payloads import state_tensors, take_state
+from parallel_backend.wire.payloads import state_tensors, take_loop_state, take_state
 from parallel_backend.wire.protocol import Progress
 from parallel_backend.wire.transport import pack_tensors, unpack_tensors
 from point_forward import Boundary, PointForward, point_prompt, point_request
@@ -177,6 +178,54 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)
     assert result.notes == ("a note", text)
     assert [step for step, _, _ in told] == [1, 2, 3] and told[0][2] is not None and told[1][2] is None
+
+
+def answers(step, first, calls):
+    """Those of so many model calls, each of which has its number all over."""
+    numbers = torch.arange(first, first + calls, dtype=torch.float32)
+    return LoopState(step, first, numbers[:, None, None, None, None, None].expand(-1, 2, 1, 16, 9, 6).clone())
+
+
+def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
+    job = SamplingJob(loop_job(), None)
+    assert "state.answers" not in job.begin("weights")
+    for state in (answers(1, 0, 1), answers(2, 1, 2)):
+        job.take(Progress(state.step, 4, 0.1), state_tensors(state))
+    job.take(Progress(3, 4, 0.1), None)
+    assert "goes on after step 2" in job.survive(RankFailed(1, "killed"), "cuda:1")
+    state = take_loop_state(dict(job.begin("weights")))
+    assert (state.step, state.first) == (2, 0)
+    assert state.answers[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2]
+    job.take(
+        Progress(4, 4, 0.1), state_tensors(answers(4, 3, 1))
+    )  # the new ranks go on where the record ends
+    assert len(job.begin("weights")["state.answers"]) == 4
+    assert "state.answers" not in job.begin("other weights")
+
+
+def test_a_record_ends_where_a_part_of_it_was_lost():
+    job = SamplingJob(loop_job(), None)
+    job.begin("weights")
+    for state in (answers(1, 0, 1), answers(3, 2, 1), answers(4, 3, 1)):
+        job.take(Progress(state.step, 4, 0.1), state_tensors(state))
+    state = take_loop_state(dict(job.begin("weights")))
+    assert (state.step, len(state.answers)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state.at": torch.zeros(2)},
+        {"state.at": torch.zeros(3, dtype=torch.int64)},
+        {"state.answers": torch.zeros(1, 2, 1, 16, 9, 6, dtype=torch.float16)},
+        {"state.answers": torch.zeros(1, 2, 1, 16, 9, 7)},
+    ],
+    ids=["step", "count", "dtype", "size"],
+)
+def test_answers_that_are_none_are_refused(change):
+    job = SamplingJob(loop_job(), None)
+    with pytest.raises(TransportError):
+        job.take(Progress(1, 4, 0.1), state_tensors(answers(1, 0, 1)) | change)
 
 
 def test_other_weights_begin_again():

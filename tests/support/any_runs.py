@@ -31,26 +31,31 @@ def both(
     batch: int = 1,
     devices: str | None = None,
     uneven: bool = False,
+    resident: bool = False,
     **sampling,
 ) -> dict:
-    """The latents of one request, stock and through Parallel Model."""
+    """The latents of one request, stock and through Parallel Model; with `resident` also of Parallel Sampler, and its
+    report."""
     graph = AnyGraph(comfy, kind)
     graph.uneven = uneven
     stock = graph.stock()
-    ours = [graph.parallel(stock, devices, **choice), 0]
+    ours = graph.parallel(stock, devices, **choice)
     request = graph.request(batch)
     settings = {"steps": 2, "cfg": 3.0, **sampling}
-    return latents(
-        comfy,
-        graph,
-        {
-            "stock": graph.ksampler(stock, *request, **settings),
-            "ours": graph.ksampler(ours, *request, **settings),
-        },
-    )
+    ways = {
+        "stock": graph.ksampler(stock, *request, **settings),
+        "ours": graph.ksampler([ours, 0], *request, **settings),
+    }
+    if not resident:
+        return latents(comfy, graph, ways)
+    sampler = graph.parallel_sampler([ours, 1], *request, **settings)
+    return latents(comfy, graph, ways | {"resident": sampler}, {"report": [sampler[0], 1]})
 
 
 def assert_same(found: dict) -> None:
     assert found["stock"].isfinite().all() and found["stock"].std() > 1e-3
-    assert found["ours"].shape == found["stock"].shape
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    for way in ("ours", "resident"):
+        if way in found:
+            assert found[way].shape == found["stock"].shape
+            assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
+    assert "way: resident" in found.get("report", "way: resident")

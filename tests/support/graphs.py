@@ -72,7 +72,10 @@ class Graph:
         names = {"positive": positive, "negative": negative, "latent_image": latent}
         return [self.add("KSampler", model=model, **names, **inputs), 0]
 
-    def parallel_sampler(self, loader: str, positive: list, negative: list, latent: list, **changes) -> list:
+    def parallel_sampler(
+        self, loader: str | list, positive: list, negative: list, latent: list, **changes
+    ) -> list:
+        """`loader`: a node whose first output is the model for it, or that output."""
         inputs = {
             "seed": 7,
             "steps": 3,
@@ -83,7 +86,8 @@ class Graph:
             **changes,
         }
         names = {"positive": positive, "negative": negative, "latent_image": latent}
-        return [self.add("ParallelSampler", parallel_model=[loader, 0], **names, **inputs), 0]
+        model = loader if isinstance(loader, list) else [loader, 0]
+        return [self.add("ParallelSampler", parallel_model=model, **names, **inputs), 0]
 
     def save(self, latent: list, path: str) -> str:
         return self.add("TestSaveLatent", latent=latent, path=path)

@@ -1,0 +1,184 @@
+"""Any model under Parallel Sampler in the real ComfyUI: its loop runs on the devices as far as a request is data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from any_graphs import AnyGraph
+from any_runs import TOLERANCE, latents
+from comfy_harness import relative_difference
+from comfyui_client import PromptInterrupted
+
+KINDS = (
+    "euler",
+    "dpmpp_2m",
+    "euler_ancestral",
+    "dpmpp_sde",
+)  # keeps nothing, multistep, ancestral, a tree of noise
+
+
+def area(graph: AnyGraph, positive: list, **inputs) -> list:
+    other = [graph.add("ConditioningSetArea", conditioning=graph.prompt_of(3), **inputs), 0]
+    return [graph.add("ConditioningCombine", conditioning_1=positive, conditioning_2=other), 0]
+
+
+def masked(graph: AnyGraph, positive: list) -> list:
+    mask = [graph.add("SolidMask", value=0.7, width=24, height=32), 0]
+    other = graph.add(
+        "ConditioningSetMask",
+        conditioning=graph.prompt_of(3),
+        mask=mask,
+        strength=0.8,
+        set_cond_area="default",
+    )
+    return [graph.add("ConditioningCombine", conditioning_1=positive, conditioning_2=[other, 0]), 0]
+
+
+def timed(graph: AnyGraph, positive: list) -> list:
+    first = graph.add("ConditioningSetTimestepRange", conditioning=positive, start=0.0, end=0.5)
+    then = graph.add("ConditioningSetTimestepRange", conditioning=graph.prompt_of(3), start=0.5, end=1.0)
+    return [graph.add("ConditioningCombine", conditioning_1=[first, 0], conditioning_2=[then, 0]), 0]
+
+
+PROMPTS = {
+    "an area": lambda graph, positive: area(graph, positive, width=64, height=64, x=32, y=64, strength=1.5),
+    "a mask": masked,
+    "a range of steps": timed,
+}
+
+
+def both(comfy, graph: AnyGraph, request, sampling, change=lambda model: model) -> dict:
+    """The latents of stock and of Parallel Sampler, whose report is with them."""
+    stock = change(graph.stock())
+    ours = graph.parallel(stock, cfg=2)
+    sampler = graph.parallel_sampler([ours, 1], *request, **sampling)
+    return latents(
+        comfy,
+        graph,
+        {"stock": graph.ksampler(stock, *request, **sampling), "ours": sampler},
+        {"report": [sampler[0], 1]},
+    )
+
+
+def assert_same(found: dict, way: str = "way: resident") -> None:
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE, found["report"]
+    assert way in found["report"]
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_for_parts_of_the_image_or_of_the_run_are_data_too(comfy, name):
+    graph = AnyGraph(comfy, "unet")
+    positive, negative = graph.prompt_of(1), graph.prompt_of(2)
+    latent = [graph.add("TestShapedLatent", shape="1,4,16,12", draw=-1), 0]
+    request = (PROMPTS[name](graph, positive), negative, latent)
+    found = both(comfy, graph, request, {"steps": 4, "cfg": 3.0, "sampler_name": "dpmpp_2m"})
+    assert_same(found)
+    assert "result: exact" in found["report"]
+
+
+def test_inpainting_image_to_image_and_batches(comfy):
+    graph = AnyGraph(comfy, "sd3")
+    positive, negative, _ = graph.request()
+    latent = graph.latent(width=9, height=11, batch=2, draw=5, noise_mask=True)
+    sampling = {"steps": 5, "cfg": 3.0, "denoise": 0.6, "sampler_name": "euler_ancestral"}
+    assert_same(both(comfy, graph, (positive, negative, latent), sampling))
+
+
+def test_another_sampling_of_comfyuis_own_goes_along(comfy):
+    """A shift, and discrete steps whose last one is pure noise."""
+    graph = AnyGraph(comfy, "sd3")
+    found = both(
+        comfy,
+        graph,
+        graph.request(),
+        {"steps": 3, "cfg": 3.0, "sampler_name": "res_multistep"},
+        lambda model: [graph.add("ModelSamplingSD3", model=model, shift=7.0), 0],
+    )
+    assert_same(found)
+    graph = AnyGraph(comfy, "unet")
+    found = both(
+        comfy,
+        graph,
+        graph.request(),
+        {"steps": 3, "cfg": 3.0, "sampler_name": "dpmpp_2m_sde"},
+        lambda model: [
+            graph.add("ModelSamplingDiscrete", model=model, sampling="v_prediction", zsnr=True),
+            0,
+        ],
+    )
+    assert_same(found)
+
+
+@pytest.mark.parametrize(
+    ("node", "inputs", "because"),
+    [
+        ("RescaleCFG", {"multiplier": 0.6}, "the model carries sampler_cfg_function"),
+        ("TestWrapper", {"scale": 0.5}, "the model carries wrappers"),
+        ("ModelSamplingDiscrete", {"sampling": "lcm", "zsnr": False}, "only ComfyUI knows"),
+    ],
+)
+def test_what_is_python_of_comfyuis_process_goes_stepwise_and_says_why(comfy, node, inputs, because):
+    graph = AnyGraph(comfy, "unet")
+    found = both(
+        comfy,
+        graph,
+        graph.request(),
+        {"steps": 3, "cfg": 3.0, "sampler_name": "euler"},
+        lambda model: [graph.add(node, model=model, **inputs), 0],
+    )
+    assert_same(found, "way: stepwise")
+    assert because in found["report"]
+
+
+def test_a_step_cache_is_said_to_do_nothing(comfy):
+    graph = AnyGraph(comfy, "unet")
+    found = both(comfy, graph, graph.request(), {"steps": 2, "cfg": 3.0})
+    cached = AnyGraph(comfy, "unet")
+    ours = cached.parallel(cached.stock(), cfg=2)
+    sampling = {"steps": 2, "cfg": 3.0, "step_cache": "first_block"}
+    sampler = cached.parallel_sampler([ours, 1], *cached.request(), **sampling)
+    latent, report = comfy.sample_with_text(cached.prompt, sampler, [sampler[0], 1])
+    assert torch.equal(latent, found["ours"])
+    assert "step_cache did nothing, so the result is exact" in report and "result: exact" in report
+
+
+def _job(comfy, sampler: str, **sampling) -> tuple[AnyGraph, list]:
+    graph = AnyGraph(comfy, "flux")
+    ours = graph.parallel(graph.stock(), ulysses=2)
+    return graph, graph.parallel_sampler([ours, 1], *graph.request(), sampler_name=sampler, **sampling)
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_progress_and_previews_come_every_step(comfy, sampler):
+    graph, result = _job(comfy, sampler, steps=8, seed=21)
+    with comfy.client.listen() as events:
+        comfy.sample(graph.prompt, result)
+    values = [value for node, value, _ in events.progress if node == result[0]]
+    assert values[-1] == 8 and sorted(set(values)) == list(range(min(values), 9))
+    assert len(set(values)) >= 7  # a first 0 may be reported too
+    assert events.previews >= 8
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, sampler):
+    graph, result = _job(comfy, sampler, steps=3)
+    comfy.sample(graph.prompt, result)
+    ranks = comfy.ranks()
+    graph, result = _job(comfy, sampler, steps=2000, seed=8)
+    with comfy.amid(result[0], comfy.client.interrupt) as events, pytest.raises(PromptInterrupted):
+        comfy.sample(graph.prompt, result)
+    assert max(events.of_node(result[0])) < 1000
+    assert comfy.ranks() == ranks
+
+
+def test_a_prompt_goes_on_after_a_rank_was_killed_and_the_report_says_so(comfy):
+    graph, result = _job(comfy, "dpmpp_3m_sde", steps=3)
+    comfy.sample(graph.prompt, result)
+    graph, result = _job(comfy, "dpmpp_3m_sde", steps=60, seed=9)
+    with comfy.amid(result[0], lambda: comfy.ranks()[1].kill()):
+        latent, report = comfy.sample_with_text(graph.prompt, result, [result[0], 1])
+    assert "failed (killed by SIGKILL" in report and "goes on after step" in report
+    graph, result = _job(comfy, "dpmpp_3m_sde", steps=60, seed=9)
+    comfy.client.free()  # else ComfyUI keeps what it gave
+    assert torch.equal(comfy.sample(graph.prompt, result), latent)

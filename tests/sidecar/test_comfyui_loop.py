@@ -1,0 +1,157 @@
+"""ComfyUI's own loop on the ranks through a sidecar: each sampler gives what stock gives, and stops, goes on and
+changes strategies at any step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from fault_injection import fault
+from loop_jobs import STEPS, loop_job, stock_latent, tiny_model
+from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.requests import SEVERAL_CALLS, Placement
+from parallel_backend.sidecar.events import Stepped, listen
+from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import TrialCandidate, TrialPlan
+
+TOLERANCE = 1e-5  # of the largest value, in fp32
+ULYSSES, CFG = ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
+ONE = ParallelStrategy()
+# One that keeps nothing between steps, one of several steps, an ancestral one, one with a tree of noise.
+KINDS = ("euler", "dpmpp_2m", "euler_ancestral", "dpmpp_sde")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("loop"))
+
+
+def samplers() -> list[str]:
+    import_comfyui_here()
+    from comfy.samplers import KSampler
+
+    return list(KSampler.SAMPLERS)
+
+
+def difference(found, wanted) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
+    """Over tokens and over prompts, with masks and without, in batches; and as often a step as planning reckons."""
+    names, met = samplers(), set()
+    assert len(names) >= 40
+    for number, name in enumerate(names):
+        strategy = (ULYSSES, CFG)[number % 2]
+        job = loop_job(name, mask=number % 3 == 0, batch=1 + number % 5 // 4)
+        result = two_real_ranks.sample(spec, job, Placement(strategy))
+        with subtests.test(sampler=name):
+            assert difference(result.latent, stock_latent(spec.path, job)) <= TOLERANCE
+            assert result.info.exact and result.info.strategy == strategy and min(result.info.bytes_sent) > 0
+            # The last step has one call, the one before it may have less than the others.
+            most = (len(result.info.step_seconds) - 1) * SEVERAL_CALLS.get(name, 1) + 1
+            if name not in ("dpm_fast", "dpm_adaptive"):  # whose steps are their own
+                assert result.info.model_calls in (most, most - 1)
+            met.add(name)
+    assert met == set(names)
+
+
+def test_a_job_tells_its_steps_and_shows_the_first_image(two_real_ranks, spec):
+    for name in KINDS:
+        told, job = [], loop_job(name, batch=2)
+        result = two_real_ranks.sample(
+            spec, job, Placement(CFG), on_step=lambda *step, told=told: told.append(step)
+        )
+        assert [(step, steps) for step, steps, _ in told] == [(i + 1, STEPS) for i in range(STEPS)]
+        assert {preview.shape for _, _, preview in told} == {job.noise[:1].shape}
+        last = told[-1][2]  # a step with no noise to come ends where the model says
+        assert difference(last, result.latent[:1]) <= TOLERANCE
+        assert len(result.info.step_seconds) == STEPS and min(result.info.step_seconds) > 0
+
+
+def test_noise_and_prompts_change_the_latent_by_far_more_than_the_tolerance(two_real_ranks, spec):
+    for name in KINDS:
+        job = loop_job(name)
+        swapped = {"positive": job.conds["negative"], "negative": job.conds["positive"]}
+        others = [replace(job, conds=swapped), replace(job, cfg=1.0)]
+        if name in ("euler_ancestral", "dpmpp_sde"):
+            others.append(replace(job, seed=12))
+        wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent
+        for other in others:
+            found = two_real_ranks.sample(spec, other, Placement(ULYSSES)).latent
+            assert difference(found, wanted) > 100 * TOLERANCE
+
+
+def test_a_cancel_leaves_warm_ranks(two_real_ranks, spec):
+    for name in KINDS:
+        told = []
+
+        def on_step(step, steps, preview, told=told):
+            told.append(step)
+            two_real_ranks.cancel()
+
+        with pytest.raises(Cancelled):
+            two_real_ranks.sample(spec, loop_job(name, steps=40), Placement(ULYSSES), on_step=on_step)
+        assert len(told) < 40 and two_real_ranks.state is State.READY
+
+
+def test_a_crash_in_the_middle_ends_in_the_bits_of_a_run_without_one(
+    no_leaks, two_real_ranks, spec, tmp_path
+):
+    """Of other samplers, and after any step: tests/rank/test_loop_worker.py."""
+    for name in ("dpmpp_2m", "dpmpp_sde"):
+        job = loop_job(name, mask=True)
+        wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent
+        sidecar = Sidecar(("cpu:0", "cpu:1"))
+        try:
+            with fault("kill", "the wait for the next model call", step=3, once=tmp_path / name):
+                found = sidecar.sample(spec, job, Placement(ULYSSES))
+        finally:
+            sidecar.stop()
+        assert (tmp_path / name).exists() and torch.equal(found.latent, wanted)
+        assert any("goes on after step" in note for note in found.info.notes)
+        assert len(found.info.step_seconds) == STEPS
+
+
+def test_strategies_are_tried_on_the_way(two_real_ranks, spec):
+    heard, job = [], loop_job("dpmpp_2m", steps=19)
+    trials = TrialPlan(tuple(map(TrialCandidate, (CFG, ONE))), budget=99.0)
+    stop = listen(heard.append)
+    try:
+        tried = two_real_ranks.sample(spec, job, Placement(ULYSSES), trials=trials)
+    finally:
+        stop()
+    assert difference(tried.latent, stock_latent(spec.path, job)) <= TOLERANCE
+    steps = [event.strategy for event in heard if isinstance(event, Stepped)]
+    assert steps[:5] == [ULYSSES] * 4 + [CFG] and steps[-1] == tried.info.strategy
+    assert [trial.strategy for trial in tried.info.trials] == list(dict.fromkeys(steps)) and len(steps) == 19
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"noise": torch.full((1, 16, 9, 6), torch.nan)}, "noise has values that are NaN"),
+        ({"latent": torch.zeros(1, 16, 9, 7)}, "their sizes must be equal"),
+        ({"sigmas": torch.ones(1)}, r"expected \[batch, channels, …\] and \[steps \+ 1\]"),
+        ({"cfg": float("inf")}, "cfg is inf"),
+        ({"mode": "apart"}, "tokens 'apart' is unknown"),
+        ({"conds": {"negative": []}}, "needs a positive prompt"),
+        ({"options": {"function": print}}, "cannot be sent to the devices"),
+    ],
+    ids=["noise", "latent", "sigmas", "cfg", "mode", "prompts", "options"],
+)
+def test_what_cannot_be_sampled_is_refused_before_ranks_start(spec, changes, words):
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    with pytest.raises(RequestError, match=words):
+        sidecar.sample(spec, loop_job(**changes), Placement(ULYSSES))
+    assert sidecar.state is State.DOWN
+
+
+def test_classes_of_other_modules_are_not_made_for_anybody(two_real_ranks, spec):
+    sampling = loop_job().sampling | {"classes": ["torch"]}
+    with pytest.raises(RequestError, match=r"has no 'torch' in comfy\.model_sampling"):
+        two_real_ranks.sample(spec, loop_job(sampling=sampling), Placement(ULYSSES))
