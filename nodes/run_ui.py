@@ -8,6 +8,7 @@ from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.observability.preview.form import SelectorInputs
 from ..parallel_backend.observability.preview.rank_diagram import assign_devices
+from ..parallel_backend.observability.timeline import rows_of_timeline, timeline
 from ..parallel_backend.planner.candidates import Candidate, table
 from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
@@ -23,6 +24,8 @@ def run_ui(
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
+        if spent := timeline(record.runs[-1]):
+            shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
     if rows := panel_rows(record):
         shown["parallel_candidates"] = rows
     if record.decisions:

@@ -9,10 +9,11 @@ of what sending takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..requests import RunInfo
 
+SHOWN = 60  # steps that a picture has room for
 WORTH_TELLING = 0.1  # of a step: the wait for a slower device that is named
 
 
@@ -41,6 +42,21 @@ def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
         )
         for times in inside
     )
+
+
+def rows_of_timeline(
+    ranks: Sequence[Sequence[Spent]], devices: Sequence[str]
+) -> dict[str, list[dict[str, object]]]:
+    """For web/lib/timeline.js: the last steps of each rank, seconds of [computing, sending, waiting]."""
+    return {
+        "ranks": [
+            {
+                "device": device,
+                "steps": [[round(part, 5) for part in astuple(spent)] for spent in steps[-SHOWN:]],
+            }
+            for device, steps in zip(devices, ranks, strict=True)
+        ]
+    }
 
 
 def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[str]:

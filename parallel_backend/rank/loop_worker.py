@@ -64,7 +64,7 @@ def sample_loop(
     latent = job.run(ComfyUILoop(model, loop_request(tensors), job.compute))
     on_step.finish()
     run = run_record(forward if switching is None else switching.current, placement, begun, sent)
-    run = replace(run, model_calls=job.model_calls)
+    run = replace(run, model_calls=job.model_calls, inside_seconds=on_step.inside_seconds)
     result = {"latent": latent.float(), "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64)}
     return result, run if switching is None else switching.told(run)
 

@@ -24,6 +24,7 @@ from .memory_meter import MemoryMeter
 STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
 # s; after a longer step the host waits for its device, so that a cancel need not wait for one step more.
 LONGEST_LAG = 1.0
+MOST_TIMES = 200  # steps whose times a message to ComfyUI's process has room for, beside all else
 
 
 class _Moment:
@@ -122,6 +123,7 @@ class StepBoundary:
         self._stopped = False
         self.strategy = 0  # the number of the one that the step ran under (Progress)
         self.seconds: list[float] = []
+        self._flows = False
 
     def __call__(self, i: int, denoised: Tensor) -> None:
         tensors = self._tensors(denoised)
@@ -133,6 +135,14 @@ class StepBoundary:
         """Waits for the last steps; raises Cancelled on all ranks, or on none."""
         self._most_lag = self._lag = 0
         self._raise_if_cancelled()
+
+    @property
+    def inside_seconds(self) -> tuple[float, ...]:
+        """Of the last steps of a request that has finished, as in RankRun."""
+        if self._flows:
+            return ()
+        every = heartbeat.inside_seconds(len(self.seconds))
+        return tuple(round(seconds, 6) for seconds in every[-MOST_TIMES:])
 
     def _raise_if_cancelled(self) -> None:
         cancelled_after = self._settle()
@@ -174,6 +184,7 @@ class StepBoundary:
         self._given.append(
             _Boundary(i + 1, self.strategy, _Moment(self._device), None, self._tensors(denoised))
         )
+        self._flows = True
         self._lag = self._most_lag  # here a rank waits for itself alone
         self._settle()
 

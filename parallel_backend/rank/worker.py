@@ -180,6 +180,7 @@ class RankWorker:
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
         run = run_record(forward if switching is None else switching.current, placement, begun, sent)
+        run = replace(run, inside_seconds=on_step.inside_seconds)
         if switching is not None:
             run = switching.told(run)
         if cached is not None:

@@ -253,6 +253,7 @@ def _run_info(done: list[Done], load: LoadInfo, step_seconds: tuple[float, ...])
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
         exact=all(run.exact for run in runs),
         trials=runs[0].trials,
+        inside_seconds=tuple(run.inside_seconds for run in runs),
         model_calls=runs[0].model_calls,
         reused_calls=runs[0].reused_calls,
         kernel=runs[0].kernel,

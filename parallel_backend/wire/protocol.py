@@ -261,7 +261,7 @@ class Compiling:
 class RankRun:
     """The record of a request that one rank ran. `seconds`: from the decoded request to its end; `bytes_sent`:
     collective payload; `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`,
-    `trials`: as in RunInfo."""
+    `trials`: as in RunInfo; `inside_seconds`: of this rank alone."""
 
     engine: str
     strategy: ParallelStrategy
@@ -274,6 +274,7 @@ class RankRun:
     kernel: str = "torch"
     compiled: CompileStats | None = None
     trials: tuple[Trial, ...] = ()
+    inside_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

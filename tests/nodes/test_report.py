@@ -56,6 +56,15 @@ def test_all_words_tell_one_median_which_leaves_out_the_first_step():
     assert report.typical([0.3]) == 0.3
 
 
+def test_where_the_time_went_is_said_of_the_latest_run():
+    run = RunInfo("native", ULYSSES, (1.0, 1.0), inside_seconds=((0.1, 0.1), (0.1, 0.1)))
+    earlier = RunInfo("native", ULYSSES, (9.0,), inside_seconds=((8.0,), (8.0,)))
+    assert lines(runs=[earlier, run])["timeline"] == (
+        "devices computed 90% of the time, sent 10% and waited for each other 0%"
+    )
+    assert "timeline" not in lines()
+
+
 def test_the_headline_says_what_ran_how_fast_and_what_that_won():
     assert report.headline(record()) == "Ulysses 2 · 0.05 s/step · – one device · exact"
     one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.09)

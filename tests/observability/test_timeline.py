@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_backend.observability.timeline import Spent, in_words, timeline
+from parallel_backend.observability.timeline import SHOWN, Spent, in_words, rows_of_timeline, timeline
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 
@@ -49,3 +49,16 @@ def test_shares_are_told_and_for_whom_the_others_wait():
         "timeline: the others waited 30% of a step for cuda:0, which computes 0.9000 s of each; device_shares can give "
         "it less to do"
     )
+
+
+def test_a_picture_gets_the_last_steps_of_each_rank():
+    ranks = timeline(run((0.1, 0.2), (0.4, 0.2)))
+    assert rows_of_timeline(ranks, ("cuda:0", "cuda:1")) == {
+        "ranks": [
+            {"device": "cuda:0", "steps": [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0]]},
+            {"device": "cuda:1", "steps": [[0.6, 0.1, 0.3], [0.8, 0.2, 0.0]]},
+        ]
+    }
+    many = (0.5,) * (SHOWN + 5)
+    rows = rows_of_timeline(timeline(run(many, many, steps=(1.0,) * len(many))), ("cuda:0", "cuda:1"))
+    assert [len(rank["steps"]) for rank in rows["ranks"]] == [SHOWN, SHOWN]

@@ -17,6 +17,7 @@ from parallel_backend.engine.groups import Layouts, World
 from parallel_backend.engine.lead import all_threads
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled, StrategyError
+from parallel_backend.observability.timeline import timeline
 from parallel_backend.options import THREADS_ALONE
 from parallel_backend.rank.switching import SwitchingForward
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
@@ -130,6 +131,8 @@ def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, 
     assert list(dict.fromkeys(phase for phase in phases if phase.startswith("trying "))) == [
         f"trying {strategy.describe()} ({every.index(strategy) + 1} of 4)" for strategy in begun[1:]
     ]
+    assert len(timeline(tried.info)) == 2 and all(len(steps) == STEPS for steps in timeline(tried.info))
+    assert all(0 < sum(inside) < sum(tried.info.step_seconds) for inside in tried.info.inside_seconds)
     plain = sample(two_real_ranks, spec)
     assert plain.info.trials == () and plain.info.strategy == ULYSSES
 
