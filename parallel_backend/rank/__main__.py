@@ -241,7 +241,7 @@ def _answer(
                 result, run = worker.predict(message, tensors, report_compiling)
                 return Done(run=run), result
             case Call():
-                result, run = worker.call(message, tensors)
+                result, run = worker.call(message, tensors, report_compiling)
                 return Done(run=run), result
             case KeepFactors():
                 worker.models.get(message.model).patches.keep(tensors)

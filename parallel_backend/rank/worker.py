@@ -202,13 +202,14 @@ class RankWorker:
         return {"velocity": velocity.float().cpu()}, _run(forward, message.placement, begun, sent)
 
     @torch.inference_mode()
-    def call(self, message: Call, tensors: Tensors) -> tuple[Tensors, RankRun]:
+    def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
         """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
         from ..engine.lead import all_threads
 
         begun = time.perf_counter()
         args, kwargs = self._arguments.take(tensors, message.forget)
         forward = self._module_forward(self.models.get(message.model), message.placement)
+        _watch_compiling(forward, on_compile)
         sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
         if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
             return {}, _run(forward, message.placement, begun, sent)
@@ -290,11 +291,7 @@ class RankWorker:
 
     def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
         forward = self._kept_forward(held, placement)
-        if forward.compiles:
-            from ..engine.compile import compiler
-
-            compiler().on_begin = on_compile
-            compiler().take()  # what a request did that failed or was cancelled
+        _watch_compiling(forward, on_compile)
         return forward
 
     def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
@@ -358,6 +355,15 @@ class RankWorker:
             with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
+
+
+def _watch_compiling(forward: AnyForward | ModuleForward, on_compile: OnCompile) -> None:
+    """Has a request's compiling told and counted from here on."""
+    if forward.compiles:
+        from ..engine.compile import compiler
+
+        compiler().on_begin = on_compile
+        compiler().take()  # what a request did that failed or was cancelled
 
 
 def _run(

@@ -27,7 +27,7 @@ from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_argument
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
 from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample
 from ..wire.weight_patches import WeightPatches
-from .compile_progress import CompileWatch
+from .compile_progress import CompileWatch, image_size
 from .events import Stepped, emit
 from .exchange import Exchange, expect, reports
 from .holdings import RankHoldings
@@ -73,7 +73,7 @@ class ModelRequests:
         load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
         sampling = False
-        compiling = CompileWatch(job.shape, lease.on_phase)
+        compiling = CompileWatch(image_size(job.shape), lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -129,7 +129,7 @@ class ModelRequests:
             exchange = lease.exchange()
             message = Predict(placement, key, known.take_forgotten(), held.number, mask_key)
             exchange.send_call(message, tensors)
-            compiling = CompileWatch(request.x.shape, lease.on_phase)
+            compiling = CompileWatch(image_size(request.x.shape), lease.on_phase)
 
             def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
                 if not compiling.took(answer):
@@ -169,7 +169,14 @@ class ModelRequests:
                 Call(placement, call.method, call.rows, call.tokens, held.number, known.take_forgotten()),
                 tensors,
             )
-            done = exchange.wait(lambda: deadlines.step_budget(times))
+            sides = " x ".join(map(str, _shape(call)[1:]))
+            compiling = CompileWatch(f"a latent of {sides}", lease.on_phase)
+
+            def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
+                if not compiling.took(answer):
+                    expect(rank, answer, Done)
+
+            done = exchange.wait(lambda: compiling.budget(deadlines.step_budget(times)), on_message)
         except BaseException:
             known.drop(arguments.new)  # who knows whether the ranks have them
             raise
