@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
-from ..requests import ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..requests import ATTENTION, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from .attention import queries
 from .attention.kernel_choice import kernel_for
 from .block_calls import BlockCalls, as_it_is
 from .call_rows import split_rows, take_rows
@@ -30,6 +31,10 @@ _SCALES = (
 _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
+)
+_QUERIES = (
+    "the blocks of this model are not described, so devices share out the queries of its attention (with {keys} keys "
+    "or more) and compute all else alike"
 )
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
@@ -85,7 +90,7 @@ class ModuleForward:
     """`forward(call) -> answer`, complete on every rank.
 
     Rows are shared out over the row axis (data x cfg), and tokens over the sequence axis (ring x ulysses); where tokens
-    cannot be, rows are over both.
+    cannot be, rows are over both, or queries of attention over the sequence axis.
     """
 
     engine = "native"
@@ -139,6 +144,8 @@ class ModuleForward:
             raise RequestError(f"a model call needs at least one row, and has {call.rows}.")
         if call.tokens == ROWS or self.layout.sequence.size == 1:
             return self._by_rows(call, (self.layout.row, self.layout.sequence), self._compute_rows)
+        if call.tokens == ATTENTION:
+            return self._by_rows(call, (self.layout.row,), self._compute_queries)
         self._blocks = self._blocks or self._block_calls()
         return self._by_rows(call, (self.layout.row,), self._compute_shared_out)
 
@@ -196,6 +203,17 @@ class ModuleForward:
                 block.forward = lambda *args, _block=block, **kwargs: run(_block, args, kwargs)
                 restore.callback(block.__dict__.pop, "forward")
             return self._compute(call)
+
+    def _compute_queries(self, call: ModuleCall) -> Answer:
+        """Rows over the sequence axis too where there are enough; else the queries of each attention."""
+        sequence = self.layout.sequence
+        if call.rows >= sequence.size and not self.model.rows_together:
+            return self._by_rows(call, (sequence,), self._compute_rows)
+        said = _QUERIES.format(keys=queries.LEAST_KEYS)
+        if said not in self.notes:
+            self.notes.append(said)
+        with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
+            return self._compute_rows(call)
 
     def _compute_shared_out(self, call: ModuleCall) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"
