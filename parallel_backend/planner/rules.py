@@ -197,7 +197,9 @@ def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelSt
         if not useless:
             continue
         freed = getattr(strategy, name)
-        ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
+        ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
+        if job.model.shape.splits_tokens:
+            ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
         before = strategy.describe()
         strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
         notes.append(

@@ -169,8 +169,7 @@ class ModelRequests:
                 Call(placement, call.method, call.rows, call.tokens, held.number, known.take_forgotten()),
                 tensors,
             )
-            sides = " x ".join(map(str, _shape(call)[1:]))
-            compiling = CompileWatch(f"a latent of {sides}", lease.on_phase)
+            compiling = CompileWatch(_latent_in_words(call), lease.on_phase)
 
             def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
                 if not compiling.took(answer):
@@ -208,6 +207,15 @@ class ModelRequests:
 def _shape(call: ModuleCall) -> tuple[int, ...]:
     """The size of what is sampled, as far as calls of other sizes take other times."""
     return next((tuple(value.shape) for value in call.args if isinstance(value, Tensor)), ())
+
+
+def _latent_in_words(call: ModuleCall) -> str:
+    """Of what is sampled, the first part where there are several (video and sound)."""
+    first = call.args[0] if call.args else None
+    latent = first[0] if isinstance(first, (list, tuple)) and first else first
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None]) -> Tensors:

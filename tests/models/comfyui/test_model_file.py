@@ -186,6 +186,9 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
     ulysses, work = ParallelStrategy(ulysses_degree=2), job(unknown, (1, 16, 5, 64, 64))
     assert ulysses.violations(unknown.shape, 2) == []
     assert ulysses.violations(replace(unknown, splits_queries=False).shape, 2)
+    settings = StrategySettings("manual", "cpu:4", ulysses.replace(cfg_degree=2))
+    decision = resolve_strategy(settings, work, tuple(f"cpu:{n}" for n in range(4)))
+    assert decision.strategy == ulysses, "cfg_degree would idle, and does not become more of what seldom pays"
     assert compute_share(work, ulysses) == pytest.approx(1 - work.attention_share / 2)
     # Each device holds the activations of all tokens.
     whole, split = (
