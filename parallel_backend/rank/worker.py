@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,7 @@ import torch.distributed as dist
 from ..engine.groups import Layouts, World
 from ..errors import RequestError
 from ..options import check_step_cache
-from ..requests import (
-    InputShapes,
-    LoadInfo,
-    ModelSpec,
-    ModuleCall,
-    Placement,
-    Rows,
-    SleepInfo,
-)
+from ..requests import InputShapes, LoadInfo, ModelSpec, ModuleCall, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import TrialRun
 from ..wire.arguments import map_tensors, pack_arguments
@@ -59,6 +51,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
+F = TypeVar("F", "AnyForward", "ModuleForward")
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -208,8 +201,9 @@ class RankWorker:
 
         begun = time.perf_counter()
         args, kwargs = self._arguments.take(tensors, message.forget)
-        forward = self._module_forward(self.models.get(message.model), message.placement)
-        _watch_compiling(forward, on_compile)
+        forward = _watched(
+            self._module_forward(self.models.get(message.model), message.placement), on_compile
+        )
         sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
         if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
             return {}, _run(forward, message.placement, begun, sent)
@@ -290,9 +284,7 @@ class RankWorker:
         return held.forwards[placement]
 
     def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
-        forward = self._kept_forward(held, placement)
-        _watch_compiling(forward, on_compile)
-        return forward
+        return _watched(self._kept_forward(held, placement), on_compile)
 
     def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
         from ..engine.module_forward import make_module_forward
@@ -357,13 +349,14 @@ class RankWorker:
         return int(flag.item())
 
 
-def _watch_compiling(forward: AnyForward | ModuleForward, on_compile: OnCompile) -> None:
-    """Has a request's compiling told and counted from here on."""
+def _watched(forward: F, on_compile: OnCompile) -> F:
+    """The forward, whose compiling is told and counted from here on."""
     if forward.compiles:
         from ..engine.compile import compiler
 
         compiler().on_begin = on_compile
         compiler().take()  # what a request did that failed or was cancelled
+    return forward
 
 
 def _run(
