@@ -8,12 +8,12 @@ from comfy_api.latest import io
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.flux.checkpoint import inspect_flux
-from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, COMPILE_MODES, DEFAULT_COMPUTE, ComputeOptions
+from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ParallelModel, model_output, parallel_model_output, strategy_input
+from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.flux import make_flux_model
 
 
@@ -61,15 +61,7 @@ class ParallelFluxLoader(io.ComfyNode):
                     tooltip="auto keeps the file's own. float8_e4m3fn halves the memory; it is computed in bfloat16.",
                 ),
                 strategy_input(),
-                io.Combo.Input(
-                    "compile",
-                    options=list(COMPILE_MODES),
-                    default=AUTO,
-                    optional=True,
-                    tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an "
-                    "image size takes a minute or more. Needs a C compiler. auto does it where it pays, never on a "
-                    "CPU.",
-                ),
+                compile_input(),
                 io.Combo.Input(
                     "attention",
                     options=list(ATTENTION_KERNELS),

@@ -8,6 +8,7 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.models.model_file import ModelFile
+from ..parallel_backend.options import AUTO, COMPILE_MODES
 from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
@@ -22,6 +23,18 @@ def strategy_input() -> io.Custom.Input:
         "strategy",
         optional=True,
         tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+    )
+
+
+def compile_input() -> io.Combo.Input:
+    """Of the nodes that name a model: ComputeOptions.compile."""
+    return io.Combo.Input(
+        "compile",
+        options=list(COMPILE_MODES),
+        default=AUTO,
+        optional=True,
+        tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an image size "
+        "takes a minute or more. Needs a C compiler. auto does it where it pays, never on a CPU.",
     )
 
 

@@ -6,10 +6,11 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
+from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, model_output, parallel_model_output, strategy_input
+from .links import CATEGORY, compile_input, model_output, parallel_model_output, strategy_input
 from .model.parallel_model import make_parallel
 from .model.patcher import StepwisePatcher
 from .model.source import spec_of
@@ -38,6 +39,7 @@ class ParallelModelNode(io.ComfyNode):
                     tooltip="From Load Diffusion Model or Load Checkpoint, also through LoRAs and other model nodes.",
                 ),
                 strategy_input(),
+                compile_input(),
             ],
             outputs=[
                 model_output(),
@@ -53,12 +55,17 @@ class ParallelModelNode(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: comfy.model_patcher.ModelPatcher, strategy: StrategySettings | None = None
+        cls,
+        model: comfy.model_patcher.ModelPatcher,
+        strategy: StrategySettings | None = None,
+        compile: str = AUTO,
     ) -> io.NodeOutput:
         check_links(model=model, strategy=strategy)
         if isinstance(model, StepwisePatcher):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
-        parallel = make_parallel(model, spec_of(model), strategy or default_settings())
+        parallel = make_parallel(
+            model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
+        )
         return io.NodeOutput(parallel.patcher, parallel)

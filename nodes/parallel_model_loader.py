@@ -6,10 +6,11 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, model_output, parallel_model_output, strategy_input
+from .links import CATEGORY, compile_input, model_output, parallel_model_output, strategy_input
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -55,6 +56,7 @@ class ParallelModelLoader(io.ComfyNode):
                     "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
                 ),
                 strategy_input(),
+                compile_input(),
             ],
             outputs=[
                 model_output(),
@@ -70,7 +72,11 @@ class ParallelModelLoader(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model_name: str, weight_dtype: str, strategy: StrategySettings | None = None
+        cls,
+        model_name: str,
+        weight_dtype: str,
+        strategy: StrategySettings | None = None,
+        compile: str = AUTO,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
@@ -78,5 +84,5 @@ class ParallelModelLoader(io.ComfyNode):
         options = _OPTIONS[weight_dtype]
         spec = make_spec(path, _FOLDERS[folder], options)
         source = open_model(path, _FOLDERS[folder], options)
-        parallel = make_parallel(source, spec, strategy or default_settings())
+        parallel = make_parallel(source, spec, strategy or default_settings(), ComputeOptions(compile))
         return io.NodeOutput(parallel.patcher, parallel)

@@ -224,8 +224,9 @@ class PredictRequest:
 
 
 # How a call shares out the tokens of one image or video over a sequence axis: they stay apart from the first block to
-# the last; each block gathers what it gives; or not at all, whole rows only (models/comfyui/table.py).
-STAY, BLOCK, ROWS = TOKEN_MODES = ("stay", "block", "rows")
+# the last; each block gathers what it gives; only the queries of attention are; or nothing is, whole rows only
+# (models/comfyui/table.py).
+STAY, BLOCK, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "attention", "rows")
 
 
 @dataclass(frozen=True)

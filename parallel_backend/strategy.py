@@ -34,14 +34,15 @@ _LABELS = {
 @dataclass(frozen=True)
 class ModelShape:
     """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
-    blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_layers`: so can
-    each layer's heads and columns; `pipelines`: its blocks can lie on different devices; `uneven_heads`: ranks of
-    Ulysses may take different numbers of heads."""
+    blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
+    they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns; `pipelines`:
+    its blocks can lie on different devices; `uneven_heads`: ranks of Ulysses may take different numbers of heads."""
 
     heads: int
     blocks: int
     name: str = "the model"
     splits_tokens: bool = True
+    splits_queries: bool = False
     splits_layers: bool = True
     pipelines: bool = True
     uneven_heads: bool = False
@@ -282,7 +283,7 @@ class ParallelStrategy:
 
     def _unknown_to(self, model: ModelShape) -> Iterator[tuple[str, ...]]:
         """(words, inputs…) of each way to split that this model does not have."""
-        if self.sequence_degree > 1 and not model.splits_tokens:
+        if self.sequence_degree > 1 and not (model.splits_tokens or model.splits_queries):
             inputs = [name for name in ("ring_degree", "ulysses_degree") if getattr(self, name) > 1]
             yield (
                 f"{' with '.join(f'{name} {getattr(self, name)}' for name in inputs)}: the tokens of one image of "

@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import BLOCK, ROWS, STAY
+from parallel_backend.models.comfyui.table import state_of
+from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "templates.md"
@@ -148,13 +148,6 @@ def class_of(file: str) -> str | None:
     return next((found for pattern, found in _CLASSES if re.search(pattern, file.lower())), None)
 
 
-def state_of(class_name: str) -> str:
-    entry = TABLE.get(class_name)
-    if entry is None:
-        return ROWS
-    return STAY if entry.stays_with else BLOCK
-
-
 def judged_nodes() -> tuple[set[str], set[str]]:
     """(exact, refused) of docs/compatibility.md, node by node."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
@@ -177,7 +170,7 @@ def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]
         if node not in exact:
             return "", f"the node {node} was not tried"
     states = [state_of(class_of(file) or "") for file in graph.models if class_of(file) != "no sampling"]
-    return min(states, key=(STAY, BLOCK, ROWS).index), ""
+    return min(states, key=TOKEN_MODES.index), ""
 
 
 def judge(folder: Path) -> dict[str, tuple[str, str]]:
@@ -202,7 +195,7 @@ def page(found: Mapping[str, tuple[str, str]], package: str) -> str:
         share=f"{run / len(found):.0%}",
         stay=states[STAY],
         block=states[BLOCK],
-        rows=states[ROWS],
+        rows=states[ROWS] + states[ATTENTION],
         missed=rows,
     )
 

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfyui_source import comfyui_version, find_comfyui
+from parallel_backend.engine.attention.queries import LEAST_KEYS
 from parallel_backend.models.comfyui.proof import entry_digest, is_proven
-from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import BLOCK, ROWS, STAY
+from parallel_backend.models.comfyui.table import TABLE, state_of
+from parallel_backend.requests import ATTENTION, ROWS
 from steps import SetupError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -56,6 +57,7 @@ be split, and that depends on the module class that computes it.
 | --- | --- | --- |
 | **stay** | tokens stay apart from the first block to the last; a call with other arguments is as in *block* | yes |
 | **block** | each block gathers what it gives: exact whatever lies between blocks, with more traffic | yes |
+| **attention** | only the queries of attention are shared out; each device computes all else | yes |
 | **rows** | none: whole images and prompts only | yes |
 
 **By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
@@ -70,6 +72,21 @@ only tokens that stay apart are wrong, and the report of a run says so. `scripts
 | module | models | state | tokens stay with | proven |
 | --- | --- | --- | --- | --- |
 {split}
+
+**Attention only** is exact for any model that calls ComfyUI's attention, without a proof, and wins what the share of
+attention leaves: every device computes all else, and each answer to a query goes to all others. So attention to fewer
+than {keys} keys stays whole on each device, and a call with as many images and prompts as devices shares out those
+instead. `auto` takes it where attention is a third of the arithmetic or more, and tries one device against it while it
+samples; by hand it is `ulysses_degree`. By arithmetic: SDXL at 1024 x 1024 has 0.8 of 6.0 TFLOP a row in attention,
+12 %, so two devices could save 6 % at most and `auto` leaves it; at 2048 x 2048 it is 36 %; in a video of 44,000 tokens
+of a model 3,072 wide 70 %, and four devices would make a step at most 2.1 times as fast. No GPU has measured it
+([why so](decisions/046-attention-only.md)).
+
+## {attention} classes of which attention alone can be split
+
+| module | models | why not more |
+| --- | --- | --- |
+{attending}
 
 ## {others} classes of which only rows are shared out
 
@@ -88,10 +105,7 @@ class Configuration:
 
     @property
     def state(self) -> str:
-        entry = TABLE.get(self.module)
-        if entry is None:
-            return ROWS
-        return STAY if entry.stays_with else BLOCK
+        return state_of(self.module)
 
 
 class _Named(Exception):
@@ -160,11 +174,15 @@ def page(root: Path, found: list[Configuration]) -> str:
     for one in found:
         models.setdefault(one.module, []).append(one.name)
     split = [module for module in models if module in TABLE]
-    rows = [module for module in models if module not in TABLE]
+    attending = [module for module in models if state_of(module) == ATTENTION]
+    rows = [module for module in models if state_of(module) == ROWS]
     return _PAGE.format(
         version=_VERSION.format(comfyui_version(root)),
         described=len(split),
+        attention=len(attending),
         others=len(rows),
+        keys=f"{LEAST_KEYS:,}",
+        attending="\n".join(_rows_line(module, models[module]) for module in sorted(attending)),
         split="\n".join(_split_line(root, module, models[module]) for module in sorted(split)),
         rows="\n".join(_rows_line(module, models[module]) for module in sorted(rows)),
     )

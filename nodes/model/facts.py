@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import comfy.model_base
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.ldm.modules.attention import SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import nn
 
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, inspect
-from ...parallel_backend.models.comfyui.proof import Verdict
-from ...parallel_backend.requests import ROWS
+from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
+from ...parallel_backend.requests import ATTENTION, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
@@ -67,9 +68,27 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         channels=int(model.latent_format.latent_channels),
         patch=_patch(module),
         pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
-        splits_tokens=verdict.mode != ROWS,
+        splits_tokens=verdict.mode in (STAY, BLOCK),
+        splits_queries=trusted_mode(type(module).__name__, {}, verdict) == ATTENTION,
         is_transformer=not isinstance(module, UNetModel),
+        image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
     )
+
+
+def _attention_of(unet: UNetModel) -> float:
+    """FLOPs of attention to itself for an image of 1024 x 1024 pixels, whose latent has 128 x 128 cells: queries x keys
+    and weights x values of each layer, 4 * positions² * width."""
+    flop, positions = 0.0, 128**2
+    for block in (*unet.input_blocks, unet.middle_block, *unet.output_blocks):
+        for layer in block:
+            if isinstance(layer, Downsample):
+                positions //= 4
+            elif isinstance(layer, Upsample):
+                positions *= 4
+            elif isinstance(layer, SpatialTransformer):
+                width = layer.proj_in.weight.shape[0]
+                flop += 4.0 * len(layer.transformer_blocks) * positions**2 * width
+    return flop
 
 
 def _candidates(module: nn.Module) -> Iterable[nn.Module]:

@@ -13,7 +13,7 @@ import comfy.utils
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import StrategyError
 from ...parallel_backend.models.comfyui.proof import Verdict
-from ...parallel_backend.options import DEFAULT_COMPUTE
+from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.strategy import ModelShape
@@ -30,7 +30,10 @@ _NETWORK = "diffusion_model"
 
 
 def make_parallel(
-    source: comfy.model_patcher.ModelPatcher, spec: ModelSpec, settings: StrategySettings
+    source: comfy.model_patcher.ModelPatcher,
+    spec: ModelSpec,
+    settings: StrategySettings,
+    computing: ComputeOptions,
 ) -> ParallelModel:
     """`source`, whose weights are `spec`'s, over the devices. Reads no weights and starts no ranks; a ComfyUI that the
     pack does not know yet is tested once. Raises RequestError, StrategyError or CheckpointError."""
@@ -53,7 +56,7 @@ def make_parallel(
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-    _carry_over(source, patcher, settings)
+    _carry_over(source, patcher, settings, computing)
     return ParallelModel(spec, file, patcher)
 
 
@@ -107,12 +110,15 @@ def _refuse_changes(source: comfy.model_patcher.ModelPatcher) -> None:
 
 
 def _carry_over(
-    source: comfy.model_patcher.ModelPatcher, patcher: StepwisePatcher, settings: StrategySettings
+    source: comfy.model_patcher.ModelPatcher,
+    patcher: StepwisePatcher,
+    settings: StrategySettings,
+    computing: ComputeOptions,
 ) -> None:
     """What nodes have put on `source`: LoRAs, replaced objects, options, wrappers and callbacks."""
     patcher.model_options = comfy.utils.deepcopy_list_dict(source.model_options)
     patcher.model_options.setdefault("transformer_options", {})
-    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: DEFAULT_COMPUTE}
+    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
     for name, value in source.object_patches.items():
         patcher.add_object_patch(name, value)
     for kind, by_key in source.wrappers.items():

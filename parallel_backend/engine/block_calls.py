@@ -22,6 +22,13 @@ from .block_tokens import BlockTokens
 from .groups import Layout
 from .traffic_counter import Traffic
 
+# Runs a block's own forward.
+RunBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return type(block).forward(block, *args, **kwargs)
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -35,10 +42,13 @@ class _Block:
 
 class BlockCalls:
     """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
-    not the one that its table describes."""
+    not the one that its table describes. `run_block`: for those in which ranks meet at attention only."""
 
-    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+    def __init__(
+        self, model: ModuleModel, layout: Layout, traffic: Traffic, run_block: RunBlock = as_it_is
+    ) -> None:
         self._model = model
+        self._run_block = run_block
         self._layout = layout
         self._traffic = traffic
         self._regions = [(region, _blocks_of(model.module, region)) for region in model.regions]
@@ -72,7 +82,8 @@ class BlockCalls:
                 gather, cut = _around_whole(tokens, argument)
                 inside.callback(module.register_forward_pre_hook(gather).remove)
                 inside.callback(module.register_forward_hook(cut).remove)
-            return type(block.module).forward(block.module, *args, **kwargs)
+            run = as_it_is if block.kind.whole else self._run_block
+            return run(block.module, args, kwargs)
 
 
 class _Pass:

@@ -24,7 +24,7 @@ from .operators import AttentionOperator
 
 # Versions that are compiled of each kind of block. One image size takes one, all others together one or two more, and
 # images one by one others than several at once; more come from a change of dtype or of the split of the weights.
-MOST_VERSIONS = 8
+MOST_VERSIONS = 12
 
 
 class Blocks(Protocol):
@@ -92,6 +92,10 @@ class Compiler:
         self._versions: dict[type[nn.Module], Callable[..., tuple[Tensor, ...]]] = {}
         # By class, width, dtype and device the shapes of the tokens that were met first.
         self._first: dict[tuple[type[nn.Module], int, torch.dtype, torch.device], tuple[torch.Size, ...]] = {}
+        self._wholes: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._problems: dict[type[nn.Module], str] = {}  # why a class cannot be one graph
+        self._left_out: dict[type[nn.Module], None] = {}  # of these, what ran since it was asked last
+        self._left_out_before: tuple[type[nn.Module], ...] = ()
         self._begun = 0.0
         self._graphs, self._seconds, self._problem = 0, 0.0, ""
 
@@ -113,6 +117,28 @@ class Compiler:
         self._begun = time.perf_counter()
         return self._version(kind.module)(block, **arguments)
 
+    def run_whole(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of a block whose attention is an operator, as one graph. What cannot be one runs as it is.
+
+        The first shape is compiled for itself; what differs in a later one is dynamic from then on.
+        """
+        kind = type(block)
+        if kind not in self._problems:
+            if kind not in self._wholes:
+                self._wholes[kind] = torch.compile(kind.forward, backend=self._compile, fullgraph=True)
+            self._begun = time.perf_counter()
+            try:
+                plain = {name: _alike(value) for name, value in kwargs.items()}
+                return self._wholes[kind](block, *map(_alike, args), **plain)
+            except _beyond_the_most():
+                pass  # versions that there are go on serving what they fit
+            except torch._dynamo.exc.TorchDynamoException as error:  # while tracing: nothing of the block ran
+                self._problems[kind] = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
+        if kind in self._problems:
+            self._left_out[kind] = None
+        self.attention.uncompiled += 1
+        return kind.forward(block, *args, **kwargs)
+
     def _version(self, module: type[nn.Module]) -> Callable[..., tuple[Tensor, ...]]:
         if module not in self._versions:
             self._versions[module] = torch.compile(module.forward, backend=self._compile)
@@ -122,12 +148,19 @@ class Compiler:
         """Takes the counts of what was done since this was asked last."""
         done = CompileStats(self._graphs, self._seconds, self.attention.uncompiled)
         self._graphs, self._seconds, self.attention.uncompiled = 0, 0.0, 0
+        self._left_out_before, self._left_out = tuple(self._left_out), {}
         return done
 
     def notes_on(self, done: CompileStats) -> list[str]:
-        """Notes on what went otherwise than a person asked for."""
+        """Notes on what went otherwise than a person asked for. `done`: what `take` gave last."""
         if self._problem:
             return [f"torch.compile failed, so blocks ran uncompiled: {self._problem}; set compile to off"]
+        if self._left_out_before:
+            return [
+                f"blocks {kind.__name__} ran uncompiled: torch.compile cannot make one graph of them "
+                f"({self._problems[kind]})"
+                for kind in self._left_out_before
+            ]
         if done.uncompiled:
             return [
                 f"some blocks ran uncompiled: {MOST_VERSIONS} versions of a block are the most, and this request would "
@@ -157,6 +190,18 @@ def compiler() -> Compiler:
     return Compiler(os.environ.get(COMPILE_BACKEND) or "inductor")
 
 
+def start_compiler(device_type: str) -> tuple[Compiler | None, list[str]]:
+    """(this process's compiler for blocks on a device, []), or (None, what there is to say about its lack)."""
+    reason = why_not(device_type)
+    if reason is None:
+        try:
+            return compiler(), []
+        except Exception as error:  # a Python that this torch cannot compile for, say
+            words = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            reason = f"torch.compile does not start ({words}); set compile to off"
+    return None, [f"blocks ran uncompiled: {reason}"]
+
+
 def why_not(device_type: str) -> str | None:
     """The lack that keeps this machine from compiling for a device, with the remedy; None where nothing is missing."""
     if os.environ.get(COMPILE_BACKEND):
@@ -176,8 +221,21 @@ def why_not(device_type: str) -> str | None:
     return None
 
 
+def _beyond_the_most() -> type[Exception]:
+    """What torch raises where a block of one graph would need one version more than MOST_VERSIONS."""
+    names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # the second one before 2.7
+    found: type[Exception] = next(filter(None, (getattr(torch._dynamo.exc, name, None) for name in names)))
+    return found
+
+
 def _tensors(argument: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return argument if isinstance(argument, tuple) else (argument,)
+
+
+def _alike(argument: Any) -> Any:
+    """Tokens come to a first block in other strides than to the next ones."""
+    is_tokens = isinstance(argument, Tensor) and argument.ndim == 3 and argument.is_floating_point()
+    return _plain(argument) if is_tokens and 0 not in argument.stride() else argument
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from ..options import ComputeOptions, overlaps
 from ..requests import Placement
 from .attention.kernel_choice import kernel_for
 from .attention.native import NativeAttention
-from .compile import Blocks, CompiledBlocks, PlainBlocks, compiler
-from .compile import why_not as why_not_compile
+from .compile import Blocks, CompiledBlocks, PlainBlocks, start_compiler
 from .forward import ParallelForward
 from .groups import Layout, Layouts
 from .lead import LeadForward
@@ -43,16 +42,8 @@ def _blocks(model: TokenModel, compute_options: ComputeOptions) -> tuple[Blocks,
     """Blocks that run as was asked for, or plain ones, and what there is to say about it."""
     if not compute_options.compiles:
         return PlainBlocks(), []
-    reason = why_not_compile(model.device.type)
-    if reason is not None:
-        return PlainBlocks(), [f"blocks ran uncompiled: {reason}"]
-    try:
-        return CompiledBlocks(compiler()), []
-    except Exception as error:  # a Python that this torch cannot compile for, say
-        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        return PlainBlocks(), [
-            f"blocks ran uncompiled: torch.compile does not start ({reason}); set compile to off"
-        ]
+    compiler, notes = start_compiler(model.device.type)
+    return PlainBlocks() if compiler is None else CompiledBlocks(compiler), notes
 
 
 def _make_forward(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
-from ..requests import ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..requests import ATTENTION, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from .attention import queries
 from .attention.kernel_choice import kernel_for
-from .block_calls import BlockCalls
+from .block_calls import BlockCalls, as_it_is
 from .call_rows import split_rows, take_rows
 from .collectives import all_gather
+from .compile import Compiler, start_compiler
 from .groups import Axis, Layout, Layouts
 from .load import notes_on_weights
 from .traffic_counter import Traffic
@@ -28,6 +31,10 @@ _SCALES = (
 _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
+)
+_QUERIES = (
+    "the blocks of this model are not described, so devices share out the queries of its attention (with {keys} keys "
+    "or more) and compute all else alike"
 )
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
@@ -59,20 +66,35 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     if placement.engine == "xfuser":
         forward.notes.append("engine xfuser fell back to native: it does not know ComfyUI's modules")
     if options.compiles:
-        forward.notes.append("blocks ran uncompiled: blocks of ComfyUI's own modules are not compiled")
+        compiler, notes = start_compiler(model.device.type)
+        forward.notes += notes or _uncompiled(forward, model)
+        forward.compiler = compiler if forward.known_blocks else None
     return forward
+
+
+def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
+    """Notes on what cannot be compiled of a module."""
+    name = type(model.module).__name__
+    if not forward.known_blocks:
+        return [f"blocks ran uncompiled: which parts of {name} are its blocks is not described"]
+    kinds = [kind for region in model.regions for kind in region.lists.values()]
+    if forward.layout.sequence.size > 1 and any(kind.whole for kind in kinds):
+        return [
+            f"some blocks of {name} run uncompiled where tokens are shared out: ranks meet inside of them outside of "
+            f"attention too"
+        ]
+    return []
 
 
 class ModuleForward:
     """`forward(call) -> answer`, complete on every rank.
 
     Rows are shared out over the row axis (data x cfg), and tokens over the sequence axis (ring x ulysses); where tokens
-    cannot be, rows are over both.
+    cannot be, rows are over both, or queries of attention over the sequence axis.
     """
 
     engine = "native"
     kernel = "torch"  # over a ring; otherwise ComfyUI's own, whichever its command line chose
-    compiles = False
 
     def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
         self.model = model
@@ -83,7 +105,25 @@ class ModuleForward:
         self.notes: list[str] = [] if self.exact else [_SCALES]
         if model.rows_together and layout.row.size > 1:
             self.notes.append(_ROWS_TOGETHER)
+        self.compiler: Compiler | None = None  # of blocks; None: they run as they are
         self._blocks: BlockCalls | None = None
+
+    @property
+    def compiles(self) -> bool:
+        return self.compiler is not None
+
+    @cached_property
+    def known_blocks(self) -> list[nn.Module]:
+        """As the table has them; none where this version of the module has others."""
+        paths = [path for region in self.model.regions for path in region.lists]
+        try:
+            return [
+                block
+                for path in paths
+                for block in cast(nn.ModuleList, self.model.module.get_submodule(path))
+            ]
+        except (AttributeError, TypeError):
+            return []
 
     @property
     def bytes_sent(self) -> int:
@@ -103,7 +143,9 @@ class ModuleForward:
         if call.rows < 1:
             raise RequestError(f"a model call needs at least one row, and has {call.rows}.")
         if call.tokens == ROWS or self.layout.sequence.size == 1:
-            return self._by_rows(call, (self.layout.row, self.layout.sequence), self._compute)
+            return self._by_rows(call, (self.layout.row, self.layout.sequence), self._compute_rows)
+        if call.tokens == ATTENTION:
+            return self._by_rows(call, (self.layout.row,), self._compute_queries)
         self._blocks = self._blocks or self._block_calls()
         return self._by_rows(call, (self.layout.row,), self._compute_shared_out)
 
@@ -124,7 +166,8 @@ class ModuleForward:
                 f"The tokens of {type(self.model.module).__name__} cannot be shared out: which arguments of its blocks "
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
-        return BlockCalls(self.model, self.layout, self.traffic)
+        run = as_it_is if self.compiler is None else self.compiler.run_whole
+        return BlockCalls(self.model, self.layout, self.traffic, run)
 
     def _by_rows(
         self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
@@ -149,6 +192,28 @@ class ModuleForward:
 
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)
+
+    def _compute_rows(self, call: ModuleCall) -> Answer:
+        """Of whole images, with blocks compiled where they are to be."""
+        if self.compiler is None:
+            return self._compute(call)
+        run = self.compiler.run_whole
+        with ExitStack() as restore:
+            for block in self.known_blocks:
+                block.forward = lambda *args, _block=block, **kwargs: run(_block, args, kwargs)
+                restore.callback(block.__dict__.pop, "forward")
+            return self._compute(call)
+
+    def _compute_queries(self, call: ModuleCall) -> Answer:
+        """Rows over the sequence axis too where there are enough; else the queries of each attention."""
+        sequence = self.layout.sequence
+        if call.rows >= sequence.size and not self.model.rows_together:
+            return self._by_rows(call, (sequence,), self._compute_rows)
+        said = _QUERIES.format(keys=queries.LEAST_KEYS)
+        if said not in self.notes:
+            self.notes.append(said)
+        with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
+            return self._compute_rows(call)
 
     def _compute_shared_out(self, call: ModuleCall) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"

@@ -49,6 +49,7 @@ class Family:
     default_size: tuple[int, int, int] = (1024, 1024, 1)
     default_steps: int = 28
     image_flop: float = 0.0
+    image_attention: float = 0.0
     known: bool = True
 
     @property

@@ -13,6 +13,9 @@ from .job import Job
 APPROXIMATION = ("never", "if_needed", "allowed")
 # What was measured must be this many times as fast as the rule's to take its place.
 MEASURED_GAIN = 1.02
+# Of a step's FLOPs, that attention must take for `auto` to share out nothing but its queries: two devices then save a
+# sixth at most. With less, what is gathered and what all devices do alike leave nothing to gain.
+LEAST_ATTENTION = 1 / 3
 SHOWN = 8  # rows of a table that still fits under a node
 
 
@@ -54,10 +57,10 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
         ):
             if data * cfg * pipe * ring * ulysses * tensor > count:
                 continue
-            split = pipe * ring * ulysses * tensor
-            if split > 1 and not family.is_transformer:
+            if pipe * ring * tensor > 1 and not family.is_transformer:
                 continue
-            if ring * ulysses > 1 and not (shape.splits_tokens and shape.takes_ulysses(ulysses)):
+            splits = family.is_transformer and shape.splits_tokens and shape.takes_ulysses(ulysses)
+            if ring * ulysses > 1 and not splits and not (ring == 1 and queries_pay(job)):
                 continue
             if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
                 continue
@@ -70,6 +73,11 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
             if sharded and strategy.world_size > 1 and tensor == pipe == 1 and family.is_transformer:
                 found.append(strategy.replace(shard_weights=True))
     return tuple(found)
+
+
+def queries_pay(job: Job) -> bool:
+    """Whether attention alone is shared out by itself where tokens cannot be."""
+    return job.model.shape.splits_queries and job.attention_share >= LEAST_ATTENTION
 
 
 def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:

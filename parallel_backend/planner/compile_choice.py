@@ -44,6 +44,8 @@ class CompileChoice:
         off = replace(job, model=model.uncompiled)
         if is_cpu(devices):
             return off, ""  # it gains little there, so it is no question
+        if not model.shape.splits_tokens:
+            return off, ""  # nobody knows its blocks
         reason = _why_never(devices, topology)
         if reason is not None:
             return off, f"compile: auto left the blocks as they are: {reason}"

@@ -96,10 +96,17 @@ class Job:
         return linear + attention
 
     @property
+    def attention_share(self) -> float:
+        """Of the FLOPs of a step."""
+        linear, attention = self.flop_parts
+        return attention / (linear + attention) if attention else 0.0
+
+    @property
     def flop_parts(self) -> tuple[float, float]:
         """(linear, attention) FLOPs of one denoising step: all rows."""
         family = self.model.family
         if not family.is_transformer:  # convolutions dominate: in proportion to the pixels
-            return self.rows * family.image_flop * self.width * self.height / 1024**2, 0.0
+            images = self.width * self.height / 1024**2
+            return self.rows * family.image_flop * images, self.rows * family.image_attention * images**2
         image, text = self.image_tokens, self.text_tokens
         return self.rows * family.linear_flop(image, text), self.rows * family.attention_flop(image, text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..errors import StrategyError
 from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
-from .candidates import APPROXIMATION, Ranking
+from .candidates import APPROXIMATION, Ranking, queries_pay
 from .job import Job
 
 MODES = ("auto", "manual")
@@ -126,6 +126,12 @@ def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
         f"{count} devices are selected",
         f"the tokens of one image of {job.model.shape.name} cannot be shared out, only whole images and prompts",
     ]
+    queries = count // strategy.world_size
+    if queries > 1 and queries_pay(job):
+        strategy = strategy.replace(ulysses_degree=queries)
+        because.append(
+            f"attention takes {job.attention_share:.0%} of the arithmetic, and {queries} devices share out its queries"
+        )
     if strategy.world_size < count:
         because.append(f"{count - strategy.world_size} of the devices have nothing to do")
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
@@ -191,7 +197,9 @@ def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelSt
         if not useless:
             continue
         freed = getattr(strategy, name)
-        ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
+        ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
+        if job.model.shape.splits_tokens:
+            ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
         before = strategy.describe()
         strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
         notes.append(

@@ -20,7 +20,11 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
     ulysses, ring, tensor = s.ulysses_degree, s.ring_degree, s.tensor_degree
     tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
     sent = 0.0
+    queries = s.sequence_degree > 1 and not job.model.shape.splits_tokens
     for blocks in f.blocks:
+        if queries:  # what attention answers to a device's share goes to all others
+            sent += blocks.count * rows * f.hidden * ACTIVATION_BYTES * tokens * (s.sequence_degree - 1)
+            continue
         moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
         layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
         # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest.
@@ -44,6 +48,8 @@ def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
     s, f = strategy, job.model.family
     rows = -(-job.rows // s.row_degree) / job.rows
+    if s.sequence_degree > 1 and not job.model.shape.splits_tokens:  # of attention alone
+        return rows * (1 - job.attention_share * (1 - 1 / s.sequence_degree))
     tokens = job.image_tokens + job.text_tokens
     sequence = -(-tokens // s.sequence_degree) / tokens
     parts = s.ulysses_degree * s.tensor_degree

@@ -240,13 +240,13 @@ def _answer(
                 return Done(run=run), result
             case SampleLoop():
                 on_step = boundary(message.steps, message.previews, message.states)
-                result, run = worker.sample_loop(message, tensors, on_step)
+                result, run = worker.sample_loop(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
             case Predict():
                 result, run = worker.predict(message, tensors, report_compiling)
                 return Done(run=run), result
             case Call():
-                result, run = worker.call(message, tensors)
+                result, run = worker.call(message, tensors, report_compiling)
                 return Done(run=run), result
             case KeepFactors():
                 worker.models.get(message.model).patches.keep(tensors)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,7 @@ import torch.distributed as dist
 from ..engine.groups import Layouts, World
 from ..errors import RequestError
 from ..options import check_step_cache
-from ..requests import (
-    InputShapes,
-    LoadInfo,
-    ModelSpec,
-    ModuleCall,
-    Placement,
-    Rows,
-    SleepInfo,
-)
+from ..requests import InputShapes, LoadInfo, ModelSpec, ModuleCall, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import TrialRun
 from ..wire.arguments import map_tensors, pack_arguments
@@ -62,6 +54,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
+F = TypeVar("F", "AnyForward", "ModuleForward")
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -190,7 +183,7 @@ class RankWorker:
 
     @torch.inference_mode()
     def sample_loop(
-        self, message: SampleLoop, tensors: Tensors, on_step: StepBoundary
+        self, message: SampleLoop, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
     ) -> tuple[Tensors, RankRun]:
         """Runs the whole job by ComfyUI's own loop; the latent is the first rank's."""
         from .loop_worker import sample_loop
@@ -200,6 +193,7 @@ class RankWorker:
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
             return self._module_forward(held, replace(message.placement, strategy=strategy))
 
+        _watched(forward_under(message.placement.strategy), on_compile)
         model = cast("ComfyUIModel", held.model)
         return sample_loop(self._layouts, model, message, tensors, on_step, forward_under)
 
@@ -221,13 +215,15 @@ class RankWorker:
         return {"velocity": velocity.float().cpu()}, run_record(forward, message.placement, begun, sent)
 
     @torch.inference_mode()
-    def call(self, message: Call, tensors: Tensors) -> tuple[Tensors, RankRun]:
+    def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
         """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
         from ..engine.lead import all_threads
 
         begun = time.perf_counter()
         args, kwargs = self._arguments.take(tensors, message.forget)
-        forward = self._module_forward(self.models.get(message.model), message.placement)
+        forward = _watched(
+            self._module_forward(self.models.get(message.model), message.placement), on_compile
+        )
         sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
         if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
             return {}, run_record(forward, message.placement, begun, sent)
@@ -308,13 +304,7 @@ class RankWorker:
         return held.forwards[placement]
 
     def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
-        forward = self._kept_forward(held, placement)
-        if forward.compiles:
-            from ..engine.compile import compiler
-
-            compiler().on_begin = on_compile
-            compiler().take()  # what a request did that failed or was cancelled
-        return forward
+        return _watched(self._kept_forward(held, placement), on_compile)
 
     def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
         from ..engine.module_forward import make_module_forward
@@ -377,3 +367,13 @@ class RankWorker:
             with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
+
+
+def _watched(forward: F, on_compile: OnCompile) -> F:
+    """The forward, whose compiling is told and counted from here on."""
+    if forward.compiles:
+        from ..engine.compile import compiler
+
+        compiler().on_begin = on_compile
+        compiler().take()  # what a request did that failed or was cancelled
+    return forward

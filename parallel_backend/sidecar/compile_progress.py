@@ -11,12 +11,17 @@ from .phases import OnPhase, Phase, PhaseKind
 _PIXELS_PER_LATENT = 8
 
 
-class CompileWatch:
-    """Of one request. `latent_shape`: [..., h, w]."""
+def image_size(latent_shape: Sequence[int]) -> str:
+    """In pixels, of a Flux latent [..., h, w]."""
+    height, width = (side * _PIXELS_PER_LATENT for side in latent_shape[-2:])
+    return f"{width} x {height}"
 
-    def __init__(self, latent_shape: Sequence[int], on_phase: OnPhase) -> None:
-        height, width = (side * _PIXELS_PER_LATENT for side in latent_shape[-2:])
-        self._phase = Phase(PhaseKind.COMPILING, f"{width} x {height}")
+
+class CompileWatch:
+    """Of one request. `size`: of what it computes, for people."""
+
+    def __init__(self, size: str, on_phase: OnPhase) -> None:
+        self._phase = Phase(PhaseKind.COMPILING, size)
         self._on_phase = on_phase
         self._reported = False
         self._compiling = False

@@ -28,7 +28,7 @@ from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_argument
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
 from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample, SampleLoop
 from ..wire.weight_patches import WeightPatches
-from .compile_progress import CompileWatch
+from .compile_progress import CompileWatch, image_size
 from .events import Stepped, emit
 from .exchange import Exchange, expect, reports
 from .holdings import RankHoldings
@@ -73,12 +73,14 @@ class ModelRequests:
         strategies = (message.placement.strategy, *trials.strategies)
         if isinstance(job.request, LoopRequest):  # whose shapes ComfyUI's own module knows
             load = self._holdings.ensure_ready(spec, message.placement.strategy, patches, lease)
+            size = _latent_in_words(job.request.noise)
         else:
+            size = image_size(job.shape)
             load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
-        compiling = CompileWatch(job.shape, lease.on_phase)
+        compiling = CompileWatch(size, lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -139,7 +141,7 @@ class ModelRequests:
             exchange = lease.exchange()
             message = Predict(placement, key, known.take_forgotten(), held.number, mask_key)
             exchange.send_call(message, tensors)
-            compiling = CompileWatch(request.x.shape, lease.on_phase)
+            compiling = CompileWatch(image_size(request.x.shape), lease.on_phase)
 
             def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
                 if not compiling.took(answer):
@@ -179,7 +181,13 @@ class ModelRequests:
                 Call(placement, call.method, call.rows, call.tokens, held.number, known.take_forgotten()),
                 tensors,
             )
-            done = exchange.wait(lambda: deadlines.step_budget(times))
+            compiling = CompileWatch(_latent_in_words(*call.args[:1]), lease.on_phase)
+
+            def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
+                if not compiling.took(answer):
+                    expect(rank, answer, Done)
+
+            done = exchange.wait(lambda: compiling.budget(deadlines.step_budget(times)), on_message)
         except BaseException:
             known.drop(arguments.new)  # who knows whether the ranks have them
             raise
@@ -228,6 +236,14 @@ def sample_message(
 def _shape(call: ModuleCall) -> tuple[int, ...]:
     """The size of what is sampled, as far as calls of other sizes take other times."""
     return next((tuple(value.shape) for value in call.args if isinstance(value, Tensor)), ())
+
+
+def _latent_in_words(first: object = None) -> str:
+    """Of what is sampled, the first part where there are several (video and sound)."""
+    latent = first[0] if isinstance(first, (list, tuple)) and first else first
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None]) -> Tensors:

@@ -1,4 +1,4 @@
-"""Compiled blocks and the attention kernel, chosen in Parallel Flux Loader or by ComfyUI's own TorchCompileModel.
+"""Compiled blocks and the attention kernel, chosen in the loaders and Parallel Model or by ComfyUI's TorchCompileModel.
 
 The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); tests/engine/test_compile.py has
 inductor.
@@ -6,9 +6,13 @@ inductor.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from any_graphs import AnyGraph
+from any_runs import assert_same, latents
 from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
 from graphs import STOCK, Graph
@@ -83,6 +87,41 @@ def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):
     compiled = stepwise(comfy, unet, node="TorchCompileModel")
     assert relative_difference(compiled, stock) <= TOLERANCE
     assert said(comfy) == before + 1  # one row to each rank is another version than two
+
+
+@pytest.mark.parametrize("by", ["its input", "a node before"])
+def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by):
+    graph = AnyGraph(comfy, "wan_t2v")
+    stock = source = graph.stock()
+    inputs = {"compile": "blocks"}
+    if by == "a node before":
+        source, inputs = [graph.add("TorchCompileModel", model=stock, backend="inductor"), 0], {}
+    ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", ulysses=2), **inputs)
+    positive, negative, latent = graph.request()
+    sampling = {
+        "seed": 7,
+        "steps": 2,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "denoise": 1.0,
+    }
+    sampler = graph.add(
+        "ParallelSampler",
+        parallel_model=[ours, 1],
+        positive=positive,
+        negative=negative,
+        latent_image=latent,
+        **sampling,
+    )
+    expected = graph.ksampler(stock, positive, negative, latent, steps=2, cfg=3.0)
+    found = latents(comfy, graph, {"stock": expected, "ours": [sampler, 0]}, {"report": [sampler, 1]})
+    assert_same(found)
+    # One graph for all blocks, calls and steps; what was compiled is kept.
+    assert re.search(r"compile: (1 graph in|blocks \(were compiled\))", found["report"]), found["report"]
+    assert "uncompiled" not in found["report"]
+    assert "result: exact" in found["report"]
+    assert "compiling for a latent of 16 x 3 x 9 x 7" in comfy.server.log.read_text()
 
 
 @pytest.mark.parametrize("kernel", ["flash", "sage"])

@@ -46,8 +46,8 @@ OUR_NODES = {
         "step_cache",
         "cache_threshold",
     ],
-    "ParallelModel": ["model", "strategy"],
-    "ParallelModelLoader": ["model_name", "weight_dtype", "strategy"],
+    "ParallelModel": ["model", "strategy", "compile"],
+    "ParallelModelLoader": ["model_name", "weight_dtype", "strategy", "compile"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
 }

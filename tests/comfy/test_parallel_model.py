@@ -32,6 +32,12 @@ def test_auto_chooses_by_itself(comfy, kind):
     assert_same(both(comfy, kind, {}, devices="cpu:2"))
 
 
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy, cfg):
+    """With a negative prompt there are as many rows as devices, which go whole to each."""
+    assert_same(both(comfy, "unet", {"ulysses": 2}, cfg=cfg))
+
+
 def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_tolerance(comfy):
     """What the comparisons could not see is not there."""
     graph = AnyGraph(comfy, "wan_t2v")

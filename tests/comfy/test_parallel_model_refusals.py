@@ -39,7 +39,6 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(comfy, name, inputs, wor
 @pytest.mark.parametrize(
     ("kind", "choice", "words"),
     [
-        ("unet", {"ulysses": 2}, "ring_degree 1 and ulysses_degree 1"),
         ("wan_t2v", {"ulysses": 3}, "more than the 2 attention heads"),
         ("wan_t2v", {"pipefusion": 2}, "the nearest valid setting is pipefusion_degree 1"),
         ("wan_t2v", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),

@@ -143,9 +143,6 @@ def sample_with_a_compiler_that_fails(world, path):
 
     compiler = compiling.Compiler(fails)
     compiling.compiler = lambda: compiler
-    from parallel_backend.engine import factory
-
-    factory.compiler = compiling.compiler
     layouts = Layouts(world)
     model = load_under(ModelSpec(path), layouts, ParallelStrategy())
     plain, compiled = (
@@ -159,7 +156,7 @@ def sample_with_a_compiler_that_fails(world, path):
     def does_not_start():
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 
-    factory.compiler = does_not_start
+    compiling.compiler = does_not_start
     notes += make_forward(model, layouts, Placement(compute_options=ComputeOptions("blocks"))).notes
     return [off, notes]
 

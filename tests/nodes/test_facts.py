@@ -8,6 +8,7 @@ import parallel_backend.wire.payloads  # noqa: F401  the module under test must 
 from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
 from pack_nodes import import_node_module
 from parallel_backend.models.comfyui.tiny.weights import fill
+from undescribed_modules import sd15
 
 # Prompts prepared by the module's own layers before, several prompts at once, or one put together of layers.
 UNCHECKED = {
@@ -69,3 +70,9 @@ def test_a_unet_without_cross_attention_takes_any_prompt(facts):
 )
 def test_cells_of_the_latent_in_a_token(facts, name, patch):
     assert facts._patch(CASES[name][0]()) == patch
+
+
+def test_a_unets_attention_is_counted_layer_by_layer(facts):
+    """One layer of width 32 on the way down and two on the way up at 128 x 128, four of width 64 at half of that."""
+    flop = 4.0 * (3 * 32 * 128**4 + 4 * 64 * 64**4)
+    assert facts._attention_of(sd15()) == flop

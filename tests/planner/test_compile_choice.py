@@ -10,6 +10,7 @@ import fake_nvml
 from jobs import BF16, flux_file
 from parallel_backend.machine.local import NO_GPUS
 from parallel_backend.machine.probe import read_topology
+from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.compile_choice import CompileChoice
 from parallel_backend.planner.decide import job_from_latent
@@ -72,3 +73,15 @@ def test_short_jobs_are_compiled_once_those_before_would_have_paid_for_it(pair):
     other = _job()
     other = replace(other, model=replace(other.model, weight_dtype="float8_e4m3fn"))
     assert _mode(choice.settle(other, PAIR, pair)[0]) == "off"  # another model's blocks
+
+
+def test_blocks_that_nobody_described_are_not_compiled(pair):
+    job = job_from_latent(
+        CheckpointModel(replace(TYPICAL, splits_tokens=False), compute_options=ComputeOptions("auto")),
+        (1, 16, 256, 256),
+        text=512,
+        has_cfg=False,
+        steps=2_000,
+    )
+    settled, told = CompileChoice().settle(job, PAIR, pair)
+    assert (_mode(settled), told) == ("off", "")

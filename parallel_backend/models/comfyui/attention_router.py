@@ -11,7 +11,11 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import attention_operator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +26,13 @@ _NAMES = ("optimized_attention", "optimized_attention_masked")
 _attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
 
 
-def install_router() -> None:
-    """Has both names lead through the router. Before a model module is imported, and once."""
+def install_router(device: torch.device) -> None:
+    """Has both names lead through the router. Before a model module is imported, and once. `device`: of the models."""
     from comfy.ldm.modules import attention
 
+    attention_operator.prepare(device.type)
     for name in _NAMES:
-        setattr(attention, name, _routed(getattr(attention, name)))
+        setattr(attention, name, _routed(name, getattr(attention, name)))
 
 
 @contextmanager
@@ -40,9 +45,11 @@ def attention_by(attend: AttentionCall) -> Iterator[None]:
         _attend.reset(before)
 
 
-def _routed(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _routed(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def routed(*args: object, **kwargs: object) -> Tensor:
+    def routed(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return attention_operator.attend(name, *args, **kwargs)
         attend = _attend.get()
         return original(*args, **kwargs) if attend is None else attend(original, *args, **kwargs)
 

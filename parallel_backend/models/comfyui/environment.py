@@ -42,7 +42,7 @@ def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
     if _imported is None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # ComfyUI takes the current one
-        _import(wanted)
+        _import(wanted, device)
         _imported = wanted
     elif wanted != _imported:
         raise RequestError(
@@ -52,7 +52,7 @@ def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
         )
 
 
-def _import(wanted: _Imported) -> None:
+def _import(wanted: _Imported, device: torch.device) -> None:
     root = Path(wanted.root)
     if not (root / "comfy" / "cli_args.py").is_file():
         raise RequestError(
@@ -72,7 +72,7 @@ def _import(wanted: _Imported) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "comfy"]:
             del sys.modules[name]
         raise
-    install_router()
+    install_router(device)
     import comfy.sd  # noqa: F401  all that loading needs, before the first load is timed
 
 

@@ -65,7 +65,9 @@ class ComfyUIModelFile:
     most of its bytes; `around_bytes`: of what lies in no block; `width`: of a token between blocks; `context_width`,
     `pooled_width`: of a prompt; `channels`: of the latent; `patch`: (frames, rows, columns) of the latent in a token;
     `pixels`: of the image in a cell of the latent, along a side;
-    `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py).
+    `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
+    they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
+    of 1024 x 1024 pixels.
     """
 
     path: str
@@ -82,7 +84,9 @@ class ComfyUIModelFile:
     patch: tuple[int, int, int] = (1, 2, 2)
     pixels: int = 8
     splits_tokens: bool = True
+    splits_queries: bool = False
     is_transformer: bool = True
+    image_attention: float = 0.0
 
     @property
     def name(self) -> str:
@@ -99,6 +103,7 @@ class ComfyUIModelFile:
             sum(self.block_counts),
             self.name,
             splits_tokens=self.splits_tokens,
+            splits_queries=self.splits_queries,
             splits_layers=False,
             pipelines=False,
             uneven_heads=True,
@@ -123,6 +128,7 @@ class ComfyUIModelFile:
             temporal=frames,
             latent_pixels=self.pixels,
             image_flop=0.0 if self.is_transformer else 2.0 * parameters * _UNET_TOKENS,
+            image_attention=self.image_attention,
         )
 
     @property
@@ -194,8 +200,10 @@ class ComfyUIModelFile:
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
         """By widths (above), not variable by variable as for a family that the pack computes itself."""
-        width = call.width(call.tokens)
         whole = call.width(sum(call.keys))
+        width = (
+            call.width(call.tokens) if self.splits_tokens else whole
+        )  # else queries of attention at most are apart
         # Each block may gather what it gives (engine/module_forward.py), so all tokens lie here once more.
         gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
         if not self.is_transformer:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...requests import BLOCK, ROWS, STAY, TOKEN_MODES
+from ...requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES
 from ...wire.self_test import SelfTest
 from .table import TABLE, ModuleClass, token_mode
 
@@ -38,7 +38,7 @@ class Verdict:
     words: str = ""
 
 
-UNKNOWN = Verdict(ROWS)  # of a class that the table does not have
+UNKNOWN = Verdict(ATTENTION)  # of a class that the table does not have: exact without knowledge of it
 PROVEN_HERE = Verdict(STAY)
 
 

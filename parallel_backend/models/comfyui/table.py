@@ -1,6 +1,6 @@
 """The tokens of each class of ComfyUI's transformers: which arguments of its blocks are, and where they may stay apart.
 
-A class that is not here can be given fewer rows and nothing else.
+A class that is not here can be given fewer rows, and ranks can share out the queries of its attention.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...requests import BLOCK, ROWS, STAY
+from ...requests import ATTENTION, BLOCK, ROWS, STAY
 from .block_kinds import (
     ACE_STEP,
     AURA_DOUBLE,
@@ -61,15 +61,29 @@ class ModuleClass:
     rows_together: bool = False
 
 
+# Classes that are not here and of whose attention nothing can be shared out: it is not ComfyUI's, in small windows, or
+# they sample nothing.
+WITHOUT_ATTENTION = frozenset(
+    {"ACEStepTransformer2DModel", "NaDiT", "RTv4", "SAM3Model", "DepthAnything3Net"}
+)
+
 # What ComfyUI's samplers put into transformer_options for every model.
 _USUAL_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas"}
+
+
+def state_of(class_name: str) -> str:
+    """The most that a module of that class can share out of one image's tokens (requests.TOKEN_MODES)."""
+    entry = TABLE.get(class_name)
+    if entry is None:
+        return ROWS if class_name in WITHOUT_ATTENTION else ATTENTION
+    return STAY if entry.stays_with else BLOCK
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
     entry = TABLE.get(class_name)
     if entry is None:
-        return ROWS
+        return state_of(class_name)
     given = {name for name, value in kwargs.items() if value is not None} - {"transformer_options"}
     options = kwargs.get("transformer_options") or {}
     unusual = {name for name in set(options) - _USUAL_OPTIONS if _is_set(options[name])}

@@ -71,9 +71,10 @@ def _roles(
         blocks = sum(len(chunk) for chunk in file.chunks(strategy, place))
         of = f"{blocks} of {file.shape.blocks} blocks"
         yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
+    heads = "heads" if file.shape.splits_tokens else "queries"
     for axis, own, degree, what in (
         ("ring", place.ring, strategy.ring_degree, "ring"),
-        ("ulysses", place.ulysses, strategy.ulysses_degree, "heads"),
+        ("ulysses", place.ulysses, strategy.ulysses_degree, heads),
         ("tensor", place.tensor, strategy.tensor_degree, "tensor"),
     ):
         if degree > 1:

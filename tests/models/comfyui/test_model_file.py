@@ -19,6 +19,7 @@ from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.memory.model import predict_memory
 from parallel_backend.planner.memory.rank_memory import fullest_rank
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.planner.sheet import compute_share
 from parallel_backend.strategy import ParallelStrategy
 
 BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
@@ -151,6 +152,49 @@ def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
         )
         assert decision.strategy == wanted
         assert "cannot be shared out" in decision.reason
+
+
+def test_attention_alone_is_shared_out_where_it_takes_a_third_of_the_arithmetic(file):
+    """Of a video of a model whose blocks nobody described, and of a large image of a UNet."""
+    devices = tuple(f"cpu:{n}" for n in range(3))
+    unknown = replace(file, splits_tokens=False, splits_queries=True)
+    unet = replace(
+        unknown,
+        is_transformer=False,
+        image_attention=job(replace(unknown, is_transformer=False)).model.family.image_flop / 8,
+    )
+    for model, shape, wanted in (
+        (unknown, (1, 16, 1, 8, 8), ParallelStrategy()),
+        (unknown, (1, 16, 5, 64, 64), ParallelStrategy(ulysses_degree=3)),
+        (unet, (1, 16, 128, 128), ParallelStrategy()),
+        (unet, (1, 16, 256, 256), ParallelStrategy(ulysses_degree=3)),
+    ):
+        work = job(model, shape)
+        decision = resolve_strategy(StrategySettings(devices="cpu:3"), work, devices)
+        assert decision.strategy == wanted
+        assert (wanted in enumerate_candidates(work, 3)) and ("share out its queries" in decision.reason) == (
+            wanted != ParallelStrategy()
+        )
+    both = resolve_strategy(
+        StrategySettings(devices="cpu:4"), job(unet, (1, 16, 256, 256), has_cfg=True), (*devices, "cpu:3")
+    )
+    assert both.strategy == ParallelStrategy(cfg_degree=2, ulysses_degree=2)
+
+
+def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_alike(file):
+    unknown = replace(file, splits_tokens=False, splits_queries=True)
+    ulysses, work = ParallelStrategy(ulysses_degree=2), job(unknown, (1, 16, 5, 64, 64))
+    assert ulysses.violations(unknown.shape, 2) == []
+    assert ulysses.violations(replace(unknown, splits_queries=False).shape, 2)
+    settings = StrategySettings("manual", "cpu:4", ulysses.replace(cfg_degree=2))
+    decision = resolve_strategy(settings, work, tuple(f"cpu:{n}" for n in range(4)))
+    assert decision.strategy == ulysses, "cfg_degree would idle, and does not become more of what seldom pays"
+    assert compute_share(work, ulysses) == pytest.approx(1 - work.attention_share / 2)
+    # Each device holds the activations of all tokens.
+    whole, split = (
+        fullest_rank(work.model.memory(work, s)).private_bytes for s in (ParallelStrategy(), ulysses)
+    )
+    assert split >= whole
 
 
 def test_candidates_are_those_that_the_model_has(file):

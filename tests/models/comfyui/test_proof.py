@@ -24,7 +24,7 @@ from parallel_backend.models.comfyui.proof import (
     verdict_of,
 )
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import BLOCK, ROWS, STAY
+from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
 from parallel_backend.wire.self_test import SelfTest
 
 SOURCE = "comfy/ldm/family/model.py"
@@ -143,7 +143,7 @@ def test_an_entry_has_one_digest_in_every_process(root):
 def test_a_mode_goes_as_far_as_its_proof(verdict, proven_call, other_call):
     assert trusted_mode("WanModel", {"context": 1}, verdict) == proven_call
     assert trusted_mode("WanModel", {"context": 1, "camera": 1}, verdict) == other_call
-    assert trusted_mode("UNetModel", {"context": 1}, PROVEN_HERE) == ROWS
+    assert trusted_mode("UNetModel", {"context": 1}, UNKNOWN) == ATTENTION
 
 
 def test_what_a_test_found_in_words():

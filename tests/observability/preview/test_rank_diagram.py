@@ -1,6 +1,7 @@
 """The diagram's boxes: each device's words say what the engine's groups and rows give to that rank."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from parallel_backend.engine.groups import rank_groups
 from parallel_backend.engine.rows import take
 from parallel_backend.layout import ROW_AXES, slice_of, split_sizes
+from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
 from parallel_backend.observability.preview.rank_diagram import PROMPTS, assign_devices
 from parallel_backend.requests import Conditioning, Rows
@@ -96,3 +98,9 @@ def test_devices_beyond_the_strategy_are_idle():
 def test_unequal_shares_are_said_in_hundredths_of_the_tokens():
     devices = _assigned(ParallelStrategy(ring_degree=2, device_shares=(3, 1)))
     assert [_roles(device)["share"] for device in devices] == ["75 % of the tokens", "25 % of the tokens"]
+
+
+def test_a_device_of_a_model_whose_attention_alone_is_shared_out():
+    file = replace(TYPICAL, splits_tokens=False, splits_queries=True)
+    devices = assign_devices(ParallelStrategy(ulysses_degree=2), ("cuda:0", "cuda:1"), file)
+    assert [_roles(device)["ulysses"] for device in devices] == ["queries 1/2", "queries 2/2"]

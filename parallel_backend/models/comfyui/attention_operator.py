@@ -1,0 +1,127 @@
+"""Attention of ComfyUI's models as an operator of torch: a compiled block calls it, and torch never looks inside.
+
+Inside is whatever answers ComfyUI's attention at that moment (attention_router.py): ComfyUI's own function, or ranks
+that meet. The operator says that it changes `order`, a tensor that nobody reads: so two in one block keep their order,
+which must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_orders: dict[str, Tensor] = {}  # by type of device
+
+
+def prepare(device_type: str) -> None:
+    """Before blocks are compiled for such a device: what is compiled finds its order as a tensor that is there."""
+    with torch.inference_mode(False):
+        _orders.setdefault(device_type, torch.zeros(1, device=device_type))
+
+
+def attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    low_precision_attention: bool = True,
+    transformer_options: object = None,
+) -> Tensor:
+    """What ComfyUI's function `name` of its attention module gives for these arguments, which are those that its models
+    hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention in a rank: an
+    override is refused before."""
+    return _attend(
+        q,
+        k,
+        v,
+        heads,
+        mask,
+        attn_precision,
+        skip_reshape,
+        skip_output_reshape,
+        scale,
+        enable_gqa,
+        low_precision_attention,
+        name,
+        _orders[q.device.type],
+    )
+
+
+@torch.library.custom_op(
+    "parallel_backend::comfyui_attention",
+    mutates_args=("order",),
+    schema="(Tensor q, Tensor k, Tensor v, SymInt heads, Tensor? mask, ScalarType? attn_precision, bool skip_reshape, "
+    "bool skip_output_reshape, float? scale, bool enable_gqa, bool low_precision_attention, str name, Tensor(a!) order)"
+    " -> Tensor",
+)
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None,
+    attn_precision: torch.dtype | None,
+    skip_reshape: bool,
+    skip_output_reshape: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    low_precision_attention: bool,
+    name: str,
+    order: Tensor,
+) -> Tensor:
+    from comfy.ldm.modules import attention
+
+    others: dict[str, object] = {}  # by default left out, as ComfyUI's functions ask whether they are there
+    if scale is not None:
+        others["scale"] = scale
+    if enable_gqa:
+        others["enable_gqa"] = True
+    if not low_precision_attention:
+        others["low_precision_attention"] = False
+    out = getattr(attention, name)(
+        q,
+        k,
+        v,
+        heads,
+        mask=mask,
+        attn_precision=attn_precision,
+        skip_reshape=skip_reshape,
+        skip_output_reshape=skip_output_reshape,
+        **others,
+    )
+    out = out.contiguous()  # as the description below promises
+    # An operator may not give what it was given.
+    return out.clone() if any(out.data_ptr() == given.data_ptr() for given in (q, k, v)) else out
+
+
+@_attend.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None,
+    attn_precision: torch.dtype | None,
+    skip_reshape: bool,
+    skip_output_reshape: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    low_precision_attention: bool,
+    name: str,
+    order: Tensor,
+) -> Tensor:
+    batch, tokens = q.shape[0], q.shape[2] if skip_reshape else q.shape[1]
+    if skip_reshape or v.ndim == 4:  # SD3's keys and values have their heads apart already
+        channels = v.shape[3]
+    else:  # several heads may share keys
+        channels = v.shape[2] // (k.shape[2] // (q.shape[2] // heads))
+    if skip_output_reshape:
+        return q.new_empty(batch, heads, tokens, channels)
+    return q.new_empty(batch, tokens, heads * channels)

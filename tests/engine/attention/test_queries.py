@@ -1,0 +1,166 @@
+"""Queries of attention shared out over ranks: exact for any model that calls ComfyUI's attention, known or not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from comfy_modules import CASES, import_comfyui_here
+from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.attention import queries
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
+from parallel_backend.requests import ATTENTION, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+from undescribed_modules import UNDESCRIBED
+
+EXACT = 1e-5  # of the largest value
+ULYSSES_2, ULYSSES_3 = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ulysses_degree=3)
+# Masks of each kind, grouped keys, sound beside.
+DESCRIBED = ("flux1 + full mask", "qwen-image + text mask", "krea2 + reference, gqa", "ltx-2 (video + sound)")
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """Tiny models attend to fewer keys than pay."""
+    monkeypatch.setattr(queries, "LEAST_KEYS", 2)
+
+
+class Reference:
+    """A tiny model, a call of it and its answer in one process, which forked ranks then have too."""
+
+    def __init__(self, case, size):
+        build, inputs = case
+        self.model, self.rows = TinyModel(fill(build())), size[0]
+        self.args, self.kwargs = inputs(*size)
+        self.kwargs["transformer_options"] = {}
+        with torch.inference_mode():
+            args, kwargs = copy.deepcopy((self.args, self.kwargs))
+            self.answer = _tensors(self.model.module(*args, **kwargs))
+
+    @torch.inference_mode()
+    def on_ranks(self, world, strategy, options=None):
+        """(difference of the ranks' answer, relative to the largest value; bytes that left this rank; notes)"""
+        placement = Placement(strategy, **({} if options is None else {"compute_options": options}))
+        forward = make_module_forward(self.model, Layouts(world), placement)
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        found = _tensors(forward(ModuleCall(args, kwargs, self.rows, ATTENTION)))
+        pairs = zip(found, self.answer, strict=True)
+        worst = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+        return [worst, forward.bytes_sent, forward.notes]
+
+
+def _tensors(answer):
+    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    import_comfyui_here()
+
+    @functools.cache
+    def of(name, size=(1, 8, 8)):
+        return Reference((UNDESCRIBED | CASES)[name], size)
+
+    return of
+
+
+@pytest.mark.parametrize("name", UNDESCRIBED)
+def test_classes_that_nobody_described_give_the_answer_of_one_process(reference, name):
+    one = reference(name)
+    for strategy in (ULYSSES_2, ULYSSES_3):
+        for worst, sent, notes in run_ranks(one.on_ranks, strategy.world_size, strategy):
+            assert worst <= EXACT
+            assert sent > 0 and "share out the queries of its attention" in notes[0]
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_masks_and_shared_keys_of_other_classes_do_too(reference, name):
+    for worst, sent, _ in run_ranks(reference(name).on_ranks, 2, ULYSSES_2):
+        assert worst <= EXACT and sent > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [
+        (ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)), "gloo"),
+        (ParallelStrategy(ring_degree=2), NCCL_SEMANTICS),
+        (ParallelStrategy(ulysses_degree=2, cfg_degree=2), "gloo"),
+    ],
+    ids=["uneven devices", "ring, in an order that nccl takes", "with cfg"],
+)
+def test_other_layouts_of_the_sequence_axis(reference, strategy, backend):
+    one = reference("cosmos 1", (strategy.cfg_degree, 8, 8))
+    for worst, sent, _ in run_ranks(one.on_ranks, strategy.world_size, strategy, backend=backend):
+        assert worst <= EXACT and sent > 0
+
+
+def test_without_the_exchange_the_answer_is_another(reference):
+    """The tolerance above tells a rank's own queries from everybody's."""
+    one = reference("sdxl + controlnet")
+
+    def apart(world):
+        queries.all_gather = lambda mine, sizes, axis, traffic: torch.cat(
+            [mine, mine.new_zeros(sum(sizes) - len(mine), *mine.shape[1:])]
+        )
+        return one.on_ranks(world, ULYSSES_2)[0]
+
+    assert min(run_ranks(apart, 2)) > 100 * EXACT
+
+
+def test_as_many_rows_as_ranks_go_whole_to_each(reference):
+    one = reference("sd1.5", (2, 8, 8))
+    answer = one.answer[0]
+    for worst, sent, _ in run_ranks(one.on_ranks, 2, ULYSSES_2):
+        assert worst <= EXACT
+        assert sent == answer.nbytes // 2  # the other one's row of the answer, and nothing of attention
+
+
+def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
+    monkeypatch.setattr(queries, "LEAST_KEYS", 2048)
+    for worst, sent, _ in run_ranks(reference("sd1.5").on_ranks, 2, ULYSSES_2):
+        assert worst <= EXACT and sent == 0
+
+
+def test_a_call_leaves_no_attention_behind(reference):
+    """And goes with compiled blocks of a class that has them."""
+    one = reference("qwen-image + text mask")
+
+    def twice(world):
+        compiled = one.on_ranks(world, ULYSSES_2, ComputeOptions("blocks"))[0]
+        with torch.inference_mode():
+            args, kwargs = copy.deepcopy((one.args, one.kwargs))
+            alone = _tensors(one.model.module(*args, **kwargs))[0]
+        return [compiled, torch.equal(alone, one.answer[0])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(COMPILE_BACKEND, "eager")
+        for compiled, same in run_ranks(twice, 2):
+            assert compiled <= EXACT and same
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(reference, rows):
+    """[a, keys] is one of each row to some of ComfyUI's functions, one of each query to others."""
+    reference("sd1.5")
+    seen = []
+
+    def original(q, k, v, heads, mask, **others):
+        seen.append((q.shape[1], mask.shape[0]))
+        return q
+
+    def calls(world):
+        attend = queries.QueryAttention(Layouts(world).get(ULYSSES_2), Layouts(world).traffic)
+        q = random(rows, 5, 8)
+        attend(original, q, q, q, 2, mask=torch.ones(5, 5))
+        return [list(one) for one in seen]
+
+    expected = [[5, 5], [5, 5]] if rows == 5 else [[2, 2], [3, 3]]
+    assert sorted(one for (one,) in run_ranks(calls, 2)) == expected
