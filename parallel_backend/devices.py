@@ -67,6 +67,13 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in indices)
 
 
+def name_devices(devices: Sequence[str]) -> str:
+    """The text that resolve_devices reads as these. They came from it: of one kind, and of a CPU the first ones."""
+    if is_cpu(devices):
+        return f"cpu:{len(devices)}"
+    return ",".join(device.removeprefix("cuda:") for device in devices)
+
+
 def _refuse(words: str, nearest: str = "all") -> DeviceError:
     return DeviceError(f"devices {words}", nearest=(("devices", nearest),))
 
