@@ -6,7 +6,7 @@ import { button } from "./lib/button.js";
 import { drawCandidates } from "./lib/candidates.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
+import { captureState, followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
 import { watchOutputs } from "./lib/outputs.js";
 import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
 
@@ -71,12 +71,6 @@ function ownWidgets(node) {
 
 const widgetOf = (node, name) => ownWidgets(node).find((widget) => widget.name === name);
 const labelOf = (node, name) => plainLabel(widgetOf(node, name)) ?? name;
-
-// One step that undo takes back.
-function captureState() {
-  const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
-  (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);
-}
 
 // What the widgets say, and what other nodes say for them.
 function inputsOf(node) {
