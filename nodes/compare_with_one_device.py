@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import comfy.sd
 import torch
@@ -18,7 +18,7 @@ from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
-from .report import write_report
+from .report import badge, write_report
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
 
 ALONE = ParallelStrategy()
@@ -84,6 +84,7 @@ class CompareWithOneDevice(io.ComfyNode):
         shown = {
             "text": [report],
             "parallel_headline": [compared.headline()],
+            "parallel_badge": [asdict(replace(badge(record), speed_up=compared.speed_up))],
             "parallel_comparison": [{**compared.as_dict(), "pictures": saved["images"]}],
         }
         return io.NodeOutput(*pictures, report, ui=shown)

@@ -13,7 +13,7 @@ from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
-from .report import headline, typical
+from .report import badge, headline, typical
 
 
 def run_ui(
@@ -23,6 +23,7 @@ def run_ui(
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
+        shown["parallel_badge"] = [asdict(badge(record))]
     if rows := panel_rows(record):
         shown["parallel_candidates"] = rows
     if record.decisions:

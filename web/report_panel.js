@@ -17,9 +17,8 @@ const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than 
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
-.parallel-headline { font-weight: bold; padding: 0 4px 2px; overflow-wrap: anywhere; user-select: text; }
-.parallel-headline:empty { display: none; }
-.parallel-run > .parallel-button { align-self: flex-start; margin: 0 4px 4px; }
+.parallel-run header { display: flex; gap: 4px; align-items: start; margin: 0 0 2px; }
+.parallel-headline { flex: 1 1 0; min-width: 0; font-weight: bold; padding: 2px 4px; overflow-wrap: anywhere; user-select: text; }
 .parallel-run > .parallel-comparison { flex: 4 1 0; }
 .parallel-report { flex: 1 1 0; min-height: 0; overflow: auto; margin: 0; padding: 4px; font: inherit; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--comfy-menu-bg); border-radius: 4px; user-select: text; }
@@ -69,11 +68,12 @@ app.registerExtension({
     const compares = node.comfyClass === COMPARE;
     if (!compares && node.comfyClass !== SAMPLER) return;
     const report = makeScrollable(element("pre", "parallel-report empty", EMPTY), "Report of the latest run");
-    const panel = element("div", "parallel-run", element("div", "parallel-headline"), report);
+    const header = element("header", "", element("div", "parallel-headline"));
+    const panel = element("div", "parallel-run", header, report);
     if (!compares) {
       const made = button(say("prove"), () => prove(node));
       made.title = say("prove_hint");
-      report.before(made);
+      header.append(made);
     }
     addPanel(node, PANEL, panel, MIN_HEIGHT[compares ? "pictures" : "report"]);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
