@@ -19,6 +19,7 @@ from .host.progress import rank_bars
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .report import badge, write_report
+from .run_ui import panel_rows, run_ui
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
 
 ALONE = ParallelStrategy()
@@ -81,10 +82,11 @@ class CompareWithOneDevice(io.ComfyNode):
         report = "\n".join([*compared.lines(), "", "the run on all devices", write_report(record)])
         worst = int(peaks.argmax())  # of a batch or a video: where they differ most
         saved = ui.PreviewImage(torch.stack([picture[worst] for picture in pictures]), cls=cls).as_dict()
-        shown = {
-            "text": [report],
+        file, has_cfg = job.parallel_model.file, job.cfg != 1.0
+        shown = run_ui(record, report, settings, file, images=len(samples), has_cfg=has_cfg) | {
             "parallel_headline": [compared.headline()],
             "parallel_badge": [asdict(replace(badge(record), speed_up=compared.speed_up))],
+            "parallel_candidates": _rows(record, one_record),
             "parallel_comparison": [{**compared.as_dict(), "pictures": saved["images"]}],
         }
         return io.NodeOutput(*pictures, report, ui=shown)
@@ -94,6 +96,11 @@ def _check(job: SamplingJob, settings: StrategySettings) -> None:
     """Raises RequestError or StrategyError for what cannot be compared, before anything is started."""
     if job.denoise == 0:
         raise RequestError("denoise is 0, so no step runs and there is nothing to compare; set it above 0.")
+    samples = job.latent_image["samples"]
+    if not samples.is_nested and samples.ndim < 4:
+        raise RequestError(
+            "The latent_image is sound, of which there is no picture to compare; connect one of images or of a video."
+        )
     decision = job.check(settings)
     if settings.mode == "manual" and decision.strategy.world_size == 1:
         raise RequestError(
@@ -117,6 +124,12 @@ def _side(record: RunRecord) -> Side:
         exact=all(run.exact for run in record.runs),
         skipped=any(run.reused_calls for run in record.runs),
     )
+
+
+def _rows(record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
+    """The candidates of the first run, with what one device took in the second."""
+    one = {**panel_rows(one_record)[0], "chosen": False}
+    return [*(row for row in panel_rows(record) if not row["alone"]), one]
 
 
 def _decode(vae: comfy.sd.VAE, samples: Tensor) -> Tensor:

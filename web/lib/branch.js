@@ -5,8 +5,9 @@ import { nodeOf, rootGraph } from "./graph.js";
 
 const LOOK_BACK = 16; // prompts of the history
 const SEEDS = ["seed", "noise_seed"];
+const LATENT = 0; // of a sampler's outputs
 
-export const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
+const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
 
 // Of a prompt's nodes those that `ids` need, with them.
 export function branchOf(prompt, ids) {
@@ -56,7 +57,57 @@ export async function jobOf(node) {
   return { id, prompt: same ? { ...now, ...branchOf(ran, [id]) } : now, workflow };
 }
 
-// Queues these nodes as a prompt; returns its id. Throws what ComfyUI refuses.
-export async function queue(output, workflow) {
-  return (await api.queuePrompt(0, { output, workflow })).prompt_id;
+// The VAE that decodes a job's latent, as the nodes that follow have it; null where none does.
+export function vaeOf({ id, prompt }) {
+  const seen = new Set();
+  const waiting = [[id, LATENT]];
+  while (waiting.length) {
+    const [origin, from] = waiting.shift();
+    for (const [next, { inputs }] of Object.entries(prompt)) {
+      const takes = Object.values(inputs).some((v) => isLink(v) && v[0] === origin && (from === null || v[1] === from));
+      if (!takes || seen.has(next)) continue;
+      if (isLink(inputs.vae)) return inputs.vae;
+      seen.add(next);
+      waiting.push([next, null]);
+    }
+  }
+  return null;
+}
+
+// A sampler of a prompt as the node that runs its job on one device too.
+export function compares(sampler, vae) {
+  return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...sampler.inputs, vae } };
+}
+
+const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+
+// Queues these nodes as a prompt and waits for its end: {end, outputs by id}. Throws what ComfyUI refuses. Listens before
+// ComfyUI answers: what it has in its cache is there at once.
+export async function run(output, workflow) {
+  const heard = new Map(); // prompt id -> {end, outputs}
+  const of = (id) => heard.get(id) ?? heard.set(id, { end: "", outputs: {} }).get(id);
+  const listening = new AbortController();
+  let look = () => {};
+  const on = (event, note) =>
+    api.addEventListener(
+      event,
+      ({ detail }) => {
+        if (!detail?.prompt_id) return;
+        note(of(detail.prompt_id), detail);
+        look();
+      },
+      { signal: listening.signal },
+    );
+  on("executed", ({ outputs }, { node, output: shown }) => (outputs[node] = shown));
+  for (const end of ENDS) on(end, (one) => (one.end = end));
+  try {
+    const { prompt_id: id } = await api.queuePrompt(0, { output, workflow });
+    await new Promise((resolve) => {
+      look = () => of(id).end && resolve();
+      look();
+    });
+    return of(id);
+  } finally {
+    listening.abort();
+  }
 }
