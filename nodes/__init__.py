@@ -5,6 +5,7 @@ from __future__ import annotations
 import comfy.model_management
 
 from ..parallel_backend.devices import use_only_cpu
+from .compare_with_one_device import CompareWithOneDevice
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
 from .lora_loader import ParallelLoraLoader
@@ -21,6 +22,7 @@ NODES = [
     ParallelFluxLoader,
     ParallelLoraLoader,
     ParallelSampler,
+    CompareWithOneDevice,
     ParallelDemoLoader,
     ParallelVAEDecode,
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
@@ -82,16 +83,33 @@ def summarise(record: RunRecord) -> str:
     return f"{strategy}: {typical(times):.3f} s a {unit}"
 
 
+@dataclass(frozen=True)
+class Badge:
+    """The run in three words. `unit`: what the seconds are of, step or call; `speed_up`: over one device, 0 where that
+    was not measured, None where it ran on one."""
+
+    strategy: str
+    seconds: float
+    unit: str
+    speed_up: float | None
+
+
+def badge(record: RunRecord) -> Badge:
+    """Of a record with at least one run."""
+    seconds = typical([seconds for run in record.runs for seconds in run.step_seconds])
+    speed_up = None if record.strategy.world_size == 1 else (_alone(record) or 0.0) / seconds
+    unit = "step" if record.stepwise_because is None else "call"
+    return Badge(record.strategy.describe(), seconds, unit, speed_up)
+
+
 def headline(record: RunRecord) -> str:
     """The run in one short line, e.g. `Ulysses 2 · 0.045 s/step · 1.8 × one device · exact`, with `–` where one device
     was not measured. Of a record with at least one run."""
-    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    short = badge(record)
     exact = "exact" if all(run.exact for run in record.runs) else "approximate"
-    alone = _alone(record)
-    won = f"{alone / typical(times):.1f} ×" if alone is not None else "–"
-    compared = () if record.strategy.world_size == 1 else (f"{won} one device",)
-    unit = "step" if record.stepwise_because is None else "call"
-    return " · ".join([record.strategy.describe(), f"{typical(times):.3g} s/{unit}", *compared, exact])
+    won = f"{short.speed_up:.1f} ×" if short.speed_up else "–"
+    compared = () if short.speed_up is None else (f"{won} one device",)
+    return " · ".join([short.strategy, f"{short.seconds:.3g} s/{short.unit}", *compared, exact])
 
 
 def _alone(record: RunRecord) -> float | None:

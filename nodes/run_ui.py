@@ -14,7 +14,7 @@ from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
-from .report import headline, typical
+from .report import badge, headline, typical
 
 
 def run_ui(
@@ -24,9 +24,10 @@ def run_ui(
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
+        shown["parallel_badge"] = [asdict(badge(record))]
         if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
-    if rows := panel_rows(record):
+    if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows
     if record.decisions:
         shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
@@ -50,8 +51,8 @@ def _layout(
 
 
 def panel_rows(record: RunRecord) -> list[dict[str, object]]:
-    """One dict per candidate, the one that ran first; empty where nothing was to choose."""
-    if record.plan is None or len(record.plan.candidates) < 2 or not record.runs:
+    """One dict per candidate, the one that ran first."""
+    if record.plan is None or not record.runs:
         return []
     tried = {trial.strategy: min(trial.seconds) for trial in record.trials if trial.seconds}
     times = [seconds for run in record.runs for seconds in run.step_seconds]
@@ -63,14 +64,18 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
 
 
 def _row(candidate: Candidate, chosen: ParallelStrategy) -> dict[str, object]:
-    seconds = candidate.step_s
+    """`inputs`: of Strategy Selector, which set it by hand; `alone`: it is one device."""
+    seconds, strategy = candidate.step_s, candidate.strategy
+    inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}
     return {
-        "strategy": candidate.strategy.describe(),
+        "inputs": {"mode": "manual", **inputs},
+        "alone": strategy.world_size == 1,
+        "strategy": strategy.describe(),
         "seconds": seconds,
         "step": "" if seconds is None else f"{seconds:.3g} s",
         "how": "not tried" if seconds is None else "measured",
         "memory": f"{in_gib(candidate.memory_bytes)} GiB" if candidate.fits else "does not fit",
-        "result": "exact" if candidate.strategy.exact else "approximate",
-        "chosen": candidate.strategy == chosen.canonical,
+        "result": "exact" if strategy.exact else "approximate",
+        "chosen": strategy == chosen.canonical,
         "possible": candidate.fits and candidate.permitted,
     }

@@ -78,6 +78,14 @@ def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
     return tuple(f"cpu:{index}" for index in indices)
 
 
+def name_devices(devices: Sequence[str]) -> str:
+    """The text that resolve_devices reads as these, which came from it."""
+    if is_cpu(devices):
+        first = tuple(f"cpu:{rank}" for rank in range(len(devices)))
+        return f"cpu:{len(devices)}" if tuple(devices) == first else ",".join(devices)
+    return ",".join(device.removeprefix("cuda:") for device in devices)
+
+
 def _refuse(words: str, nearest: str = "all") -> DeviceError:
     return DeviceError(f"devices {words}", nearest=(("devices", nearest),))
 

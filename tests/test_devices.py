@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend import devices
-from parallel_backend.devices import MAX_CPU_RANKS, is_cpu, resolve_devices
+from parallel_backend.devices import MAX_CPU_RANKS, is_cpu, name_devices, resolve_devices
 from parallel_backend.errors import DeviceError
 
 
@@ -48,6 +48,7 @@ def test_all_without_a_gpu_is_one_cpu_rank(gpus):
 def test_explicit_lists_keep_their_order(gpus, text, expected):
     gpus(4)
     assert resolve_devices(text) == expected
+    assert resolve_devices(name_devices(expected)) == expected
 
 
 @pytest.mark.parametrize(

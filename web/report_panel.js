@@ -1,18 +1,25 @@
-// Under Parallel Sampler, after a run: its report. What is shown while it runs belongs above it, in the same panel.
+// Under nodes that sample, after a run: its report, under Compare With One Device below both pictures. What is shown while
+// it runs belongs above it, in the same panel.
 import { app } from "../../scripts/app.js";
+import { button } from "./lib/button.js";
+import { drawComparison } from "./lib/comparison.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
 import { watchOutputs } from "./lib/outputs.js";
+import { prove } from "./lib/prove.js";
+import { say } from "./lib/words.js";
 
 const SAMPLER = "ParallelSampler";
+const COMPARE = "CompareWithOneDevice";
 const PANEL = "report_panel";
 const EMPTY = "After a run: what ran, where, why, and how long.";
-const MIN_HEIGHT = 60; // pixels
+const MIN_HEIGHT = { report: 60, pictures: 280 }; // pixels
 const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than it must be, to show most of a report
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
-.parallel-headline { font-weight: bold; padding: 0 4px 2px; overflow-wrap: anywhere; user-select: text; }
-.parallel-headline:empty { display: none; }
+.parallel-run header { display: flex; gap: 4px; align-items: start; margin: 0 0 2px; }
+.parallel-headline { flex: 1 1 0; min-width: 0; font-weight: bold; padding: 2px 4px; overflow-wrap: anywhere; user-select: text; }
+.parallel-run > .parallel-comparison { flex: 4 1 0; }
 .parallel-report { flex: 1 1 0; min-height: 0; overflow: auto; margin: 0; padding: 4px; font: inherit; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--comfy-menu-bg); border-radius: 4px; user-select: text; }
 .parallel-report:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
@@ -25,26 +32,28 @@ const INSTEAD = {
   failed: "The latest run failed.",
 };
 
-function reportOf(node) {
-  return node.widgets?.find((widget) => widget.name === PANEL)?.element.querySelector(".parallel-report");
-}
+const panelOf = (node) => node.widgets?.find((widget) => widget.name === PANEL)?.element;
 
 function show(node, output) {
-  const report = reportOf(node);
-  if (!report || !output.text) return;
-  report.own = [].concat(output.text).join("\n\n");
-  report.previousSibling.own = output.parallel_headline?.[0] ?? "";
+  const panel = panelOf(node);
+  if (!panel || !output.text) return;
+  panel.run = output;
   mark(node, "done");
 }
 
 // Of the latest run and of no other: what it says of itself, or why it says nothing.
 function mark(node, state) {
-  const report = reportOf(node);
-  if (!report) return;
-  if (state === "failed" || state === "cancelled") report.own = "";
-  report.textContent = INSTEAD[state] ?? (report.own || EMPTY);
-  report.previousSibling.textContent = state === "done" && report.own ? report.previousSibling.own : "";
-  report.classList.toggle("empty", state !== "done" || !report.own);
+  const panel = panelOf(node);
+  if (!panel) return;
+  if (state === "failed" || state === "cancelled") panel.run = null;
+  const run = state === "done" ? panel.run : null;
+  const report = panel.querySelector(".parallel-report");
+  report.textContent = INSTEAD[state] ?? ([].concat(run?.text ?? []).join("\n\n") || EMPTY);
+  report.classList.toggle("empty", !run);
+  panel.querySelector(".parallel-headline").textContent = run?.parallel_headline?.[0] ?? "";
+  panel.querySelector(".parallel-comparison")?.remove();
+  const told = node.comfyClass === COMPARE && run?.parallel_comparison?.[0];
+  if (told) report.before(drawComparison(told));
 }
 
 app.registerExtension({
@@ -52,15 +61,21 @@ app.registerExtension({
 
   setup() {
     addStyle(STYLE);
-    watchOutputs(SAMPLER, show, mark);
+    for (const kind of [SAMPLER, COMPARE]) watchOutputs(kind, show, mark);
   },
 
   nodeCreated(node) {
-    if (node.comfyClass !== SAMPLER) return;
+    const compares = node.comfyClass === COMPARE;
+    if (!compares && node.comfyClass !== SAMPLER) return;
     const report = makeScrollable(element("pre", "parallel-report empty", EMPTY), "Report of the latest run");
-    const headline = element("div", "parallel-headline");
-    headline.own = "";
-    addPanel(node, PANEL, element("div", "parallel-run", headline, report), MIN_HEIGHT);
+    const header = element("header", "", element("div", "parallel-headline"));
+    const panel = element("div", "parallel-run", header, report);
+    if (!compares) {
+      const made = button(say("prove"), () => prove(node));
+      made.title = say("prove_hint");
+      header.append(made);
+    }
+    addPanel(node, PANEL, panel, MIN_HEIGHT[compares ? "pictures" : "report"]);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
   },
 });

@@ -6,9 +6,11 @@ import { button } from "./lib/button.js";
 import { drawCandidates } from "./lib/candidates.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
+import { captureState, followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
+import { measureRows } from "./lib/measure.js";
 import { watchOutputs } from "./lib/outputs.js";
 import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
+import { say } from "./lib/words.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
@@ -71,12 +73,6 @@ function ownWidgets(node) {
 
 const widgetOf = (node, name) => ownWidgets(node).find((widget) => widget.name === name);
 const labelOf = (node, name) => plainLabel(widgetOf(node, name)) ?? name;
-
-// One step that undo takes back.
-function captureState() {
-  const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
-  (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);
-}
 
 // What the widgets say, and what other nodes say for them.
 function inputsOf(node) {
@@ -188,30 +184,57 @@ class Panel {
   remedy(nearest) {
     const words = Object.entries(nearest).map(([name, value]) => `${labelOf(this.node, name)} ${value}`);
     if (!words.length) return [];
-    const apply = () => {
-      for (const widget of ownWidgets(this.node)) {
-        if (!(widget.name in nearest)) continue;
-        widget.value = nearest[widget.name];
-        widget.callback?.(widget.value);
-      }
-      captureState();
-    };
-    return [button(`Apply ${words.join(", ")}`, apply)];
+    return [button(`Apply ${words.join(", ")}`, () => this.apply(nearest))];
   }
 
-  showRun(output) {
+  // In one step that undo takes back.
+  apply(inputs) {
+    for (const widget of ownWidgets(this.node)) {
+      if (!(widget.name in inputs) || widget.value === inputs[widget.name]) continue;
+      widget.value = inputs[widget.name];
+      widget.callback?.(widget.value);
+    }
+    captureState();
+  }
+
+  // `sampler`: the node that ran.
+  showRun(output, sampler) {
     this.latest = output;
+    this.sampler = sampler;
     const { parallel_layout: layout = [], parallel_candidates: rows = [] } = output;
     this.run = layout[0];
-    drawCandidates(this.candidates, rows);
+    this.rows = rows.map((row) => ({ ...row })); // what is measured later belongs to the panel
+    this.drawRows();
     this.drawLayout();
     this.node.setDirtyCanvas(true, true);
   }
 
+  drawRows(progress = "") {
+    const apply = (row) => this.apply(row.inputs);
+    drawCandidates(this.candidates, this.rows, { apply, measure: (rows) => this.measure(rows), progress });
+  }
+
+  // Runs what nobody has tried yet; each time stands in its row as soon as it is known.
+  async measure(rows) {
+    const { rows: shown } = this;
+    const go = (at) => shown === this.rows && this.drawRows(at < rows.length ? say("measuring", { at: at + 1, of: rows.length }) : "");
+    go(0);
+    try {
+      await measureRows(this.sampler, this.node, rows, (row, result, at) => {
+        const { seconds, step, how } = result ?? { seconds: null, step: "", how: say("measuring_failed") };
+        Object.assign(row, { seconds, step, how, possible: row.possible && Boolean(result) });
+        go(at + 1);
+      });
+    } catch (error) {
+      app.extensionManager.toast.add({ severity: "warn", summary: "Parallel Sampling", detail: error.message, life: 10_000 });
+    }
+    go(rows.length);
+  }
+
   // Another run than the one that is shown: nothing of the former one stays, unless this one left it as it was.
-  markRun(state) {
+  markRun(state, sampler) {
     const { latest } = this;
-    this.showRun(state === "done" ? (latest ?? {}) : {});
+    this.showRun(state === "done" ? (latest ?? {}) : {}, sampler);
     if (state === "running") this.latest = latest;
   }
 
@@ -240,8 +263,8 @@ app.registerExtension({
   setup() {
     addStyle(STYLE);
     watchOutputs(SAMPLER, (sampler, output) => {
-      if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output);
-    }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state));
+      if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output, sampler);
+    }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state, sampler));
     // Whatever else changes in the graph: undo, links, another file in the loader.
     api.addEventListener("graphChanged", () => {
       for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();

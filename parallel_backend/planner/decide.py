@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..devices import is_cpu, resolve_devices
+from ..errors import StrategyError
 from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
 from ..requests import RESIDENT_SAMPLERS, SampleRequest
 from ..sidecar.device_health import FAILING, left_out
@@ -113,15 +114,16 @@ def plan_execution(
     measured = _measured(settings, job, history)
     count = len(machine.devices)
     automatic = settings.mode == "auto"
+    tries = tries and automatic and not settings.compared
     if automatic and history is not None and not settings.device_shares:
         count = joinable(history.topology, count)
+    selected = machine.devices[:count]
+    known = list(_candidates(settings, job, selected, measured))
     ranking = Ranking()
     if automatic:
-        ranking = rank_candidates(
-            _candidates(settings, job, machine.devices[:count], measured),
-            approximation=settings.approximation,
-        )
-    decision = resolve_strategy(settings, job, machine.devices[:count], ranking)
+        among = _split(known, count) if settings.compared else known
+        ranking = rank_candidates(among, approximation=settings.approximation)
+    decision = resolve_strategy(settings, job, selected, ranking)
     if machine.failing:
         decision = replace(decision, notes=(left_out(machine.failing), *decision.notes))
     if count < len(machine.devices):
@@ -135,9 +137,11 @@ def plan_execution(
                 decision, check, "nothing faster fits in the memory of these devices"
             )
     memory = check_capacity(check)
-    ranked = ranking.ranked or _seen(decision.strategy, memory, measured)
+    if settings.compared:
+        used = _compared_devices(check, selected)
+    ranked = ranking.ranked or _by_hand(decision.strategy, memory, measured, known)
     trials = NO_TRIALS
-    if automatic and tries and history is not None and history.store.path is not None:
+    if tries and history is not None and history.store.path is not None:
         first, trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
         decision = _begins_with(first, decision)
     return ExecutionPlan(job, decision, used, memory, ranked, trials)
@@ -167,6 +171,34 @@ def _begins_with(first: ParallelStrategy, decision: Decision) -> Decision:
     return replace(decision, strategy=first, reason=f"{first.describe()}: {because}")
 
 
+def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Those that one device can be compared with. Raises StrategyError when there is none."""
+    found = [candidate for candidate in candidates if candidate.strategy.world_size > 1]
+    if not found:
+        selected = "1 device is" if count == 1 else f"{count} devices are"
+        raise StrategyError(
+            f"Nothing to compare one device with: {selected} selected and no strategy splits this job over more than "
+            f"one. Select 2 devices or more; a model that only shares out whole images needs a batch or a negative "
+            f"prompt.",
+            inputs=("devices",),
+        )
+    return found
+
+
+def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """One rank on each, for both sides of a comparison; raises StrategyError, before the first of them starts, when one
+    device cannot hold the job."""
+    if check.strategy.world_size == 1:
+        return devices
+    try:
+        check_capacity(replace(check, strategy=ParallelStrategy(), devices=check.devices[:1]))
+    except StrategyError as error:
+        raise StrategyError(
+            f"One device cannot run this job, so there is nothing to compare with. {error}"
+        ) from None
+    return check.devices
+
+
 def _measured(
     settings: StrategySettings, job: Job, history: MeasurementHistory | None
 ) -> Mapping[ParallelStrategy, float]:
@@ -180,11 +212,16 @@ def _measured(
         return {}
 
 
-def _seen(
-    strategy: ParallelStrategy, memory: RankMemory, measured: Mapping[ParallelStrategy, float]
+def _by_hand(
+    strategy: ParallelStrategy,
+    memory: RankMemory,
+    measured: Mapping[ParallelStrategy, float],
+    known: Iterable[Candidate],
 ) -> tuple[Candidate, ...]:
-    """What is known of a strategy that was set by hand."""
-    return (Candidate(strategy.canonical, memory.private_bytes, step_s=measured.get(strategy.canonical)),)
+    """What is known of a strategy that was set by hand, and of those that could take its place."""
+    own = strategy.canonical
+    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != own)
+    return Candidate(own, memory.private_bytes, step_s=measured.get(own)), *others
 
 
 def _engine(settings: StrategySettings) -> str:

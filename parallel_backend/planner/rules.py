@@ -19,6 +19,8 @@ class StrategySettings:
 
     `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
     device_shares.read_shares, in both modes; `approximation` as in candidates.rank_candidates, in `auto`.
+    `compared`: a run of a comparison with one device. `auto` then splits the job and tries nothing on the way; one
+    device set by hand is the first of a group whose others wait.
     """
 
     mode: str = "auto"
@@ -27,6 +29,7 @@ class StrategySettings:
     engine: str = "auto"
     device_shares: str = ""
     approximation: str = "if_needed"
+    compared: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

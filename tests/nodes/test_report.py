@@ -77,6 +77,16 @@ def test_the_headline_says_what_ran_how_fast_and_what_that_won():
     assert words == "one device · 0.1 s/call · exact"
 
 
+def test_the_badge_knows_a_speed_up_that_was_not_measured_from_a_run_on_one_device():
+    assert report.badge(record()) == report.Badge("Ulysses 2", 0.05, "step", 0.0)
+    one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.1)
+    plan = SimpleNamespace(candidates=[one], trials=NO_TRIALS)
+    assert report.badge(record(plan=plan)).speed_up == 2.0
+    alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
+    told = report.badge(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x", plan=plan))
+    assert told == report.Badge("one device", 0.1, "call", None)
+
+
 @pytest.mark.parametrize(
     ("patched", "words"),
     [

@@ -83,7 +83,11 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
     # By hand it is as asked for, and what was seen of it is told.
     manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))
     assert manual.decision.strategy == ULYSSES
-    assert [(c.strategy, c.step_s) for c in manual.candidates] == [(ULYSSES, 1.5)]
+    assert manual.candidates[0].strategy == ULYSSES and manual.candidates[0].step_s == 1.5
+    # So is what else could run in its place.
+    assert {c.strategy: c.step_s for c in manual.candidates}[ONE] == 1.0
+    assert {c.strategy for c in manual.candidates} == {c.strategy for c in decided.candidates}
+    assert all(c.permitted == c.strategy.exact for c in manual.candidates)
 
 
 def test_weights_that_do_not_fit_are_sharded_exactly(box):
@@ -156,6 +160,27 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
     assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
     # Another size is another matter.
     assert plan(settings, work(FP8, has_cfg=True, side=16)).trials
+
+
+def test_for_a_comparison_auto_splits_and_one_device_keeps_the_group(store):
+    job = work(FP8, side=8)
+    seen = MeasurementHistory(("cpu:0", "cpu:1"))
+    for strategy, seconds in ((ULYSSES, 0.5), (ONE, 0.4)):
+        seen.record(job, RunInfo("native", strategy, step_seconds=(9.0, seconds)))
+    assert plan(StrategySettings(devices="cpu:2"), job).decision.strategy == ONE
+    split = plan(StrategySettings(devices="cpu:2", compared=True), job)
+    assert split.decision.strategy == ULYSSES and not split.trials
+    alone = plan(StrategySettings("manual", "cpu:2", ONE, compared=True), job)
+    assert alone.decision.strategy == ONE and alone.devices == split.devices == ("cpu:0", "cpu:1")
+    assert plan(StrategySettings("manual", "cpu:2", ONE), job).devices == ("cpu:0",)
+
+
+def test_what_cannot_be_compared_is_refused_before_it_starts(box):
+    with pytest.raises(StrategyError, match="1 device is selected"):
+        plan(StrategySettings(devices="cpu", compared=True), work(FP8, side=8))
+    box(fake_nvml.two_4090())
+    with pytest.raises(StrategyError, match="One device cannot run this job, so there is nothing to compare"):
+        plan(StrategySettings(compared=True), work())
 
 
 def test_nothing_is_tried_by_hand_on_one_rank_or_where_nothing_is_kept(store, monkeypatch):

@@ -1,5 +1,8 @@
-// What is known of each way to split the latest run, as a table, the one that ran marked.
+// What is known of each way to split the latest run, as a table, the one that ran marked. A click on a row sets it by hand;
+// those that nobody has tried can be measured.
+import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
+import { say } from "./words.js";
 
 const EMPTY = "After a run: step time and memory of each way to split it.";
 addStyle(`
@@ -9,9 +12,26 @@ addStyle(`
 .parallel-candidates td:nth-child(2) { width: 45%; }
 .parallel-candidates tr.chosen { font-weight: bold; background: var(--comfy-input-bg); }
 .parallel-candidates tr.impossible { opacity: 0.55; }
+.parallel-candidates tr:not(.impossible) { cursor: pointer; }
+.parallel-candidates tr:not(.impossible):hover { background: var(--comfy-input-bg); }
 .parallel-candidates meter { width: 100%; height: 6px; display: block; }
 .parallel-candidates small { color: var(--descrip-text); font-weight: normal; }
+.parallel-candidates td > button { all: unset; cursor: inherit; }
+.parallel-candidates td > button:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
+.parallel-candidates .parallel-button { margin: 4px 4px 4px 0; }
 `);
+
+// Those that could run, and whose time nobody knows.
+const unmeasured = (rows) => rows.filter(({ seconds, possible }) => seconds === null && possible);
+
+// The one that ran first, then by their times, then what was not measured, and last what cannot run.
+function ordered(rows) {
+  const rank = (row) => (row.chosen ? -1 : row.possible ? (row.seconds ?? Infinity) : Infinity);
+  return rows
+    .map((row, at) => [row, at])
+    .sort(([a, i], [b, j]) => Number(b.possible) - Number(a.possible) || (rank(a) === rank(b) ? i - j : rank(a) - rank(b)))
+    .map(([row]) => row);
+}
 
 function cell(row, text, detail) {
   const td = row.insertCell();
@@ -20,7 +40,9 @@ function cell(row, text, detail) {
   return td;
 }
 
-export function drawCandidates(into, rows) {
+// `apply(row)`: a row was clicked; `measure(rows)`: those without a time shall be measured. `progress`: words in place of
+// its button while that goes on.
+export function drawCandidates(into, rows, { apply, measure, progress = "" } = {}) {
   into.replaceChildren();
   if (!rows.length) {
     into.append(element("p", "", EMPTY));
@@ -29,11 +51,17 @@ export function drawCandidates(into, rows) {
   const table = document.createElement("table");
   table.createCaption().textContent = "A step of the latest run, by strategy";
   const slowest = Math.max(...rows.map((r) => r.seconds ?? 0));
-  for (const r of rows) {
+  for (const r of ordered(rows)) {
     const tr = table.insertRow();
     tr.className = r.chosen ? "chosen" : r.possible ? "" : "impossible";
     if (r.chosen) tr.setAttribute("aria-current", "true");
-    cell(tr, (r.chosen ? "→ " : "") + r.strategy, r.result);
+    const name = element("button", "", (r.chosen ? "→ " : "") + r.strategy);
+    name.type = "button";
+    cell(tr, name, r.result);
+    if (r.possible || r.chosen) {
+      tr.title = say("apply_row", { strategy: r.strategy });
+      tr.addEventListener("click", () => apply?.(r)); // the button's click comes here too
+    } else name.disabled = true;
     const time = cell(tr, r.step, r.how);
     if (r.seconds !== null) {
       const meter = document.createElement("meter");
@@ -43,4 +71,11 @@ export function drawCandidates(into, rows) {
     cell(tr, r.memory);
   }
   into.append(table);
+  const rest = unmeasured(rows);
+  if (progress) into.append(element("p", "", progress));
+  else if (rest.length && measure) {
+    const made = button(say("measure_rest", { count: rest.length }), () => measure(rest));
+    made.title = say("measure_hint");
+    into.append(made);
+  }
 }

@@ -50,3 +50,9 @@ export function nodesOf(comfyClass, graph = rootGraph()) {
     ...(node.subgraph ? nodesOf(comfyClass, node.subgraph) : []),
   ]);
 }
+
+// One step that undo takes back.
+export function captureState() {
+  const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
+  (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);
+}

@@ -64,9 +64,10 @@ function tellAll(outputs) {
   return found > 0;
 }
 
-// Execution ids of a prompt's nodes that somebody watches.
+// Execution ids of a prompt's nodes that somebody watches, and that are nodes of the graph: a measurement's are not.
 function watchedIn(prompt) {
-  return Object.keys(prompt ?? {}).filter((id) => watchers.some(([name]) => name === prompt[id].class_type));
+  const isWatched = (id) => watchers.some(([name]) => name === prompt[id].class_type);
+  return Object.keys(prompt ?? {}).filter((id) => isWatched(id) && nodeOf(id));
 }
 
 // The newest run of this very workflow that had a watched node, whatever became of it.

@@ -1,0 +1,180 @@
+"""What Parallel Sampler's inputs are, and the run that they ask for: noise, sigmas and conditioning by ComfyUI's own
+functions, the loop on the devices where the request is plain enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import latent_preview
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
+from ..parallel_backend.planner.job import Job
+from ..parallel_backend.planner.job_models import CheckpointModel
+from ..parallel_backend.planner.rules import Decision, StrategySettings, resolve_strategy
+from .host.calls import RunRecord
+from .host.settings import permitted
+from .link_checks import check_links
+from .links import ModelLink, ParallelModel, StrategyLink
+from .model.options import RECORD, SETTINGS
+from .model.sampler import ResidentSampler
+
+LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
+
+
+def sampling_inputs() -> list[io.Input]:
+    """Of a node that samples, in KSampler's order."""
+    return [
+        ModelLink.Input("parallel_model", tooltip="From Parallel Model, or a loader of this pack."),
+        io.Conditioning.Input("positive", tooltip="What the image should show."),
+        io.Conditioning.Input("negative", tooltip="What it should not show; ignored at cfg 1.0."),
+        io.Latent.Input("latent_image", tooltip="The latent to denoise; sets the size and the batch."),
+        io.Int.Input(
+            "seed",
+            default=0,
+            min=0,
+            max=0xFFFFFFFFFFFFFFFF,
+            control_after_generate=True,
+            tooltip="Seed of the noise.",
+        ),
+        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps."),
+        io.Float.Input(
+            "cfg",
+            default=1.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="Classifier-free guidance. 1.0 ignores the negative prompt, as Flux dev wants it.",
+        ),
+        io.Combo.Input(
+            "sampler_name",
+            options=comfy.samplers.KSampler.SAMPLERS,
+            default="euler",
+            tooltip="Behind Parallel Model every sampler runs wholly on the devices. Behind Parallel Flux "
+            "Loader euler, euler_ancestral, heun and dpmpp_2m do; all else runs stepwise.",
+        ),
+        io.Combo.Input(
+            "scheduler",
+            options=comfy.samplers.KSampler.SCHEDULERS,
+            default="simple",
+            tooltip="How noise is taken away over the steps.",
+        ),
+        io.Float.Input(
+            "denoise",
+            default=1.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="Below 1.0 keeps part of the latent (image to image).",
+        ),
+        StrategyLink.Input(
+            "strategy",
+            optional=True,
+            tooltip="From Strategy Selector; replaces the loader's.",
+        ),
+        io.Combo.Input(
+            "step_cache",
+            options=list(STEP_CACHES),
+            default="off",
+            optional=True,
+            tooltip="first_block: a step whose first block hardly changed skips the others (First Block "
+            "Cache). Faster and approximate; the report says how often. Does nothing in stepwise sampling, nor "
+            "behind Parallel Model.",
+        ),
+        io.Float.Input(
+            "cache_threshold",
+            default=DEFAULT_THRESHOLD,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            round=0.001,
+            optional=True,
+            tooltip="By how much, relatively, the first block may have changed for a step to skip the others. "
+            "Lower stays closer to the exact image, 0 is exact; 0.08 to 0.12 is usual for Flux dev.",
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class SamplingJob:
+    """The values of those inputs. Raises RequestError for what their links do not take."""
+
+    parallel_model: ParallelModel
+    positive: io.Conditioning.Type
+    negative: io.Conditioning.Type
+    latent_image: io.Latent.Type
+    seed: int
+    steps: int
+    cfg: float
+    sampler_name: str
+    scheduler: str
+    denoise: float
+    strategy: StrategySettings | None = None
+    step_cache: str = "off"
+    cache_threshold: float = DEFAULT_THRESHOLD
+
+    def __post_init__(self) -> None:
+        check_links(**{name: getattr(self, name) for name in LINKED})
+
+    @property
+    def reuse_below(self) -> float | None:
+        """The step cache's threshold; None where no step cache is wanted."""
+        return self.cache_threshold if self.step_cache != "off" else None
+
+    @property
+    def settings(self) -> StrategySettings:
+        """Strategy Selector's where one is connected, else the loader's, within what the user's settings allow."""
+        chosen = self.strategy or self.parallel_model.patcher.model_options["transformer_options"][SETTINGS]
+        return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
+
+    def check(self, settings: StrategySettings) -> Decision:
+        """A strategy that cannot work is refused before anything is prepared or started."""
+        any_job = Job(CheckpointModel(self.parallel_model.file))
+        decision = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
+        check_step_cache(self.reuse_below or 0.0, decision.strategy)
+        return decision
+
+    def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
+        """The samples that KSampler gives; `record` is filled on the way."""
+        model = self.parallel_model.patcher.clone()
+        model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
+        # Hosts that put this key into a latent also take it here; older ones know neither.
+        ratio = [self.latent_image[key] for key in ("downscale_ratio_spacial",) if key in self.latent_image]
+        latent = comfy.sample.fix_empty_latent_channels(model, self.latent_image["samples"], *ratio)
+        noise = comfy.sample.prepare_noise(latent, self.seed, self.latent_image.get("batch_index"))
+        # KSampler's own arithmetic of steps, scheduler and denoise.
+        sigmas = comfy.samplers.KSampler(
+            model,
+            self.steps,
+            model.load_device,
+            self.sampler_name,
+            self.scheduler,
+            self.denoise,
+            model.model_options,
+        ).sigmas
+        return comfy.sample.sample_custom(
+            model,
+            noise,
+            self.cfg,
+            ResidentSampler(self.sampler_name, record),
+            sigmas,
+            self.positive,
+            self.negative,
+            latent,
+            noise_mask=self.latent_image.get("noise_mask"),
+            callback=latent_preview.prepare_callback(model, self.steps),
+            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+            seed=self.seed,
+        )
+
+    def as_latent(self, samples: Tensor) -> io.Latent.Type:
+        """`samples` with what else the latent carried."""
+        kept = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
+        return {**kept, "samples": samples}

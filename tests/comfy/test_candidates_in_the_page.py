@@ -1,0 +1,75 @@
+"""In a real browser: a row of the candidates sets its strategy, and those without a time are measured with one click,
+which leaves the graph, its report and its seed as they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from comfy_harness import ROOT
+from graphs import Graph
+
+UNET = "tiny_candidates.safetensors"
+REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
+ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
+  name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
+  possible: !row.classList.contains('impossible') }))"""
+VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
+  n => ['StrategySelector', 'ParallelSampler'].includes(n.comfyClass)).flatMap(
+  n => n.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])))"""
+STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
+  ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=8)
+
+
+def _words() -> dict:
+    return json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+
+
+def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2")
+    inputs = (graph.text(1), graph.text(2), graph.latent())
+    latent = graph.parallel_sampler(loader, *inputs, steps=6)
+    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    graph.add("PreviewImage", images=image)
+    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'candidates')")
+    page.evaluate(
+        """async () => {
+          const saved = app.graph.serialize();
+          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'candidates');
+        }"""
+    )
+    page.wait_for_selector(".parallel-strategy", timeout=60_000)
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
+    rows = page.evaluate(ROWS)
+    rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
+    assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "Ulysses 2"
+    report, before = page.evaluate(REPORT), page.evaluate(VALUES)
+
+    page.get_by_role(
+        "button", name=_words()["measure_rest"].replace("{count}", str(len(rest)))
+    ).dispatch_event("click")
+    known = f"() => ({ROWS})().every(r => !r.possible || r.time.includes('measured'))"
+    page.wait_for_function(known, timeout=180_000)
+    assert {row["name"] for row in page.evaluate(ROWS)} == {row["name"] for row in rows}
+    assert page.evaluate(STEPS) == [4] * len(rest)
+    assert page.evaluate(REPORT) == report and page.evaluate(VALUES) == before
+    assert before["mode"] == "auto"
+    assert page.get_by_role("button", name="Measure").count() == 0
+
+    page.get_by_role("button", name="Ring 2", exact=True).dispatch_event("click")
+    after = page.evaluate(VALUES)
+    assert after == {**before, "mode": "manual", "ring_degree": 2}
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    page.wait_for_function(f"() => ({VALUES})().mode === 'auto'", timeout=20_000)
+    assert page.evaluate(VALUES) == before
+    page.reload()  # the measurements are no run of this graph's sampler
+    page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}", timeout=60_000)

@@ -1,0 +1,102 @@
+"""Compare With One Device: one job on one rank of the warm group and on all, alike where the strategy is exact."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from comfyui_client import PromptFailed
+from graphs import Graph
+
+STEPS = 4
+TIMES = r"{}: {} {} in [\d.]+ s, median [\d.]+ s"
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_compared.safetensors", single_blocks=2)
+
+
+def _graph(unet: str, devices: str = "cpu:2", changes: dict | None = None, **choice) -> tuple[Graph, str]:
+    """A graph that compares, and the id of the node that does."""
+    graph = Graph()
+    loader = graph.parallel_loader(unet, devices, **choice)
+    wanted = {"steps": STEPS, **(changes or {})}
+    latent, _ = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), **wanted)
+    compared = graph.prompt[latent]
+    compared["class_type"] = "CompareWithOneDevice"
+    compared["inputs"]["vae"] = [graph.add("TestTinyVAE"), 0]
+    return graph, latent
+
+
+def _compare(comfy, graph: Graph, node: str) -> tuple[dict, str, dict]:
+    """(the comparison as the page gets it, the report, all that the page gets)"""
+    shown = comfy.run(graph.prompt)["outputs"][node]
+    return shown["parallel_comparison"][0], shown["text"][0], shown
+
+
+@pytest.mark.parametrize("sampler", ["euler", "uni_pc"], ids=["resident", "stepwise"])
+def test_an_exact_strategy_gives_the_picture_of_one_device_and_both_times_are_told(comfy, unet, sampler):
+    graph, node = _graph(unet, changes={"sampler_name": sampler, "seed": 11})
+    shown, report, whole = _compare(comfy, graph, node)
+    assert shown["titles"] == ["one device", "Ulysses 2"]
+    assert shown["exact"] and shown["levels"] == 0
+    assert len(shown["pictures"]) == 2 and all(seconds > 0 for seconds in shown["seconds"])
+    unit = "steps" if sampler == "euler" else "model calls"
+    one, split, speed_up = report.splitlines()[:3]
+    assert re.fullmatch(TIMES.format("one device", STEPS, unit), one)
+    assert re.fullmatch(TIMES.format("Ulysses 2", STEPS, unit), split)
+    assert speed_up == f"speed-up: {shown['speed_up']:.2f} × one device"
+    assert "\nlargest difference: 0 of 255 in the pictures (exact)\n" in report
+    rows = {row["strategy"]: row for row in whole["parallel_candidates"]}
+    assert rows["Ulysses 2"]["chosen"] and not rows["one device"]["chosen"]
+    assert rows["one device"]["how"] == rows["Ulysses 2"]["how"] == "measured"
+    assert rows["Ring 2"]["inputs"]["ring_degree"] == 2 and rows["Ring 2"]["inputs"]["mode"] == "manual"
+    assert "\nstrategy: Ulysses 2" in report and "devices: cpu:0, cpu:1" in report
+
+
+def test_the_pictures_are_outputs_and_the_ranks_stay_warm(comfy, unet):
+    graph, node = _graph(unet, changes={"seed": 12})
+    _compare(comfy, graph, node)
+    before = {process.pid for process in comfy.ranks()}
+    graph, node = _graph(unet, changes={"seed": 13})
+    mask = [graph.add("ImageToMask", image=[node, 0], channel="red"), 0]
+    graph.add("TestSaveText", text=[node, 2], path="compared.txt")
+    graph.add("PreviewImage", images=[node, 1])
+    graph.add("MaskPreview", mask=mask)
+    _compare(comfy, graph, node)
+    assert {process.pid for process in comfy.ranks()} == before and len(before) == 2
+    assert comfy.output("compared.txt").read_text().startswith("one device: ")
+
+
+def test_an_approximate_strategy_shows_how_far_it_is_off(comfy, unet):
+    graph, node = _graph(unet, changes={"seed": 14, "steps": 6}, pipefusion=2)
+    shown, report, _ = _compare(comfy, graph, node)
+    assert shown["titles"][1] == "PipeFusion 2" and not shown["exact"]
+    (latent,) = re.findall(r"^of the latents: (\S+), which", report, re.MULTILINE)
+    assert float(latent) > 1e-5
+    assert f"largest difference: {shown['levels']} of 255 in the pictures (approximate)" in report
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "choice", "words"),
+    [
+        ("cpu:1", {}, {}, "1 device is selected"),
+        ("cpu:2", {}, {"ulysses": 1, "ring": 1}, "set by hand to one device"),
+        ("cpu:2", {"denoise": 0.0}, {}, "denoise is 0"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_a_remedy(comfy, unet, devices, changes, choice, words):
+    graph, node = _graph(unet, devices, changes, **choice)
+    with pytest.raises(PromptFailed, match=words) as failed:
+        comfy.run(graph.prompt)
+    assert failed.value.node_id == node
+
+
+def test_sound_is_refused_since_it_has_no_picture(comfy, unet):
+    graph, node = _graph(unet)
+    latent = [graph.add("EmptyLatentAudio", seconds=1.0, batch_size=1), 0]
+    graph.prompt[node]["inputs"]["latent_image"] = latent
+    with pytest.raises(PromptFailed, match="The latent_image is sound"):
+        comfy.run(graph.prompt)

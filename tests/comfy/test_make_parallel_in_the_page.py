@@ -1,0 +1,188 @@
+"""In a real browser: one click puts Parallel Model behind every loader of a workflow, also inside subgraphs; one undo,
+or another click, takes it out again, and links and values are as they were."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from comfy_harness import ROOT
+from graphs import STOCK, Graph
+
+UNET = "tiny_made.safetensors"
+# [from, to, input] of each link by node class, in each graph.
+LINKS = """() => [app.rootGraph ?? app.graph, ...(app.rootGraph ?? app.graph).subgraphs.values()].map(graph =>
+  [...graph.links.values()].map(link => [
+    graph.getNodeById(link.origin_id)?.type ?? 'outside',
+    graph.getNodeById(link.target_id)?.type ?? 'outside',
+    graph.getNodeById(link.target_id)?.inputs[link.target_slot].name ?? '']).sort())"""
+VALUES = """() => app.graph.nodes.filter(n => n.type !== 'ParallelModel').map(
+  n => [n.id, n.type, n.widgets?.map(w => w.value), [...n.pos], [...n.size]])"""
+OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
+  && (a.type === 'ParallelModel' || b.type === 'ParallelModel')
+  && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
+  && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
+COUNT = "() => app.graph.nodes.filter(n => n.type === 'ParallelModel').length"
+MENU = """() => app.canvas.getCanvasMenuOptions().map(item => item?.content).filter(Boolean)"""
+NODE_MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
+  item => item?.content).filter(Boolean)"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=2)
+
+
+def _words(language: str = "en") -> dict:
+    return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
+
+
+def _show(page, prompt: dict) -> None:
+    page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'made')")
+    page.wait_for_function("n => app.graph.nodes.length === n", arg=len(prompt))
+    page.evaluate(
+        """async () => {
+          const saved = app.graph.serialize();
+          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'made');
+        }"""
+    )
+
+
+def _graph() -> Graph:
+    """Two loaders, one of whose models takes two ways."""
+    graph = Graph()
+    model = graph.model(STOCK, UNET)
+    changed = [
+        graph.add("ModelSamplingFlux", model=model, max_shift=1.0, base_shift=0.5, width=64, height=64),
+        0,
+    ]
+    latents = [
+        graph.ksampler(wire, graph.text(1), graph.text(2), graph.latent(), seed=seed)
+        for seed, wire in enumerate((model, changed, graph.model(STOCK, UNET)))
+    ]
+    for number, latent in enumerate(latents):
+        graph.save(latent, f"made-{number}.safetensors")
+    return graph
+
+
+def _command(page, name: str) -> None:
+    page.evaluate("name => app.extensionManager.command.execute(name)", name)
+
+
+def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(page):
+    _show(page, _graph().prompt)
+    links, values = page.evaluate(LINKS), page.evaluate(VALUES)
+    words = _words()
+    assert words["make_parallel"] in page.evaluate(MENU) and words["make_stock"] not in page.evaluate(MENU)
+    assert words["make_parallel"] in page.evaluate(NODE_MENU, "UNETLoader")
+    assert words["make_parallel"] not in page.evaluate(NODE_MENU, "KSampler")
+
+    _command(page, "parallel_sampling.make_parallel")
+    page.get_by_text(words["made_parallel"].replace("{count}", "2")).wait_for(timeout=10_000)
+    (made,) = page.evaluate(LINKS)
+    assert page.evaluate(COUNT) == 2 and page.evaluate(VALUES) == values and page.evaluate(OVERLAPS) == []
+    assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2
+    assert made.count(["ParallelModel", "KSampler", "model"]) == 2
+    assert made.count(["ParallelModel", "ModelSamplingFlux", "model"]) == 1
+    assert not any(a == "UNETLoader" and b != "ParallelModel" for a, b, _ in made)
+    assert len(made) == len(links[0]) + 2
+    assert words["make_parallel"] not in page.evaluate(MENU)
+    assert words["make_stock"] in page.evaluate(NODE_MENU, "ParallelModel")
+
+    _command(page, "Comfy.Undo")
+    page.wait_for_function(f"() => ({COUNT})() === 0", timeout=10_000)
+    assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
+    _command(page, "Comfy.Redo")
+    page.wait_for_function(f"() => ({COUNT})() === 2", timeout=10_000)
+    assert page.evaluate(LINKS) == [made]
+
+    _command(page, "parallel_sampling.make_stock")
+    page.wait_for_function(f"() => ({COUNT})() === 0", timeout=10_000)
+    assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
+
+
+def test_a_made_workflow_runs_and_gives_the_stock_latent(page, measuring):
+    comfy = measuring[0]
+    graph = Graph()
+    latent = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
+    graph.save(latent, "made.safetensors")
+    stock = comfy.sample(graph.prompt, latent)
+    _show(page, graph.prompt)
+    _command(page, "parallel_sampling.make_parallel")
+    made = page.evaluate("async () => (await app.graphToPrompt()).output")
+    (sampler,) = [name for name, node in made.items() if node["class_type"] == "KSampler"]
+    assert made[made[sampler]["inputs"]["model"][0]]["class_type"] == "ParallelModel"
+    assert (comfy.sample(made, [sampler, 0]) - stock).abs().max() <= 1e-4 * stock.abs().max()
+
+
+def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone(page):
+    graph = _graph()
+    parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]
+    graph.save(graph.ksampler(parallel, graph.text(1), graph.text(2), graph.latent()), "kept.safetensors")
+    _show(page, graph.prompt)
+    page.evaluate(
+        """() => {
+          const inside = app.graph.nodes.filter(n => n.type === 'UNETLoader').filter(
+            n => n.outputs[0].links.some(id => app.graph.getNodeById(app.graph.links.get(id).target_id).type
+              === 'KSampler') && n.outputs[0].links.length === 1);
+          app.graph.convertToSubgraph(new Set(inside));
+        }"""
+    )
+    outer, inner = page.evaluate(LINKS)
+    assert inner == [["UNETLoader", "outside", ""]]
+    _command(page, "parallel_sampling.make_parallel")
+    made, inside = page.evaluate(LINKS)
+    assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]
+    assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2  # the one that was there, and one more
+    assert page.evaluate(COUNT) == 2
+    assert not any(a == b == "ParallelModel" for a, b, _ in made)
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    for node in prompt.values():
+        if node["class_type"] == "KSampler":
+            origin = prompt[node["inputs"]["model"][0]]
+            assert "ParallelModel" in (
+                origin["class_type"],
+                prompt[origin["inputs"]["model"][0]]["class_type"],
+            )
+    _command(page, "Comfy.Undo")
+    page.wait_for_function(f"() => ({COUNT})() === 1", timeout=10_000)
+    assert page.evaluate(LINKS) == [outer, inner]
+
+
+def test_a_parallel_model_that_parallel_sampler_needs_stays_and_that_is_said(page):
+    graph = Graph()
+    loader = graph.add("ParallelModel", model=graph.model(STOCK, UNET))
+    inputs = (graph.text(1), graph.text(2), graph.latent())
+    graph.prompt[graph.parallel_sampler(loader, *inputs)[0]]["inputs"]["parallel_model"] = [loader, 1]
+    _show(page, graph.prompt)
+    assert _words()["make_stock"] not in page.evaluate(MENU)
+    _command(page, "parallel_sampling.make_stock")
+    page.get_by_text(_words()["stays"].replace("{count}", "1")).wait_for(timeout=10_000)
+    assert page.evaluate(COUNT) == 1
+
+
+@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
+def test_the_menu_that_a_right_click_opens_has_it(page, drawn_by):
+    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
+    try:
+        _show(page, _graph().prompt)
+        page.evaluate(
+            """() => {
+              const node = app.graph.nodes.find(n => n.type === 'UNETLoader');
+              app.canvas.ds.scale = 1;
+              app.canvas.ds.offset = [300 - node.pos[0], 300 - node.pos[1]];
+              app.canvas.draw(true, true);
+            }"""
+        )
+        page.mouse.click(360, 285, button="right")  # on its title
+        item = page.get_by_text(_words()["make_parallel"], exact=True)
+        extensions = page.get_by_text("Extensions", exact=True)
+        item.or_(extensions).first.wait_for(timeout=20_000)
+        if not item.first.is_visible():
+            extensions.first.hover()
+        item.first.click(timeout=10_000)
+        page.wait_for_function(f"() => ({COUNT})() === 2", timeout=10_000)
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")

@@ -1,0 +1,169 @@
+"""In a real browser: one click runs a sampler's own job on one device and on all and shows both pictures; the node that
+compares shows them on itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from comfy_harness import ROOT
+from graphs import Graph
+
+UNET = "tiny_proved.safetensors"
+REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
+SEED = "() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(w => w.name === 'seed').value"
+COMPARED = """async () => {
+  const history = Object.values(await (await app.api.fetchApi('/history')).json());
+  return history.flatMap(({prompt}) => Object.values(prompt[2])).filter(
+    n => n.class_type === 'CompareWithOneDevice').map(n => n.inputs.seed);
+}"""
+PICTURES = """(inside) => [...document.querySelectorAll(`${inside} .parallel-comparison img`)].map(
+  i => i.complete && i.naturalWidth)"""
+EDGE = "(inside) => getComputedStyle(document.querySelector(`${inside} img + img`)).clipPath"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=5)
+
+
+@pytest.fixture(params=["canvas", "vue"])
+def drawn_by(page, request):
+    page.evaluate(
+        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
+    )
+    yield request.param
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
+def _graph(decoded: bool = True) -> Graph:
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    if decoded:
+        image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+        graph.add("PreviewImage", images=image)
+    else:
+        graph.save(latent, "proved.safetensors")
+    return graph
+
+
+def _show(page, prompt: dict, kind: str = "ParallelSampler") -> None:
+    """The graph as a workflow with an id of its own, with the node of this kind in view."""
+    page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'proof')")
+    page.evaluate(
+        """async (kind) => {
+          const saved = app.graph.serialize();
+          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'proof');
+          const node = app.graph.nodes.find(n => n.comfyClass === kind);
+          app.canvas.ds.scale = 1;
+          app.canvas.ds.offset = [120 - node.pos[0], 100 - node.pos[1]];
+          app.canvas.setDirty(true, true);
+        }""",
+        kind,
+    )
+    page.wait_for_selector(".parallel-report", timeout=60_000)
+
+
+def _words(language: str = "en") -> dict:
+    return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
+
+
+def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
+    _show(page, _graph().prompt)
+    seed = 100 if drawn_by == "vue" else 200
+    page.evaluate(
+        """(seed) => {
+          const { widgets } = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
+          widgets.find(w => w.name === 'seed').value = seed;
+          widgets.find(w => w.name === 'control_after_generate').value = 'increment';
+        }""",
+        seed,
+    )
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
+    assert page.evaluate(SEED) == seed + 1  # the next run's
+
+    page.get_by_role("button", name="Prove it").click()
+    dialog = page.get_by_role("dialog", name=_words()["proof"])
+    dialog.wait_for(timeout=120_000)
+    assert page.evaluate(COMPARED).count(seed) == 1 and page.evaluate(SEED) == seed + 1
+    page.wait_for_function(
+        f"() => {{ const s = ({PICTURES})('dialog'); return s.length === 2 && s.every(Boolean); }}"
+    )
+    words = dialog.inner_text()
+    assert "one device: " in words and "Ulysses 2: " in words
+    assert "largest difference 0 of 255 · exact" in words and "× one device" in words
+
+    slider = dialog.get_by_role("slider")
+    before = page.evaluate(EDGE, "dialog")
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + box["height"] / 2)
+    assert before == "inset(0px 0px 0px 50%)" and int(slider.input_value()) > 80
+    assert page.evaluate(EDGE, "dialog") == f"inset(0px 0px 0px {slider.input_value()}%)"
+    dialog.get_by_role("button", name="Close").click()
+    assert page.evaluate(REPORT).startswith("one device: 3 steps in ")  # the node's latest run
+    assert page.evaluate("() => document.querySelector('.parallel-headline').textContent").endswith(" of 255")
+
+
+def test_the_menu_of_the_node_proves_too_and_says_what_is_missing(page):
+    _show(page, _graph(decoded=False).prompt)
+    page.evaluate(
+        """() => {
+          const node = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
+          const items = app.canvas.getNodeMenuOptions(node);
+          items.find(item => item?.content === 'Prove it').callback();
+        }"""
+    )
+    page.get_by_text(_words()["prove_no_vae"]).wait_for(timeout=20_000)
+
+
+def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_reload(page, drawn_by):
+    graph = _graph(decoded=False)
+    (sampler,) = [node for node in graph.prompt.values() if node["class_type"] == "ParallelSampler"]
+    sampler["class_type"] = "CompareWithOneDevice"
+    sampler["inputs"] |= {"vae": [graph.add("TestTinyVAE"), 0], "seed": 300 + len(drawn_by)}
+    graph.prompt = {
+        name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSaveLatent"
+    }
+    _show(page, graph.prompt, "CompareWithOneDevice")
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    shown = f"() => {{ const s = ({PICTURES})('.parallel-run'); return s.length === 2 && s.every(Boolean); }}"
+    page.wait_for_function(shown, timeout=120_000)
+    sizes = page.evaluate(
+        """() => ['.pictures', 'figcaption', '.parallel-run'].map(
+          c => document.querySelector(`.parallel-run ${c}, ${c}.parallel-run`).getBoundingClientRect().toJSON())"""
+    )
+    pictures, caption, panel = sizes
+    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"compared_{drawn_by}.png")
+    assert pictures["height"] > 80 and caption["bottom"] <= panel["bottom"] + 1
+    page.reload()
+    page.wait_for_function(shown, timeout=60_000)
+
+
+@pytest.mark.parametrize("language", ["es", "zh"])
+def test_the_words_of_the_page_follow_its_language(page, language):
+    page.evaluate("l => app.extensionManager.setting.set('Comfy.Locale', l)", language)
+    try:
+        _show(page, _graph().prompt)
+        words = _words(language)
+        page.get_by_role("button", name=words["prove"], exact=True).wait_for(timeout=20_000)
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
+
+
+def test_every_language_has_all_words_of_the_page_with_the_same_values_in_them():
+    def values(words: dict) -> dict[str, list[str]]:
+        return {
+            name: sorted(part.split("}")[0] for part in text.split("{")[1:]) for name, text in words.items()
+        }
+
+    english = _words()
+    for language in ("es", "zh"):
+        assert values(_words(language)) == values(english)
+        assert all(text != english[name] for name, text in _words(language).items())

@@ -1,0 +1,113 @@
+// The job of one sampler, out of the prompt that the graph makes: the nodes that it needs and no others.
+import { api } from "../../../scripts/api.js";
+import { app } from "../../../scripts/app.js";
+import { nodeOf, rootGraph } from "./graph.js";
+
+const LOOK_BACK = 16; // prompts of the history
+const SEEDS = ["seed", "noise_seed"];
+const LATENT = 0; // of a sampler's outputs
+
+const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
+
+// Of a prompt's nodes those that `ids` need, with them.
+export function branchOf(prompt, ids) {
+  const found = {};
+  const waiting = [...ids];
+  while (waiting.length) {
+    const id = waiting.pop();
+    if (id in found || !prompt[id]) continue;
+    found[id] = prompt[id];
+    waiting.push(...Object.values(prompt[id].inputs).filter(isLink).map(([origin]) => origin));
+  }
+  return found;
+}
+
+// What a prompt says of a node, its seeds left out.
+function besideSeeds(branch) {
+  return JSON.stringify(
+    Object.entries(branch)
+      .map(([id, { class_type: kind, inputs }]) => [
+        id,
+        kind,
+        Object.entries(inputs).filter(([name, value]) => !SEEDS.includes(name) || isLink(value)).sort(),
+      ])
+      .sort(),
+  );
+}
+
+// The latest prompt of this very workflow that ran this node as it is.
+async function latest(id, kind) {
+  const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
+  return Object.values(history)
+    .sort((a, b) => b.prompt[0] - a.prompt[0])
+    .find(
+      ({ prompt, outputs }) =>
+        prompt[3]?.extra_pnginfo?.workflow?.id === rootGraph().id && prompt[2][id]?.class_type === kind && outputs[id],
+    )?.prompt[2];
+}
+
+// {id, prompt, workflow}: the prompt of the graph as it stands. Where nothing but seeds differs from the node's latest run
+// it has that run's: after a run ComfyUI's page may have drawn the next ones.
+export async function jobOf(node) {
+  const { output: now, workflow } = await app.graphToPrompt();
+  const id = Object.keys(now).find((key) => nodeOf(key) === node);
+  if (!id) return null; // muted, or bypassed
+  const ran = await latest(id, node.comfyClass);
+  const same = ran && besideSeeds(branchOf(ran, [id])) === besideSeeds(branchOf(now, [id]));
+  return { id, prompt: same ? { ...now, ...branchOf(ran, [id]) } : now, workflow };
+}
+
+// The VAE that decodes a job's latent, as the nodes that follow have it; null where none does.
+export function vaeOf({ id, prompt }) {
+  const seen = new Set();
+  const waiting = [[id, LATENT]];
+  while (waiting.length) {
+    const [origin, from] = waiting.shift();
+    for (const [next, { inputs }] of Object.entries(prompt)) {
+      const takes = Object.values(inputs).some((v) => isLink(v) && v[0] === origin && (from === null || v[1] === from));
+      if (!takes || seen.has(next)) continue;
+      if (isLink(inputs.vae)) return inputs.vae;
+      seen.add(next);
+      waiting.push([next, null]);
+    }
+  }
+  return null;
+}
+
+// A sampler of a prompt as the node that runs its job on one device too.
+export function compares(sampler, vae) {
+  return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...sampler.inputs, vae } };
+}
+
+const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+
+// Queues these nodes as a prompt and waits for its end: {end, outputs by id}. Throws what ComfyUI refuses. Listens before
+// ComfyUI answers: what it has in its cache is there at once.
+export async function run(output, workflow) {
+  const heard = new Map(); // prompt id -> {end, outputs}
+  const of = (id) => heard.get(id) ?? heard.set(id, { end: "", outputs: {} }).get(id);
+  const listening = new AbortController();
+  let look = () => {};
+  const on = (event, note) =>
+    api.addEventListener(
+      event,
+      ({ detail }) => {
+        if (!detail?.prompt_id) return;
+        note(of(detail.prompt_id), detail);
+        look();
+      },
+      { signal: listening.signal },
+    );
+  on("executed", ({ outputs }, { node, output: shown }) => (outputs[node] = shown));
+  for (const end of ENDS) on(end, (one) => (one.end = end));
+  try {
+    const { prompt_id: id } = await api.queuePrompt(0, { output, workflow });
+    await new Promise((resolve) => {
+      look = () => of(id).end && resolve();
+      look();
+    });
+    return of(id);
+  } finally {
+    listening.abort();
+  }
+}

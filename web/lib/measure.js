@@ -1,0 +1,41 @@
+// Measures strategies for the job of one sampler: a few steps of it under each, one prompt after the other. The graph, its
+// nodes and what they show stay as they are.
+import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
+import { nodeOf } from "./graph.js";
+
+const STEPS = 4; // one that warms up and three that count; times of a step do not depend on how many there are
+const MEASURED = "measured"; // the sampler in the prompt, which stands for no node of the graph
+const REPORT = { sampler: 1, compared: 2 }; // outputs
+const SHOWN = "shown";
+
+// The prompt that measures a row for the sampler `id`. One device is measured beside the strategy that runs anyway, where
+// pictures can be made: on a rank of the warm group, which another strategy would end.
+function promptOf(job, selector, { inputs, alone }) {
+  const vae = alone ? vaeOf(job) : null;
+  const nodes = structuredClone(branchOf(job.prompt, [job.id, ...(vae ? [vae[0]] : [])]));
+  const sampler = nodes[job.id];
+  delete nodes[job.id];
+  if (typeof sampler.inputs.steps === "number") sampler.inputs.steps = Math.min(sampler.inputs.steps, STEPS);
+  const chooser = Object.keys(nodes).find((key) => nodeOf(key) === selector);
+  if (!chooser) return null;
+  if (!vae) Object.assign(nodes[chooser].inputs, inputs);
+  const report = vae ? REPORT.compared : REPORT.sampler;
+  nodes[MEASURED] = vae ? compares(sampler, vae) : sampler;
+  nodes[SHOWN] = { class_type: "PreviewAny", inputs: { source: [MEASURED, report] } };
+  return nodes;
+}
+
+// `told(row, result, at)` after each, with the row as the run had it, or null where the run failed; ends early when one is
+// cancelled.
+export async function measureRows(sampler, selector, missing, told) {
+  const job = await jobOf(sampler);
+  if (!job) return;
+  for (const [at, row] of missing.entries()) {
+    const prompt = promptOf(job, selector, row);
+    if (!prompt) return;
+    const { end, outputs } = await run(prompt, job.workflow);
+    if (end === "execution_interrupted") return;
+    const rows = outputs[MEASURED]?.parallel_candidates ?? [];
+    told(row, rows.find(({ strategy }) => strategy === row.strategy) ?? null, at);
+  }
+}

@@ -1,0 +1,125 @@
+// Parallel Model behind every loader of the graph that does without, and out again: links and values stay as they are.
+import { app } from "../../../scripts/app.js";
+import { captureState, nodesOf, rootGraph } from "./graph.js";
+
+const PARALLEL = "ParallelModel";
+const MODEL = "MODEL";
+const IN = { model: 0 }; // its slots
+const OUT = { model: 0, parallel: 1 };
+const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
+const ACTIVE = 0; // neither muted nor bypassed
+const GAP = 40; // pixels
+
+const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
+const isOurs = (node) => node.constructor.nodeData?.python_module === parallelModule();
+const parallelModule = () => globalThis.LiteGraph.registered_node_types[PARALLEL]?.nodeData?.python_module;
+
+function linksOf(graph, node, slot) {
+  return (node.outputs[slot]?.links ?? []).map((id) => graph.links.get?.(id) ?? graph.links[id]).filter(Boolean);
+}
+
+const modelSlots = (node) => node.outputs.flatMap((output, slot) => (output.type === MODEL ? [slot] : []));
+
+// Whether what this link carries comes to a Parallel Model, through whatever changes it on the way.
+function becomesParallel(graph, link, seen = new Set()) {
+  if (seen.has(link)) return false;
+  seen.add(link);
+  if (Number(link.target_id) === OUTSIDE) {
+    const instances = graphs().flatMap((g) => g.nodes.filter((n) => n.subgraph === graph).map((n) => [g, n]));
+    return instances.some(([g, n]) => linksOf(g, n, link.target_slot).some((l) => becomesParallel(g, l, seen)));
+  }
+  const target = graph.getNodeById(link.target_id);
+  if (!target) return false;
+  if (target.comfyClass === PARALLEL || (target.subgraph && nodesOf(PARALLEL, target.subgraph).length)) return true;
+  return modelSlots(target).some((slot) => linksOf(graph, target, slot).some((l) => becomesParallel(graph, l, seen)));
+}
+
+// [graph, loader, slot, links] of each model that nothing makes parallel: those that a node gives which takes none.
+function stockModels() {
+  return graphs().flatMap((graph) =>
+    graph.nodes
+      .filter((node) => node.mode === ACTIVE && !node.subgraph && !isOurs(node))
+      .filter((node) => !node.inputs?.some(({ type }) => type === MODEL) && node.outputs)
+      .flatMap((node) => modelSlots(node).map((slot) => [graph, node, slot]))
+      .map(([graph, node, slot]) => [graph, node, slot, linksOf(graph, node, slot)])
+      .map(([graph, node, slot, links]) => [graph, node, slot, links.filter((link) => !becomesParallel(graph, link))])
+      .filter(([, , , links]) => links.length),
+  );
+}
+
+const parallelModels = () =>
+  graphs().flatMap((graph) => graph.nodes.filter((node) => node.comfyClass === PARALLEL).map((node) => [graph, node]));
+
+// Gives a link's end to another node.
+function move(graph, link, origin, slot) {
+  if (Number(link.target_id) === OUTSIDE) graph.outputs[link.target_slot].connect(origin.outputs[slot], origin);
+  else origin.connect(slot, graph.getNodeById(link.target_id), link.target_slot, link.parentId);
+}
+
+// The first free place at or below `pos`.
+function freePlace(graph, [x, top], [width, height], title) {
+  let y = top + title;
+  for (let tries = 0; tries < 100; tries++) {
+    const over = graph.nodes.find(
+      (node) =>
+        node.pos[0] < x + width + GAP / 2 &&
+        node.pos[0] + node.size[0] + GAP / 2 > x &&
+        node.pos[1] - title < y + height &&
+        node.pos[1] + node.size[1] > y - title,
+    );
+    if (!over) break;
+    y = over.pos[1] + over.size[1] + GAP / 2 + title;
+  }
+  return [x, y];
+}
+
+// One step of undo.
+function change(act) {
+  const canvas = app.canvas;
+  canvas.emitBeforeChange?.();
+  try {
+    return act();
+  } finally {
+    canvas.emitAfterChange?.();
+    canvas.setDirty(true, true);
+    captureState();
+  }
+}
+
+export const canMakeParallel = () => stockModels().length > 0;
+export const canTakeOut = () => parallelModels().some(([, node]) => !node.outputs[OUT.parallel].links?.length);
+export const givesStockModel = (node) => stockModels().some(([, loader]) => loader === node);
+
+// Returns how many were put in.
+export function makeParallel() {
+  return change(() => {
+    const found = stockModels();
+    for (const [graph, loader, slot, links] of found) {
+      const node = globalThis.LiteGraph.createNode(PARALLEL);
+      const title = globalThis.LiteGraph.NODE_TITLE_HEIGHT;
+      graph.add(node);
+      node.pos = [-1e6, -1e6]; // not in its own way
+      node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, title);
+      for (const link of links) move(graph, link, node, OUT.model);
+      loader.connect(slot, node, IN.model);
+    }
+    return found.length;
+  });
+}
+
+// Returns how many were taken out, and how many stay since a Parallel Sampler needs them.
+export function takeOut() {
+  return change(() => {
+    const all = parallelModels();
+    const needed = all.filter(([, node]) => node.outputs[OUT.parallel].links?.length);
+    for (const [graph, node] of all) {
+      if (node.outputs[OUT.parallel].links?.length) continue;
+      const incoming = node.inputs[IN.model].link;
+      const link = incoming == null ? null : (graph.links.get?.(incoming) ?? graph.links[incoming]);
+      const origin = link && graph.getNodeById(link.origin_id);
+      if (origin) for (const own of linksOf(graph, node, OUT.model)) move(graph, own, origin, link.origin_slot);
+      graph.remove(node);
+    }
+    return { out: all.length - needed.length, stay: needed.length };
+  });
+}

@@ -1,0 +1,33 @@
+// The same job, seed and all, on one device and on all of them, shown under a slider.
+import { app } from "../../../scripts/app.js";
+import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
+import { drawComparison } from "./comparison.js";
+import { openDialog } from "./dialog.js";
+import { say } from "./words.js";
+
+
+function complain(words) {
+  app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
+}
+
+// The sampler's place in the prompt is taken by the node that compares, so that bars, progress and report are where they
+// are for any run of it.
+export async function prove(node) {
+  const job = await jobOf(node);
+  const vae = job && vaeOf(job);
+  if (!vae) return complain(say(job ? "prove_no_vae" : "prove_off"));
+  const nodes = branchOf(job.prompt, [job.id, vae[0]]);
+  nodes[job.id] = compares(nodes[job.id], vae);
+  try {
+    const { end, outputs } = await run(nodes, job.workflow);
+    if (end === "execution_success") show(outputs[job.id]); // else ComfyUI says why
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+function show({ parallel_comparison: [told], text: [report] }) {
+  const { text } = openDialog(say("proof"), report);
+  text.before(drawComparison(told));
+  text.style.maxHeight = "15vh";
+}
