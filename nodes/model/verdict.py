@@ -8,9 +8,9 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
 from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
 from ...parallel_backend.planner.rules import StrategySettings
-from ...parallel_backend.planner.verdicts import ensure_verdict
 from ...parallel_backend.requests import ModelSpec
 from ..host.calls import errors_as_comfyuis, interrupted, report_progress
+from .class_verdict import ensure_verdict
 
 
 def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:

@@ -8,17 +8,18 @@ import pytest
 
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from comfyui_source import comfyui_version
+from pack_nodes import import_node_module
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.self_tests import NAME, SelfTestStore
 from parallel_backend.models.comfyui.proof import PROVEN_HERE, UNKNOWN, entry_digest, is_proven
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.planner import verdicts
-from parallel_backend.planner.verdicts import ensure_verdict
 from parallel_backend.requests import BLOCK, ROWS, STAY
 from parallel_backend.sidecar.self_test import run_self_tests
 from parallel_backend.wire.self_test import SelfTest
 
+verdicts = import_node_module("nodes.model.class_verdict")
+ensure_verdict = verdicts.ensure_verdict
 CLASS = "HunyuanVideo"
 SENTENCE = (
     "this version of ComfyUI computes HunyuanVideo in another way than the pack knows: only whole images and prompts "

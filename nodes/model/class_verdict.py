@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from ..errors import RankFailed
-from ..machine.self_tests import SelfTestStore
-from ..models.comfyui.proof import (
+from ...parallel_backend.errors import RankFailed
+from ...parallel_backend.machine.self_tests import SelfTestStore
+from ...parallel_backend.models.comfyui.proof import (
     PROVEN_HERE,
     UNKNOWN,
     Verdict,
@@ -17,9 +17,9 @@ from ..models.comfyui.proof import (
     untested,
     verdict_of,
 )
-from ..models.comfyui.table import TABLE
-from ..sidecar.self_test import ShouldCancel, run_self_tests
-from ..wire.self_test import SelfTest
+from ...parallel_backend.models.comfyui.table import TABLE
+from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
+from ...parallel_backend.wire.self_test import SelfTest
 
 _DURATION = "10 to 20 seconds, once"  # most of it torch's import and ComfyUI's
 
