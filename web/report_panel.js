@@ -6,6 +6,7 @@ import { drawComparison } from "./lib/comparison.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
 import { watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
+import { drawTimeline } from "./lib/timeline.js";
 import { say } from "./lib/words.js";
 
 const SAMPLER = "ParallelSampler";
@@ -52,6 +53,9 @@ function mark(node, state) {
   report.classList.toggle("empty", !run);
   panel.querySelector(".parallel-headline").textContent = run?.parallel_headline?.[0] ?? "";
   panel.querySelector(".parallel-comparison")?.remove();
+  panel.querySelector(".parallel-timeline")?.remove();
+  const timeline = run?.parallel_timeline?.[0];
+  if (timeline) report.before(drawTimeline(timeline));
   const told = node.comfyClass === COMPARE && run?.parallel_comparison?.[0];
   if (told) report.before(drawComparison(told));
 }

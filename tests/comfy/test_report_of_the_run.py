@@ -15,6 +15,10 @@ HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
   w => w.name.includes('text-preview'))?.value || ''"""
 ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
+# By device the steps that have bars of all three parts.
+TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
+  row.querySelector('span').textContent,
+  [...row.querySelectorAll('g')].filter(g => g.querySelectorAll('rect').length === 3).length])"""
 SET = """([type, name, value]) => {
   app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
 }"""
@@ -54,9 +58,11 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     assert page.evaluate(ROWS) > 1
     assert re.fullmatch(r"[\w ×]+ · [\d.e-]+ s/step · (.+ one device · )?exact", page.evaluate(HEADLINE))
 
+    assert page.evaluate(TIMELINE) == ["cpu:0", 3, "cpu:1", 3]
+
     _run(page, seed=2, steps=4000)
     _wait_for_report(page, "Running")
-    assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == ""
+    assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == "" and page.evaluate(TIMELINE) == []
     page.wait_for_function(PHASE, timeout=60_000)
     page.wait_for_function(
         "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000

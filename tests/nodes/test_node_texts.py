@@ -109,8 +109,8 @@ def test_help_pages_show_pictures_that_are_there_and_workflows_that_exist():
     pictures = [picture for page in pages.values() for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)]
     assert sorted(pictures) == sorted(path.name for path in PAGES.iterdir() if path.suffix != ".md")
     examples = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}
-    for page in pages.values():
-        assert set(re.findall(r"`(\w+)` in the Templates browser", page)) <= examples
+    named = {name for page in pages.values() for name in re.findall(r"\*([^*\n]+)\* in the Templates", page)}
+    assert named and named <= examples
 
 
 def test_the_readme_names_every_node_and_every_example():
@@ -118,6 +118,6 @@ def test_the_readme_names_every_node_and_every_example():
     nodes = re.findall(r"^\| \*\*([\w ]+)\*\* \|", readme, re.MULTILINE)
     assert sorted(nodes) == sorted(node["display_name"] for node in ENGLISH.values())
     _, table = readme.split("| Template |")
-    rows = re.findall(r"^\| (`.*?) \|", table.split("\n\n")[0], re.MULTILINE)
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    rows = re.findall(r"^\| (\*.*?) \|", table.split("\n\n")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"\*([^*]+)\*", row)]
     assert sorted(named) == sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))

@@ -10,7 +10,7 @@ const PHASE = "$$node-text-preview"; // ComfyUI's widget
 const ENDS = { execution_error: "failed", execution_interrupted: "cancelled", execution_success: "done" };
 const watchers = []; // [class, show, mark]
 const runs = new Map(); // prompt id -> the graph that it came from, and the execution ids of its nodes
-const early = new Set(); // prompt ids of runs that began before ComfyUI's answer told whose they are
+const early = new Map(); // of runs that began before ComfyUI's answer told whose they are: prompt id -> how they ended, if so
 
 // `show(node, output)` for each node of the class that has an output; it may be called again with the same.
 // `mark(node, state)` for those of a run that has none (yet): running, failed, cancelled, or done, where what was shown
@@ -35,7 +35,7 @@ function forgetPhase(node) {
 // A run of the graph that is shown: its nodes wait for their outputs.
 function begin({ prompt_id: id }) {
   const run = runs.get(id);
-  if (!run) early.add(id);
+  if (!run) early.set(id, null);
   if (!run || run.graph !== rootGraph()?.id) return;
   run.waiting = new Set(run.ids);
   mark(run.ids, "running");
@@ -44,7 +44,7 @@ function begin({ prompt_id: id }) {
 function end({ prompt_id: id }, state) {
   const run = runs.get(id);
   runs.delete(id);
-  early.delete(id);
+  if (!run && early.has(id)) early.set(id, state);
   if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state);
 }
 
@@ -100,7 +100,10 @@ app.registerExtension({
     watchQueue((prompt, { prompt_id: id }) => {
       if (!id) return;
       runs.set(id, { graph: rootGraph()?.id, ids: watchedIn(prompt) });
-      if (early.delete(id)) begin({ prompt_id: id });
+      const [isEarly, ended] = [early.has(id), early.get(id)];
+      early.delete(id);
+      if (isEarly) begin({ prompt_id: id });
+      if (ended) end({ prompt_id: id }, ended);
     });
     api.addEventListener("execution_start", ({ detail }) => begin(detail));
     for (const [event, state] of Object.entries(ENDS)) api.addEventListener(event, ({ detail }) => end(detail, state));
