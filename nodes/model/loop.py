@@ -29,8 +29,9 @@ from .unsupported import RunsStepwise, has_entries
 _READ = ("area", "strength", "mask", "mask_strength", "timestep_start", "timestep_end", "default")
 # What else of a prompt takes part in model calls, and lives in this process, in a user's words.
 _LIVE = {"control": "a ControlNet", "hooks": "hooks", "gligen": "GLIGEN"}
-# Of the model options those that are looked at apart, and a list of what moves to the device with the model.
-_NOT_READ = (OPTIONS, "to_load_options")
+# Of the model options those that are looked at apart, a list of what moves to the device with the model, and how to
+# compile, of which the ranks know (patcher.py).
+_NOT_READ = (OPTIONS, "to_load_options", "torch_compile_kwargs")
 # Parts of a model that may be replaced: the first is sent, the other is the ranks' own.
 _REPLACED = {"model_sampling", "manual_cast_dtype"}
 

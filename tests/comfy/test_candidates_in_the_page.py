@@ -36,7 +36,7 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
     inputs = (graph.text(1), graph.text(2), graph.latent())
-    latent = graph.parallel_sampler(loader, *inputs, steps=6)
+    latent = graph.parallel_sampler(loader, *inputs, steps=6, cfg=3.0)
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
     page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'candidates')")
@@ -51,7 +51,7 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
     rows = page.evaluate(ROWS)
     rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
-    assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "Ulysses 2"
+    assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "CFG 2"
     report, before = page.evaluate(REPORT), page.evaluate(VALUES)
 
     page.get_by_role(
