@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import ComfyUISource, LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -185,9 +185,10 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE whose decoder is in the payload (ldm names) until another one comes."""
+    """Parent to all ranks: hold the VAE in the payload until another one comes. `comfyui`: as of VaeWeights."""
 
     identity: str
+    comfyui: ComfyUISource | None = None
 
 
 @dataclass(frozen=True)
