@@ -94,7 +94,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    weights = _splittable(vae, latent)
+    weights = _splittable(vae)
     sidecar, shares, notes = _choose_ranks(settings)
     _make_room(vae, latent, sidecar)
     progress = comfy.utils.ProgressBar(1)
@@ -132,16 +132,11 @@ def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...
     return sidecar, shares, [note]
 
 
-def _splittable(vae: comfy.sd.VAE, latent: Tensor) -> VaeWeights:
+def _splittable(vae: comfy.sd.VAE) -> VaeWeights:
     try:
-        weights = weights_of(vae)
+        return weights_of(vae)
     except RequestError as reason:
         raise _CannotBeSplit(f"this VAE cannot be split: {reason}") from None
-    dims = getattr(vae, "latent_dim", 2)
-    if latent.ndim != 2 + dims:
-        kind = "videos" if dims == 3 else "images"
-        raise _CannotBeSplit(f"the latent is not one of {kind}: its shape is {list(latent.shape)}")
-    return weights
 
 
 def _make_room(vae: comfy.sd.VAE, latent: Tensor, sidecar: Sidecar) -> None:

@@ -99,7 +99,7 @@ class BandConv(_ConvNd):
 
     bands: Bands
 
-    def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:
+    def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
         """[B, C, ..., rows, W] -> [B, out, ..., rows, W]; with rows + 2 where the caller has padded them."""
         compute: Callable[..., Tensor] = functools.partial(super()._conv_forward, **options)
         if self.kernel_size[-2] == 1 or self.bands.axis.size == 1:
