@@ -56,7 +56,7 @@ class VaeWorker:
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
-            dtype=_name(next(iter(tensors.values())).dtype),
+            dtype=_name(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())),
             compute_dtype=_name(model.compute_dtype),
         )
 

@@ -41,8 +41,8 @@ def _wan22() -> nn.Module:
 def _kl(**more: object) -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    sizes = dict(z_channels=4, resolution=64, in_channels=3, out_ch=3, ch=32, num_res_blocks=1)
-    config = dict(double_z=True, attn_resolutions=[], ch_mult=[1, 1, 2, 2], **sizes, **more)
+    sizes = dict(z_channels=4, resolution=64, in_channels=3, out_ch=3, ch=64, num_res_blocks=1)
+    config = dict(double_z=True, attn_resolutions=[], ch_mult=[1, 1, 1, 1], **sizes, **more)
     return AutoencoderKL(ddconfig=config, embed_dim=4)
 
 
