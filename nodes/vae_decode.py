@@ -91,7 +91,7 @@ class _CannotBeSplit(Exception):
 
 
 def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
-    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
+    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
     weights = _splittable(vae)
@@ -110,10 +110,8 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise _CannotBeSplit(str(error)) from error
-    return _as_comfyuis(vae, result.image), [
-        *_report(sidecar.devices, result.info, latent, len(result.image)),
-        *notes,
-    ]
+    lines = _report(sidecar.devices, result.info, latent, len(result.image))
+    return _as_comfyuis(vae, result.image), [*lines, *notes]
 
 
 def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:

@@ -45,6 +45,8 @@ class VaeWorker:
 
             model = _load(message, tensors, self._world.device)
             self._decoder = BandedDecoder(model, self._world, self._groups)
+            if message.comfyui is not None:
+                self._decoder.check()
         except Exception as failure:
             error = failure
         if not self._all_good(error) or model is None:

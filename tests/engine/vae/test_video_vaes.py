@@ -6,6 +6,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from parallel_backend.engine.vae import row_bands as bands_module
 from parallel_backend.engine.vae.decoder import BandedDecoder
+from parallel_backend.errors import PlatformError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import STEPS, ComfyUIVae
 from parallel_backend.models.vae.networks import splits_into_bands
@@ -95,6 +96,32 @@ def test_a_rank_that_goes_without_the_others_is_seen(name, what):
     latent = latent_of(name, 2, 2, 2)
     frames = run_ranks(decode, 2, name, latent, (), what)[0][0]
     assert difference(frames, whole(name, latent)) > 100 * TOLERANCE
+
+
+def check(world, name, dtype, broken=""):
+    """The words in which one rank refuses a network, if it does."""
+    if broken:
+        _break(broken)
+    case = CASES[name]
+    try:
+        BandedDecoder(ComfyUIVae(build(name), case.channels, case.dims, dtype, CPU), world).check()
+    except PlatformError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("wan 2.1", torch.float32), ("wan 2.1", torch.bfloat16), ("hunyuanvideo", torch.bfloat16)],
+    ids=str,
+)
+def test_a_network_that_looks_further_is_seen_before_it_is_used(name, dtype):
+    """A missing neighbour stands for it."""
+    assert run_ranks(check, 2, name, dtype) == ["", ""]
+    assert [words[:42] for words in run_ranks(check, 2, name, dtype, "rows")] == [
+        "this version of ComfyUI computes its VAE i",
+        "",
+    ]
 
 
 def test_one_rank_alone_decodes_as_comfyui_does():
