@@ -1,4 +1,4 @@
-"""ParallelVAEDecode: VAEDecode's inputs; each image's rows are decoded by all ranks, exactly."""
+"""ParallelVAEDecode: VAEDecode's inputs; the rows of each image or video are decoded by all ranks, exactly."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ class ParallelVAEDecode(io.ComfyNode):
             node_id="ParallelVAEDecode",
             display_name="Parallel VAE Decode",
             category=CATEGORY,
-            description="Decodes each image on several devices at once, without tiles or seams: every device takes "
-            "some of its rows and about that part of the memory. For the VAEs of Flux, SD and SDXL; any other is "
-            "decoded by ComfyUI itself, and the report says so.",
-            search_aliases=["vae decode", "multi gpu vae", "decode large image", "tiled vae", "distvae"],
+            description="Decodes each image or video on several devices at once, without tiles or seams: every device "
+            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, Wan, Qwen-Image "
+            "and HunyuanVideo; any other is decoded by ComfyUI itself, and the report says so.",
+            search_aliases=[
+                "vae decode",
+                "multi gpu vae",
+                "decode video",
+                "decode large image",
+                "tiled vae",
+                "distvae",
+            ],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
                 io.Vae.Input("vae", tooltip="The VAE to decode it with. It is sent to the devices once."),
@@ -84,10 +91,10 @@ class _CannotBeSplit(Exception):
 
 
 def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
-    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit before anything is started."""
+    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    weights = _splittable(vae, latent)
+    weights = _splittable(vae)
     sidecar, shares, notes = _choose_ranks(settings)
     _make_room(vae, latent, sidecar)
     progress = comfy.utils.ProgressBar(1)
@@ -103,7 +110,8 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise _CannotBeSplit(str(error)) from error
-    return _as_comfyuis(vae, result.image), [*_report(sidecar.devices, result.info, latent), *notes]
+    lines = _report(sidecar.devices, result.info, latent, len(result.image))
+    return _as_comfyuis(vae, result.image), [*lines, *notes]
 
 
 def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
@@ -122,14 +130,11 @@ def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...
     return sidecar, shares, [note]
 
 
-def _splittable(vae: comfy.sd.VAE, latent: Tensor) -> VaeWeights:
+def _splittable(vae: comfy.sd.VAE) -> VaeWeights:
     try:
-        weights = weights_of(vae)
+        return weights_of(vae)
     except RequestError as reason:
         raise _CannotBeSplit(f"this VAE cannot be split: {reason}") from None
-    if latent.ndim != 4:
-        raise _CannotBeSplit(f"the latent is not one of images: its shape is {list(latent.shape)}")
-    return weights
 
 
 def _make_room(vae: comfy.sd.VAE, latent: Tensor, sidecar: Sidecar) -> None:
@@ -146,11 +151,14 @@ def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
     return vae.process_output(pixels).movedim(1, -1)
 
 
-def _report(devices: tuple[str, ...], info: DecodeInfo, latent: Tensor) -> list[str]:
+def _report(devices: tuple[str, ...], info: DecodeInfo, latent: Tensor, frames: int) -> list[str]:
     """One line per fact, the first also for under the node; times in seconds, sizes in MiB."""
-    images = f"{len(latent)} image{'s' if len(latent) > 1 else ''}"
+    kind = "video" if latent.ndim == 5 and frames > len(latent) else "image"
+    decoded = f"{len(latent)} {kind}{'s' if len(latent) > 1 else ''}"
+    if kind == "video":
+        decoded += f" of {frames // len(latent)} frames"
     busy = sum(1 for rows in info.rows if rows)
-    lines = [f"decoded by: {busy} device{'s' if busy > 1 else ''}, {images} in {info.seconds:.3f} s"]
+    lines = [f"decoded by: {busy} device{'s' if busy > 1 else ''}, {decoded} in {info.seconds:.3f} s"]
     lines.append(f"devices: {', '.join(devices)}")
     lines.append(f"rows of the latent on each: {', '.join(map(str, info.rows))} (exact, no tiles)")
     size = f"{info.load.bytes / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The decoder of a ComfyUI VAE for the ranks; every VAE they cannot take is refused with the reason in words."""
+"""The weights of a ComfyUI VAE for the ranks; every VAE they cannot take is refused with the reason in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.vae.keys import decoder_keys, read_dims
+from ...parallel_backend.models.vae.networks import is_for_decoding, splits_into_bands
+from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.wire.decode_messages import VaeWeights
+from ..host.comfyui_flags import comfyui_root, numeric_flags
 
 # Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
 _METHODS = ("forward", "_conv_forward", "decode")
@@ -25,26 +28,46 @@ _numbered: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary
 
 
 def weights_of(vae: comfy.sd.VAE) -> VaeWeights:
-    """The decoder's weights as the ranks take them. Raises RequestError with the reason why they cannot."""
+    """The VAE's weights as the ranks take them. Raises RequestError with the reason why they cannot."""
     network = vae.first_stage_model
-    decoder = getattr(network, "decoder", None)
-    for part, kinds in ((network, (AutoencoderKL, AutoencodingEngine)), (decoder, (Decoder,))):
-        if type(part) not in kinds:
-            raise RequestError(
-                f"its network is {type(part).__name__}, not that of Flux's and Stable Diffusion's"
-            )
+    if not splits_into_bands(network):
+        raise RequestError(
+            f"its network is {_name_of(network)}, which the devices do not know how to share out exactly"
+        )
     if type(vae).decode is not comfy.sd.VAE.decode or "decode" in vars(vae) or _is_changed(network):
         raise RequestError("another node has changed how it computes")
     if vae.patcher.patches or vae.patcher.object_patches:
         raise RequestError("another node has patched it")
     state = network.state_dict()
-    read_dims({name: tuple(tensor.shape) for name, tensor in state.items()})
-    tensors = {name: state[name] for name in decoder_keys(state)}
+    comfyui: ComfyUISource | None = None
+    if _is_plain_image_vae(network):
+        read_dims({name: tuple(tensor.shape) for name, tensor in state.items()})
+        state = {name: state[name] for name in decoder_keys(state)}
+    else:
+        state = {name: tensor for name, tensor in state.items() if is_for_decoding(name)}
+        comfyui = ComfyUISource(root=comfyui_root(), flags=numeric_flags())
 
     def as_computed() -> dict[str, Tensor]:
-        return {name: tensor.to("cpu", vae.vae_dtype) for name, tensor in tensors.items()}
+        return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
 
-    return VaeWeights(f"{_number(network)} {_digest(tensors.values())} {vae.vae_dtype}", as_computed)
+    identity = f"{_number(network)} {_digest(state.values())} {vae.vae_dtype}"
+    return VaeWeights(identity, as_computed, comfyui)
+
+
+def _is_plain_image_vae(network: nn.Module) -> bool:
+    """Whether diffusers' decoder, which runs without ComfyUI, computes the same."""
+    if type(network) not in (AutoencoderKL, AutoencodingEngine) or type(network.decoder) is not Decoder:
+        return False
+    return getattr(network, "bn", None) is None and isinstance(network.decoder.conv_in, nn.Conv2d)
+
+
+def _name_of(network: nn.Module) -> str:
+    decoder = getattr(network, "decoder", None)
+    return type(network).__name__ + (f" with {type(decoder).__name__}" if decoder is not None else "")
+
+
+def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
+    return vae.vae_dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _is_changed(network: nn.Module) -> bool:
@@ -55,7 +78,7 @@ def _is_changed(network: nn.Module) -> bool:
             return True
         if getattr(layer, "padding_mode", "zeros") != "zeros":
             return True
-    return network.decoder.tanh_out
+    return getattr(network.decoder, "tanh_out", False)
 
 
 def _number(network: nn.Module) -> int:

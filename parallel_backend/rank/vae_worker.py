@@ -21,7 +21,7 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:
     from ..engine.groups import World
     from ..engine.vae.decoder import BandedDecoder, RankGroups
-    from ..models.vae.module import VaeModel
+    from ..models.vae.base import BandedVae
 
 
 class VaeWorker:
@@ -38,14 +38,15 @@ class VaeWorker:
         """Holds this VAE in place of another, on every rank or on none."""
         begun = time.perf_counter()
         self.drop()
-        model: VaeModel | None = None
+        model: BandedVae | None = None
         error: Exception | None = None
         try:
             from ..engine.vae.decoder import BandedDecoder
-            from ..models.vae.module import load_vae
 
-            model = load_vae(tensors, self._world.device)
+            model = _load(message, tensors, self._world.device)
             self._decoder = BandedDecoder(model, self._world, self._groups)
+            if message.comfyui is not None:
+                self._decoder.check()
         except Exception as failure:
             error = failure
         if not self._all_good(error) or model is None:
@@ -57,48 +58,49 @@ class VaeWorker:
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
             cached=False,
-            dtype=_name(tensors["decoder.conv_in.weight"].dtype),
+            dtype=_name(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())),
             compute_dtype=_name(model.compute_dtype),
         )
 
     def steps(self, tensors: Tensors) -> int:
         """Step boundaries that decoding these tensors passes."""
-        parts = 0 if self._decoder is None else self._decoder.parts
-        return parts * len(tensors.get("latent", ()))
+        steps = 0 if self._decoder is None else self._decoder.vae.steps
+        return steps * len(tensors.get("latent", ()))
 
     def decode(
         self, message: Decode, tensors: Tensors, on_step: StepBoundary
     ) -> tuple[Tensors | None, RankDecode]:
-        """{"image": [B, H, W, 3]} on rank 0; one image after the other, so that a batch needs no more memory."""
+        """{"image": [B, H, W, 3]} on rank 0, frames of a video as images; one latent after the other, so that a batch
+        needs no more memory."""
         begun = time.perf_counter()
         decoder, latent = self._checked(message, tensors)
         device = self._world.device
         sent, before = decoder.bytes_sent, _start_peak(device)
         step = 0
 
-        def on_part() -> None:
+        def after_layers() -> None:
             nonlocal step
             on_step(step, latent)
             step += 1
 
         images: Tensor | None = None
         for i, one in enumerate(latent):
-            image = decoder(one, message.shares, on_part)
-            if image is None:
+            frames = decoder(one, message.shares, after_layers)
+            if frames is None:
                 continue
             if images is None:
-                images = torch.empty(len(latent), *image.shape, dtype=image.dtype)
-            images[i] = image
+                images = torch.empty(len(latent), *frames.shape, dtype=frames.dtype)
+            images[i] = frames
         on_step.finish()
         run = RankDecode(
             seconds=time.perf_counter() - begun,
-            rows=decoder.rows(latent.shape[2], message.shares)[self._world.rank],
+            rows=decoder.rows(latent.shape[-2], message.shares)[self._world.rank],
             bytes_sent=decoder.bytes_sent - sent,
             peak_bytes=_peak(device) - before,
-            compute_dtype=_name(decoder.compute_dtype),
+            compute_dtype=_name(decoder.vae.compute_dtype),
         )
         _give_back(device)  # the sampler's next step may need what the largest layers took
-        return None if images is None else {"image": images}, run
+        return None if images is None else {"image": images.flatten(0, 1)}, run
 
     def drop(self) -> None:
         self._decoder = None
@@ -106,20 +108,35 @@ class VaeWorker:
         _give_back(self._world.device)
 
     def _checked(self, message: Decode, tensors: Tensors) -> tuple[BandedDecoder, Tensor]:
-        """The decoder and its latent [B, C, h, w], checked alike on every rank before any of them begins."""
+        """The decoder and its latent [B, C, (t,) h, w], checked alike on every rank before any of them begins."""
         if self._decoder is None or self._identity != message.identity:
             raise RequestError("the ranks do not hold the VAE of this request.")
         if set(tensors) != {"latent"}:
             raise RequestError(f"a latent was expected, not the tensors {', '.join(sorted(tensors))}.")
         latent = tensors["latent"]
         check_decode(latent, message.shares, self._world.world_size)
-        channels = self._decoder.dims.latent_channels
+        channels, dims = self._decoder.vae.latent_channels, self._decoder.vae.latent_dims
+        if latent.ndim != 2 + dims:
+            raise RequestError(
+                f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"
+                "height/8, width/8] for this VAE."
+            )
         if latent.shape[1] != channels:
             raise RequestError(
                 f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
                 "model family."
             )
         return self._decoder, latent
+
+
+def _load(message: LoadVae, tensors: Tensors, device: torch.device) -> BandedVae:
+    if message.comfyui is None:
+        from ..models.vae.module import load_vae
+
+        return load_vae(tensors, device)
+    from ..models.comfyui.vae import load_comfyui_vae
+
+    return load_comfyui_vae(tensors, message.comfyui, device)
 
 
 def _start_peak(device: torch.device) -> int:

@@ -243,7 +243,10 @@ class Sidecar:
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
     ) -> DecodeResult:
-        """The image of `latent` [B, C, h, w], its rows shared out over all ranks. The model they hold stays loaded."""
+        """The images of `latent` [B, C, h, w], or the frames of videos [B, C, t, h, w], rows shared out over all ranks.
+
+        The model they hold stays loaded. Raises PlatformError for a network of ComfyUI's that is not exact in bands.
+        """
         check_decode(latent, shares, len(self.devices))
         with self._ranks.lease("decode", should_cancel, on_phase) as lease:
             lease.images = len(latent)

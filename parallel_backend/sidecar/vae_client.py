@@ -50,7 +50,7 @@ class VaeOnRanks:
                 on_step(step.step, step.steps)
 
         on_phase(Phase(PhaseKind.DECODING))
-        budget = deadlines.decode_budget(latent.shape[2] * latent.shape[3], is_cpu(self._devices))
+        budget = deadlines.decode_budget(latent[0, 0].numel(), is_cpu(self._devices))
         exchange = new_exchange(USER_ERRORS)
         exchange.send(Decode(vae.identity, shares), {"latent": latent})
         runs = reports(exchange.wait(lambda: budget, progress), lambda answer: answer.decode)
@@ -76,7 +76,7 @@ class VaeOnRanks:
         tensors = vae.tensors()
         budget = deadlines.load_budget(sum(tensor.nbytes for tensor in tensors.values()))
         exchange = new_exchange(AGREED_ERRORS)
-        exchange.send(LoadVae(vae.identity), tensors)
+        exchange.send(LoadVae(vae.identity, vae.comfyui), tensors)
         loads = reports(exchange.wait(lambda: budget), lambda answer: answer.load)
         info = replace(loads[0], seconds=max(load.seconds for load in loads))
         self._held = (epoch, vae.identity, info)

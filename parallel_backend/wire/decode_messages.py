@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import RequestError
-from ..requests import LoadInfo
+from ..requests import ComfyUISource, LoadInfo
 
 
 @dataclass(frozen=True)
 class VaeWeights:
     """A VAE whose tensors the ranks may need. `identity`: equal only for equal weights.
 
-    `tensors()`: what decoding needs, in ldm names and in the dtype to compute in; called when the ranks lack them.
+    `tensors()`: what decoding needs, in the dtype to compute in; called when the ranks lack them. In ldm names; with
+    `comfyui` in those of ComfyUI's own network, which the ranks then build.
     """
 
     identity: str
     tensors: Callable[[], dict[str, torch.Tensor]]
+    comfyui: ComfyUISource | None = None
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,19 @@ class DecodeInfo:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """image: [B, H, W, 3] on the CPU in the compute dtype, about -1..1."""
+    """image: [B, H, W, 3] on the CPU in the compute dtype, about -1..1; of videos the frames, one after the other."""
 
     image: torch.Tensor
     info: DecodeInfo
 
 
 def check_decode(latent: torch.Tensor, shares: tuple[float, ...], ranks: int) -> None:
-    """Raises RequestError for a latent that is no [B, C, h, w], or shares that are not one positive number per rank."""
-    if latent.ndim != 4 or latent.numel() == 0:
+    """Raises RequestError for a latent that is no [B, C, h, w] or [B, C, t, h, w], or shares that are not one positive
+    number per rank."""
+    if latent.ndim not in (4, 5) or latent.numel() == 0:
         raise RequestError(
-            f"the latent has shape {list(latent.shape)}; expected [batch, channels, height/8, width/8]."
+            f"the latent has shape {list(latent.shape)}; expected [batch, channels, height/8, width/8], or "
+            "[batch, channels, frames, height/8, width/8] of videos."
         )
     if shares and (len(shares) != ranks or min(shares) <= 0):
         raise RequestError(f"shares is {list(shares)}; expected {ranks} numbers above 0, one per rank.")

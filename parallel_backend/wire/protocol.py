@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import ComfyUISource, LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
@@ -198,9 +198,10 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE whose decoder is in the payload (ldm names) until another one comes."""
+    """Parent to all ranks: hold the VAE in the payload until another one comes. `comfyui`: as of VaeWeights."""
 
     identity: str
+    comfyui: ComfyUISource | None = None
 
 
 @dataclass(frozen=True)

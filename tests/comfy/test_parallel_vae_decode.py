@@ -23,8 +23,8 @@ class DecodeGraph(Graph):
     def vae(self, name: str) -> list:
         return [self.add("VAELoader", vae_name=name), 0]
 
-    def drawn(self, width=16, height=12, batch=1, channels=16, draw=5) -> list:
-        size = {"width": width, "height": height, "batch": batch, "channels": channels}
+    def drawn(self, width=16, height=12, batch=1, channels=16, draw=5, frames=0) -> list:
+        size = {"width": width, "height": height, "batch": batch, "channels": channels, "frames": frames}
         return [self.add("TestLatent", draw=draw, batch_index="", noise_mask=False, **size), 0]
 
     def stock(self, latent: list, vae: list) -> list:
@@ -169,12 +169,50 @@ def test_taesd_is_decoded_by_comfyui(comfy):
     _fallback(comfy, graph, graph.drawn(12, 10), [graph.add("TestTinyVAE"), 0], "its network is TAESD")
 
 
-def test_flux_2s_normalised_latents_are_decoded_by_comfyui(comfy):
+def test_flux_2s_normalised_latents_are_decoded_by_comfyuis_own_network(comfy):
     dims = dims_of(post_quant=True, channels=32)
-    statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
+    statistics = {
+        "bn.running_mean": torch.linspace(-1, 1, 128),
+        "bn.running_var": torch.linspace(0.5, 2, 128),
+    }
     name = _write(comfy, "normalised.safetensors", dims, **statistics)
     graph = DecodeGraph()
-    _fallback(comfy, graph, graph.drawn(6, 5, channels=128), graph.vae(name), "normalises its latents")
+    vae, latent = graph.vae(name), graph.drawn(6, 5, channels=128)
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert "rows of the latent on each: 3, 2 (exact, no tiles)" in report
+    assert expected.shape == (1, 80, 96, 3) and expected.std() > 0.05
+    assert (image - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "words"),
+    [
+        (dict(width=3, height=5, frames=1), 3, "2 devices, 1 image in "),
+        (dict(width=2, height=7, frames=3), 3, "2 devices, 1 video of 9 frames in "),
+        (dict(width=2, height=4, frames=2, batch=2), 4, "2 devices, 2 videos of 5 frames in "),
+    ],
+    ids=str,
+)
+def test_the_frames_of_a_video_are_those_of_stock_vae_decode(comfy, size, channels, words):
+    graph = DecodeGraph()
+    vae, latent = [graph.add("TestWanVAE", channels=channels), 0], graph.drawn(**size)
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert words in report and "(exact, no tiles)" in report
+    frames = size.get("batch", 1) * (4 * size["frames"] - 3)
+    assert image.shape == expected.shape == (frames, 8 * size["height"], 8 * size["width"], channels)
+    assert expected.std() > 0.05  # no flat picture
+    assert (image - expected).abs().max() <= TOLERANCE
+
+
+def test_a_latent_of_images_for_a_video_vae_is_refused_in_words(comfy):
+    graph = DecodeGraph()
+    output = graph.ours(graph.drawn(4, 4), [graph.add("TestWanVAE", channels=3), 0])
+    with pytest.raises(PromptFailed) as failed:
+        images(comfy, graph, output)
+    words = failed.value.exception_message
+    assert "the latent has shape [1, 16, 4, 4]" in words and "[batch, channels, frames," in words
 
 
 def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):

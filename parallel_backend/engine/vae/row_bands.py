@@ -1,20 +1,24 @@
 """Bands: each rank computes some rows of one image, and layers that look beyond them ask the ranks that hold the rest.
 
-Three kinds of layer do, in a decoder of convolutions; everything else works row by row. The layers are diffusers' own,
-turned into these classes in place (`split_rows`), so that no forward is copied.
+Three kinds of layer do, in a decoder of convolutions; everything else works row by row. The layers are diffusers' or
+ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are the last
+dimension but one, of images [B, C, H, W] and of videos [B, C, T, H, W]: what lies before is whole on every rank.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ...errors import RequestError
+from ...models.vae.base import RowAttention
 from ...wire.heartbeat import heartbeat
 from ..collectives import all_gather
 from ..groups import Axis
@@ -48,9 +52,9 @@ class Bands:
         return tuple(mine * rows // own for rows in self.rows)
 
     def start_halo(self, x: Tensor) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        """Swaps border rows of x [B, C, rows, W] with the neighbours; call the result to wait for (above, below).
+        """Swaps border rows of x [..., rows, W] with the neighbours; call the result to wait for (above, below).
 
-        Each is [B, C, 1, W]; None at the image's own border.
+        Each is [..., 1, W]; None at the image's own border.
         """
         axis, operations = self.axis, []
         received: list[Tensor | None] = []
@@ -77,39 +81,59 @@ class Bands:
 
         return wait
 
+    def gather(self, mine: Tensor) -> Tensor:
+        """[..., rows, W] of each rank -> [..., all rows, W] on every rank."""
+        if self.axis.size == 1:
+            return mine
+        rows = mine.movedim(-2, 0)
+        return all_gather(rows, self.sizes(len(rows)), self.axis, self.traffic).movedim(0, -2)
 
-class BandConv2d(nn.Conv2d):
-    """A 3x3 convolution, or 1x1, over this rank's rows.
+
+class BandConv(_ConvNd):
+    """A convolution over this rank's rows that looks at one row above and below, and any columns and frames.
 
     Rows inside the band are computed while the neighbours' border rows travel; the first and the last row are then
-    computed from three rows each. No copy of the band with its halo is made.
+    computed from three rows each. No copy of the band with its halo is made. Stands before the layer's own class,
+    which computes each piece.
     """
 
     bands: Bands
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, rows, W] -> [B, out, rows, W]"""
-        if self.kernel_size == (1, 1) or self.bands.axis.size == 1:
-            return super().forward(x)
+    def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
+        """[B, C, ..., rows, W] -> [B, out, ..., rows, W]; with rows + 2 where the caller has padded them."""
+        compute: Callable[..., Tensor] = functools.partial(super()._conv_forward, **options)
+        if self.kernel_size[-2] == 1 or self.bands.axis.size == 1:
+            return compute(x, *weights)
+        if self.padding[-2] == 0:
+            return compute(self._with_halo(x), *weights)
         wait = self.bands.start_halo(x)
         rows = x.shape[-2]
         # Its first and last row are only right at the image's own border; the others are replaced below.
-        out = super().forward(x) if rows > 2 else None
+        out = compute(x, *weights) if rows > 2 else None
         above, below = wait()
-        if out is None:
-            border = x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
-            top, bottom = (border if row is None else row for row in (above, below))
-            return self._between(torch.cat([top, x, bottom], dim=-2))
-        if above is not None:
-            out[..., :1, :] = self._between(torch.cat([above, x[..., :2, :]], dim=-2))
-        if below is not None:
-            out[..., -1:, :] = self._between(torch.cat([x[..., -2:, :], below], dim=-2))
-        return out
+        padding: Any = self.padding
+        self.padding = (*padding[:-2], 0, padding[-1])
+        try:
+            if out is None:
+                border = x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+                top, bottom = (border if row is None else row for row in (above, below))
+                return compute(torch.cat([top, x, bottom], dim=-2), *weights)
+            if above is not None:
+                out[..., :1, :] = compute(torch.cat([above, x[..., :2, :]], dim=-2), *weights)
+            if below is not None:
+                out[..., -1:, :] = compute(torch.cat([x[..., -2:, :], below], dim=-2), *weights)
+            return out
+        finally:
+            self.padding = padding
 
-    def _between(self, x: Tensor) -> Tensor:
-        """The rows of x but the outermost: [B, C, n + 2, W] -> [B, out, n, W]."""
-        sideways = self.kernel_size[1] // 2
-        return F.conv2d(x, self.weight, self.bias, padding=(0, sideways))
+    def _with_halo(self, x: Tensor) -> Tensor:
+        """x with its outermost rows, which the caller made up, replaced by the neighbours' at a border of two bands."""
+        above, below = self.bands.start_halo(x[..., 1:-1, :])()
+        if above is not None:
+            x[..., :1, :] = above
+        if below is not None:
+            x[..., -1:, :] = below
+        return x
 
 
 class BandGroupNorm(nn.GroupNorm):
@@ -122,7 +146,7 @@ class BandGroupNorm(nn.GroupNorm):
     bands: Bands
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, rows, W], or tokens [B, C, rows * W]; the same shape."""
+        """[B, C, ..., rows, W], or tokens [B, C, rows * W]; the same shape."""
         if self.bands.axis.size == 1:
             return super().forward(x)
         axis = self.bands.axis
@@ -188,17 +212,17 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
     Raises RequestError for a layer that looks at other rows in a way not known here.
     """
     for name, layer in list(network.named_modules()):
-        if isinstance(layer, nn.Conv2d):
+        if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
             if not _is_simple(layer):
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
-            _become(layer, BandConv2d, bands)
+            _become(layer, _banded(type(layer)), bands)
         elif isinstance(layer, nn.GroupNorm):
             _become(layer, BandGroupNorm, bands)
         elif isinstance(layer, Attention):
             for projection in (layer.to_k, layer.to_v):
                 _become(projection, EveryonesLinear, bands)
-        elif isinstance(layer, nn.SiLU):
-            layer.inplace = True  # its input is a norm's output, which nothing else reads: one tensor less
+        elif isinstance(layer, RowAttention):
+            layer.gather = bands.gather
 
 
 def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
@@ -206,6 +230,13 @@ def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
     vars(layer)["bands"] = bands
 
 
-def _is_simple(conv: nn.Conv2d) -> bool:
-    plain = (conv.stride, conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), (1, 1), 1, "zeros")
-    return plain and (conv.kernel_size, conv.padding) in (((3, 3), (1, 1)), ((1, 1), (0, 0)))
+def _banded(kind: type[_ConvNd]) -> type[nn.Module]:
+    """`kind` over bands: still of that class, for a network that asks."""
+    return type(f"Band{kind.__name__}", (BandConv, kind), {})
+
+
+def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether it looks at no row but its own, or at one above and one below, along rows that no stride thins out."""
+    rows = conv.kernel_size[-2], conv.padding[-2]
+    plain = (conv.stride[-2], conv.dilation[-2], conv.padding_mode) == (1, 1, "zeros")
+    return plain and rows in ((1, 0), (3, 0), (3, 1))

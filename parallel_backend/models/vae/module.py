@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from diffusers.models.autoencoders.vae import Decoder
 from diffusers.models.modeling_utils import no_init_weights
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from .keys import GROUPS, VaeDims, diffusers_names, read_dims
@@ -35,15 +37,35 @@ class VaeDecoder(nn.Module):
         return self.decoder(self.post_quant_conv(latent))
 
 
-@dataclass(frozen=True)
+@dataclass
 class VaeModel:
-    """A decoder on one rank's device. `bytes`: of its tensors as they were sent."""
+    """base.BandedVae."""
 
     decoder: VaeDecoder
     dims: VaeDims
     compute_dtype: torch.dtype
     device: torch.device
     bytes: int
+
+    latent_dims = 2
+
+    @property
+    def latent_channels(self) -> int:
+        return self.dims.latent_channels
+
+    @property
+    def step_layers(self) -> Sequence[nn.Module]:
+        return [layer for layer in self.decoder.modules() if isinstance(layer, ResnetBlock2D)]
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_layers)
+
+    def layers_per_step(self, latent: Tensor) -> int:
+        return 1
+
+    def decode(self, latent: Tensor) -> Tensor:
+        return self.decoder(latent)
 
 
 def load_vae(tensors: dict[str, Tensor], device: torch.device) -> VaeModel:
@@ -61,4 +83,7 @@ def load_vae(tensors: dict[str, Tensor], device: torch.device) -> VaeModel:
     stored = tensors["decoder.conv_in.weight"].dtype
     dtype = torch.float32 if device.type == "cpu" else stored
     decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    for layer in decoder.modules():
+        if isinstance(layer, nn.SiLU):
+            layer.inplace = True  # its input is a norm's output, which nothing else reads: one tensor less
     return VaeModel(decoder, dims, dtype, device, bytes=sum(tensor.nbytes for tensor in tensors.values()))

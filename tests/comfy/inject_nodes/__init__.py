@@ -14,7 +14,7 @@ from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
 from .outputs import TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, fork_ranks
-from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE
+from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
 
 
 class InjectExtension(ComfyExtension):
@@ -37,6 +37,7 @@ class InjectExtension(ComfyExtension):
             TestAttentionMask,
             TestRankStates,
             TestUnload,
+            TestWanVAE,
         ]
 
 

@@ -43,7 +43,8 @@ class TestConditioning(io.ComfyNode):
 
 
 class TestLatent(io.ComfyNode):
-    """LATENT ``[batch, 16, height, width]`` in latent units (eighths of a pixel), odd sides included."""
+    """LATENT ``[batch, 16, height, width]`` in latent units (eighths of a pixel), odd sides included; with frames
+    ``[batch, 16, frames, height, width]``."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -60,13 +61,16 @@ class TestLatent(io.ComfyNode):
                     "noise_mask", default=False, tooltip="left half 0, right half 1, soft between"
                 ),
                 io.Int.Input("channels", default=16, min=1, optional=True),
+                io.Int.Input("frames", default=0, min=0, optional=True, tooltip="0: a latent of images"),
             ],
             outputs=[io.Latent.Output()],
         )
 
     @classmethod
-    def execute(cls, width, height, batch, draw, batch_index, noise_mask, channels=16) -> io.NodeOutput:
-        shape = (batch, channels, height, width)
+    def execute(
+        cls, width, height, batch, draw, batch_index, noise_mask, channels=16, frames=0
+    ) -> io.NodeOutput:
+        shape = (batch, channels, *((frames,) if frames else ()), height, width)
         if draw < 0:
             latent = {"samples": torch.zeros(shape)}
         else:

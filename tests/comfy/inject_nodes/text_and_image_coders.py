@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import comfy.sd
 import torch
+from comfy.ldm.wan.vae import WanVAE
 from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
 from comfy_api.latest import io
@@ -47,6 +48,25 @@ class TestTinyVAE(io.ComfyNode):
         generator = torch.Generator().manual_seed(0)
         shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
         sd = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return io.NodeOutput(comfy.sd.VAE(sd=sd))
+
+
+class TestWanVAE(io.ComfyNode):
+    """A random VAE of Wan 2.1's kind, narrow, as VAELoader makes one of its file. `channels`: of its pictures."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Int.Input("channels", default=3, min=3, max=4)]
+        return io.Schema(node_id="TestWanVAE", category=CATEGORY, inputs=inputs, outputs=[io.Vae.Output()])
+
+    @classmethod
+    def execute(cls, channels) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(channels)
+        sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
+        sd = WanVAE(**sizes, temperal_downsample=[False, True, True]).state_dict()
+        for name, tensor in sd.items():
+            drawn = torch.randn(tensor.shape, generator=generator)
+            sd[name] = 1 + 0.2 * drawn if "gamma" in name else drawn * tensor[0].numel() ** -0.5
         return io.NodeOutput(comfy.sd.VAE(sd=sd))
 
 

@@ -1,0 +1,60 @@
+"""What a VAE is to the ranks that decode with it together, whoever built its network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class BandedVae(Protocol):
+    """A decoder on one rank's device. `bytes`: of its tensors as they were sent.
+
+    `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode is counted;
+    one ends each time `layers_per_step(latent)` of `step_layers` have computed.
+    """
+
+    compute_dtype: torch.dtype
+    device: torch.device
+    bytes: int
+
+    @property
+    def decoder(self) -> nn.Module: ...
+
+    @property
+    def latent_channels(self) -> int: ...
+
+    @property
+    def latent_dims(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def step_layers(self) -> Sequence[nn.Module]: ...
+
+    def layers_per_step(self, latent: Tensor) -> int: ...
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
+        ...
+
+
+class RowAttention(nn.Module):
+    """Attention of each position of this rank's rows to those of all rows. `gather`: [..., rows, W] -> [..., H, W]."""
+
+    gather: Callable[[Tensor], Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = lambda mine: mine
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each [B, C, ..., rows, W], one head; the same shape."""
+        q, k, v = (
+            x.flatten(2).transpose(1, 2)[:, None] for x in (query, self.gather(key), self.gather(value))
+        )
+        return F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(query.shape)

@@ -1,0 +1,59 @@
+"""A VAE that ComfyUI's own detection builds from the tensors that were sent: without copies, whole, or refused."""
+
+import pytest
+import torch
+
+from comfy_modules import CPU, import_comfyui_here
+from parallel_backend.errors import RequestError
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.comfyui.vae import load_comfyui_vae
+from parallel_backend.models.vae.networks import is_for_decoding
+from video_vaes import build
+
+
+@pytest.fixture(scope="module")
+def source():
+    return import_comfyui_here()
+
+
+def sent():
+    """Of a narrow VAE of Wan 2.1's kind."""
+    return {name: tensor for name, tensor in build("wan 2.1").state_dict().items() if is_for_decoding(name)}
+
+
+def test_it_decodes_as_the_network_that_was_sent(source):
+    vae, latent = load_comfyui_vae(sent(), source, CPU), random(1, 16, 2, 3, 2)
+    with torch.inference_mode():
+        found, expected = vae.decode(latent), build("wan 2.1").decode(latent)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (vae.latent_channels, vae.latent_dims, vae.compute_dtype) == (16, 3, torch.float32)
+
+
+def test_it_holds_what_was_sent_and_no_encoder(source):
+    """On the CPU, where the tensors are pages that all ranks share."""
+    tensors = sent()
+    vae = load_comfyui_vae(tensors, source, CPU)
+    parameters = dict(vae.decoder.named_parameters())
+    assert parameters.keys() == {name for name in tensors if not name.startswith("encoder.")}
+    assert all(value.data_ptr() == tensors[name].data_ptr() for name, value in parameters.items())
+    assert vae.bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_half_precision_is_computed_in_float32_on_the_cpu(source):
+    vae = load_comfyui_vae({name: tensor.bfloat16() for name, tensor in sent().items()}, source, CPU)
+    assert {value.dtype for value in vae.decoder.parameters()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_vae_with_missing_weights_is_refused(source):
+    tensors = sent()
+    del tensors["decoder.middle.0.residual.2.weight"]
+    with pytest.raises(RequestError, match="lacks 1 tensors of its decoder, such as decoder"):
+        load_comfyui_vae(tensors, source, CPU)
+
+
+def test_a_network_that_is_not_split_is_refused(source):
+    from comfy.taesd.taesd import TAESD
+
+    with pytest.raises(RequestError, match="builds TAESD for this VAE"):
+        load_comfyui_vae(TAESD(latent_channels=16).state_dict(), source, CPU)
