@@ -37,7 +37,7 @@ def saved_workflow(unet: str) -> dict:
 def expected_prompt(unet: str) -> dict:
     text = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1, "guidance": 3.5}
     latent = {"width": 8, "height": 8, "batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
-    latent |= {"channels": 16}  # left out of the workflow: the default
+    latent |= {"channels": 16, "frames": 0}  # left out of the workflow: the defaults
     links = {"model": ["1", 0], "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
     sampling = {
         "seed": 7,
