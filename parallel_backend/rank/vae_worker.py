@@ -45,11 +45,16 @@ class VaeWorker:
 
             model = _load(message, tensors, self._world.device)
             self._decoder = BandedDecoder(model, self._world, self._groups)
-            if message.comfyui is not None:
-                self._decoder.check()
         except Exception as failure:
             error = failure
-        if not self._all_good(error) or model is None:
+        is_held = self._all_good(error)
+        if is_held and self._decoder is not None and message.comfyui is not None:
+            try:  # all ranks meet in it, so none may have failed before
+                self._decoder.check()
+            except Exception as failure:
+                error = failure
+            is_held = self._all_good(error)
+        if not is_held or model is None:
             model = None
             self.drop()
             raise error or PeerFailed("another rank could not hold the VAE")
