@@ -130,7 +130,7 @@ class LoopRequest:
     denoise_mask: as the latent, or None. conds: by "positive" and "negative", for each of several prompts what ComfyUI
     reads in every model call; of its model_conds, (name of the class in comfy.conds, value). options: the model
     options; sampling: what the model's sampling is made of (nodes/model/loop.py); mode: the most that tokens of the
-    model's class may stay apart, one of TOKEN_MODES.
+    model's class may stay apart, one of TOKEN_MODES; cache_threshold: of the step cache (options.py), 0 for none.
     """
 
     noise: torch.Tensor
@@ -144,19 +144,21 @@ class LoopRequest:
     sampling: dict[str, Any]
     mode: str
     denoise_mask: torch.Tensor | None = None
-
-    cache_threshold = 0.0  # there is no step cache
+    cache_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
 class LoopState:
     """What the model calls of the first `step` steps of ComfyUI's loop gave, from number `first` on: the job run again
     with these is where it was. answers: [calls, prompts, B, C, …] float32, of each call what it computed of each side
-    (the prompts, their opposite) before guidance."""
+    (the prompts, their opposite) before guidance. calls, reused: of the network under a step cache so far, and how many
+    of them it answered."""
 
     step: int
     first: int
     answers: torch.Tensor
+    calls: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,13 +234,15 @@ STAY, BLOCK, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "attention", "row
 @dataclass(frozen=True)
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
-    batch; `tokens`: one of TOKEN_MODES; `method`: of the module."""
+    batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `prompts`: within a job, the numbers of those whose
+    rows these are, by which a step cache keeps."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
     tokens: str = BLOCK
     method: str = "forward"
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def loop_job(model: JobModel, request: LoopRequest) -> Job:
         steps=len(request.sigmas) - 1,
         references=reference_shapes(conds),
     )
-    return replace(job, model_calls=SEVERAL_CALLS.get(request.sampler, 1))
+    calls = SEVERAL_CALLS.get(request.sampler, 1)
+    return replace(job, model_calls=calls, step_cache=request.cache_threshold > 0)
 
 
 def _check_plain(name: str, guider: comfy.samplers.CFGGuider, model_options: dict) -> None:

@@ -13,7 +13,7 @@ import comfy.patcher_extension
 import torch
 from torch import Tensor, nn
 
-from ...parallel_backend.models.comfyui.proof import Verdict
+from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import (
@@ -35,6 +35,7 @@ from .options import PATCHES, RECORD
 from .plans import RunPlans
 from .shadow import shadow_of
 from .unsupported import refusal
+from .verdict import tested_verdict
 
 # Methods with weights that ComfyUI's BaseModel calls beside forward, before a run starts.
 _METHODS = ("preprocess_text_embeds",)
@@ -87,6 +88,15 @@ class RemoteModule(nn.Module):
         self._options = options
         watch(self, spec)
 
+    def verdict_on_blocks(self) -> Verdict:
+        """Tested now where that was not needed to share out its tokens."""
+        return tested_verdict(self.class_name, self.spec) if self.verdict == UNKNOWN else self.verdict
+
+    @property
+    def class_name(self) -> str:
+        """Of the module that it stands for."""
+        return self._own.__name__
+
     def size_on(self, device: torch.device, settings: StrategySettings) -> int:
         """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
         return size_on(device, self.spec, self.file, settings, self.plans.latest)
@@ -108,7 +118,7 @@ class RemoteModule(nn.Module):
         args, kwargs = self._signature.by_name(args, kwargs)
         options = kwargs.get("transformer_options") or {}
         check_module_inputs(args[0], kwargs.get("context"), self.file.inputs)
-        call = module_call(self._own.__name__, self.verdict, args, kwargs)
+        call = module_call(self.class_name, self.verdict, args, kwargs)
         latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
         answer = self._on_ranks(
             call, tuple(latent.shape), _text_tokens(kwargs), options, reference_shapes(kwargs)

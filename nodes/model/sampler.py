@@ -9,6 +9,7 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
+from ...parallel_backend.models.comfyui.reuse import why_not_reused
 from ...parallel_backend.options import DEFAULT_COMPUTE
 from ...parallel_backend.planner.decide import job_from_request
 from ...parallel_backend.planner.history.measurement_history import record_run
@@ -22,9 +23,6 @@ from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
 from .own_loop import own_request
 from .unsupported import RunsStepwise
 
-_NO_STEP_CACHE = (
-    "step_cache did nothing, so the result is exact: it belongs to models of Parallel Flux Loader"
-)
 # (step from 0, the estimate of the clean latent, the latent, all steps), as ComfyUI's samplers call it.
 StepCallback = Callable[[int, Tensor, Tensor, int], None]
 
@@ -35,6 +33,7 @@ class ResidentSampler(comfy.samplers.Sampler):
     def __init__(self, sampler_name: str, record: RunRecord) -> None:
         self._name = sampler_name
         self._record = record
+        self._not_reused = ""  # why a step cache that is wanted can do nothing
 
     def sample(
         self,
@@ -76,10 +75,16 @@ class ResidentSampler(comfy.samplers.Sampler):
         denoise_mask: Tensor | None,
     ) -> SampleRequest | LoopRequest:
         """For the loop that the ranks run for this model. Raises RunsStepwise where they cannot."""
+        network, threshold = guider.inner_model.diffusion_model, self._record.cache_threshold or 0.0
         prepared = (self._name, guider, sigmas, extra_args, noise, latent, denoise_mask)
-        if guider.inner_model.diffusion_model.own_loop:
-            return own_request(*prepared, self._record.cache_threshold or 0.0)
-        return loop_request(*prepared)
+        if network.own_loop:
+            return own_request(*prepared, threshold)
+        request = loop_request(*prepared)
+        if not threshold:
+            return request
+        mode = network.verdict_on_blocks().mode
+        self._not_reused = why_not_reused(network.class_name, mode)
+        return request if self._not_reused else replace(request, mode=mode, cache_threshold=threshold)
 
     def _resident(
         self,
@@ -120,7 +125,8 @@ class ResidentSampler(comfy.samplers.Sampler):
         said = list(result.info.notes)
         if in_comfyuis_loop:
             said += [network.verdict.words] if network.verdict.words else []
-            said += [_NO_STEP_CACHE] if self._record.cache_threshold is not None else []
-            self._record.cache_threshold = None
+            if self._not_reused:
+                said.append(f"step_cache did nothing, so the result is exact: {self._not_reused}")
+                self._record.cache_threshold = None
         self._record.add_run(plan, replace(result.info, notes=tuple(said)))
         return result.latent.to(noise.device)

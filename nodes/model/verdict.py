@@ -15,10 +15,15 @@ from .class_verdict import ensure_verdict
 
 def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:
     """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all."""
-    if spec.comfyui is None or not _may_split_tokens(settings):
+    return tested_verdict(type(module).__name__, spec) if _may_split_tokens(settings) else UNKNOWN
+
+
+def tested_verdict(class_name: str, spec: ModelSpec) -> Verdict:
+    """Of a class, however its tokens are shared out."""
+    if spec.comfyui is None:
         return UNKNOWN
     with errors_as_comfyuis():
-        return ensure_verdict(spec.comfyui.root, type(module).__name__, report_progress, interrupted)
+        return ensure_verdict(spec.comfyui.root, class_name, report_progress, interrupted)
 
 
 def _may_split_tokens(settings: StrategySettings) -> bool:

@@ -6,20 +6,20 @@ it gives, and shares where tokens stay apart.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ..errors import RequestError
 from ..models.base import ModuleModel
-from ..models.comfyui.regions import LAST_BLOCK, Argument, Blocks, Region, Tokens
+from ..models.comfyui.regions import LAST_BLOCK, Region, Tokens
+from ..models.comfyui.reuse import KeptOutput, kept_outputs, main_region
 from .attention.uneven import UnevenAttention
 from .block_tokens import BlockTokens
 from .groups import Layout
+from .module_cache import CachedCall
+from .region_blocks import Block, blocks_of, main_stream, tokens_of
 from .traffic_counter import Traffic
 
 # Runs a block's own forward.
@@ -28,16 +28,6 @@ RunBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of a region. `names`: of its forward's arguments; `is_last`: of the region."""
-
-    module: nn.Module
-    kind: Blocks
-    names: tuple[str, ...]
-    is_last: bool
 
 
 class BlockCalls:
@@ -51,28 +41,69 @@ class BlockCalls:
         self._run_block = run_block
         self._layout = layout
         self._traffic = traffic
-        self._regions = [(region, _blocks_of(model.module, region)) for region in model.regions]
+        self._regions = [(region, blocks_of(model.module, region)) for region in model.regions]
 
     @contextmanager
-    def shared_out(self, *, stay: bool, control: dict[str, Any] | None) -> Iterator[None]:
+    def shared_out(
+        self, *, stay: bool, control: dict[str, Any] | None, cached: CachedCall | None = None
+    ) -> Iterator[None]:
         """Inside, calls of the module share out tokens. `stay`: they stay apart from the first block of a region to the
-        last; `control`: a ControlNet's residuals, in lists that the module got, to be cut in place."""
+        last; `control`: a ControlNet's residuals, in lists that the module got, to be cut in place; `cached`: whether
+        blocks run."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
                 region_stays = stay and region.leave is not None
-                passing = _Pass(self, region, region_stays, control)
+                passing = _Pass(self, region, region_stays, control, self._cached(cached, region))
                 for block in blocks:
                     block.module.forward = passing.forward_of(block)
                     restore.callback(block.module.__dict__.pop, "forward")
                 if region_stays and region.leave not in (None, LAST_BLOCK):
                     leave = self._model.module.get_submodule(str(region.leave))
                     restore.callback(leave.register_forward_pre_hook(passing.leave).remove)
+            self._replace_what_leaves(cached, restore)
             yield
+
+    @contextmanager
+    def whole(self, cached: CachedCall) -> Iterator[None]:
+        """Inside, a call of the module with whole tokens runs only the blocks that `cached` wants."""
+        with ExitStack() as restore:
+            for region, blocks in self._regions:
+                for block in blocks:
+                    block.module.forward = self._whole_forward_of(block, self._cached(cached, region))
+                    restore.callback(block.module.__dict__.pop, "forward")
+            self._replace_what_leaves(cached, restore)
+            yield
+
+    def kept_outputs(self) -> tuple[KeptOutput, ...]:
+        """Those of this module's blocks that a step cache keeps; none where it cannot."""
+        region, blocks = self._regions[-1]
+        if main_region(self._model.regions) is None or len(blocks) < 2:
+            return ()
+        return kept_outputs(region, blocks[0].kind, blocks[-1].kind)
+
+    def _cached(self, cached: CachedCall | None, region: Region) -> CachedCall | None:
+        return cached if region is main_region(self._model.regions) else None
+
+    def _replace_what_leaves(self, cached: CachedCall | None, restore: ExitStack) -> None:
+        """Before anything gathers it."""
+        region, _ = self._regions[-1]
+        if cached is not None and region.leave != LAST_BLOCK:
+            leave = self._model.module.get_submodule(str(region.leave))
+            restore.callback(leave.register_forward_pre_hook(cached.take_leave, prepend=True).remove)
+
+    def _whole_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            def compute() -> Any:
+                return self._run_block(block.module, args, kwargs)
+
+            return compute() if cached is None else cached.run(block, args, kwargs, compute)
+
+        return forward
 
     def tokens(self) -> BlockTokens:
         return BlockTokens(self._layout.sequence, self._layout.sequence_shares, self._traffic)
 
-    def run(self, block: _Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward, with what it calls as attention going over all ranks."""
         attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module)
         with ExitStack() as inside:
@@ -90,18 +121,30 @@ class _Pass:
     """One pass through a region's blocks, in a call of the module."""
 
     def __init__(
-        self, calls: BlockCalls, region: Region, stays: bool, control: dict[str, Any] | None
+        self,
+        calls: BlockCalls,
+        region: Region,
+        stays: bool,
+        control: dict[str, Any] | None,
+        cached: CachedCall | None,
     ) -> None:
         self._calls = calls
+        self._cached = cached
         self._region = region
         self._stays = stays
         self._control = control if stays else None
         self._tokens: BlockTokens | None = None  # whose shares are on their way from block to block
 
-    def forward_of(self, block: _Block) -> Any:
+    def forward_of(self, block: Block) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             tokens = self._tokens or self._calls.tokens()
-            out = self._calls.run(block, tokens, *_cut(block, tokens, args, kwargs))
+            args, kwargs = _cut(block, tokens, args, kwargs)
+
+            def compute() -> Any:
+                return self._calls.run(block, tokens, args, kwargs)
+
+            cached = self._cached if self._stays else None
+            out = compute() if cached is None else cached.run(block, args, kwargs, compute, tokens)
             if self._stays:
                 self._tokens = tokens
                 self._cut_control(block, tokens)
@@ -111,23 +154,27 @@ class _Pass:
             outs = out if isinstance(out, tuple) else (out,)
             arguments = block.kind.arguments
             whole = tuple(
-                item if item is None or name is None else tokens.gather(item, _tokens(arguments[name]))
+                item if item is None or name is None else tokens.gather(item, tokens_of(arguments[name]))
                 for item, name in zip(outs, block.kind.gives, strict=True)
             )
             return whole if isinstance(out, tuple) else whole[0]
 
-        return forward
+        cached = self._cached
+        if cached is None or self._stays:
+            return forward
+        # A block that is left out has nothing to gather.
+        return lambda *args, **kwargs: cached.run(block, args, kwargs, lambda: forward(*args, **kwargs))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the module that needs whole tokens again."""
         if self._tokens is None:  # no block of the region ran
             return args
         tokens, self._tokens = self._tokens, None
-        return (tokens.gather(args[0], _tokens(self._region.leaves)), *args[1:])
+        return (tokens.gather(args[0], tokens_of(self._region.leaves)), *args[1:])
 
-    def _cut_control(self, block: _Block, tokens: BlockTokens) -> None:
+    def _cut_control(self, block: Block, tokens: BlockTokens) -> None:
         if self._control is not None:
-            tokens.cut_residuals(self._control, _main_stream(block.kind))
+            tokens.cut_residuals(self._control, main_stream(block.kind))
             self._control = None
 
 
@@ -143,33 +190,8 @@ def _around_whole(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., 
     return gather, cut
 
 
-def _blocks_of(module: nn.Module, region: Region) -> list[_Block]:
-    found: list[tuple[nn.Module, Blocks]] = []
-    for path, kind in region.lists.items():
-        try:
-            found += [(block, kind) for block in module.get_submodule(path)]  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):
-            raise _other_version(module, f"it has no list of blocks {path}") from None
-    blocks = []
-    for number, (block, kind) in enumerate(found):
-        parameters = inspect.signature(type(block).forward).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
-        missing = {name for name in kind.gives if isinstance(name, str)} - set(names)
-        if missing:
-            raise _other_version(module, f"{type(block).__name__} does not take {', '.join(sorted(missing))}")
-        blocks.append(_Block(block, kind, names, number == len(found) - 1))
-    return blocks
-
-
-def _other_version(module: nn.Module, reason: str) -> RequestError:
-    return RequestError(
-        f"The tokens of {type(module).__name__} cannot be shared out in this version of ComfyUI: {reason}. Set "
-        f"ulysses_degree and ring_degree to 1 (cfg_degree and data_degree need no knowledge of blocks)."
-    )
-
-
 def _cut(
-    block: _Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments with this rank's tokens."""
     listed, named = list(args), dict(kwargs)
@@ -178,23 +200,7 @@ def _cut(
         if name in named:
             named[str(name)] = tokens.cut(named[str(name)], argument, carried)
             continue
-        place = name if isinstance(name, int) else _place(block.names, name)
+        place = block.place(name)
         if place is not None and place < len(listed):
             listed[place] = tokens.cut(listed[place], argument, carried)
     return tuple(listed), named
-
-
-def _place(names: tuple[str, ...], name: str) -> int | None:
-    return names.index(name) if name in names else None
-
-
-def _tokens(leaves: str | Argument | None) -> Tokens:
-    argument = Tokens(leaves) if isinstance(leaves, str) else leaves
-    assert isinstance(argument, Tokens), f"the table of blocks gathers {argument}"
-    return argument
-
-
-def _main_stream(kind: Blocks) -> str:
-    """The image's, to whose tokens a ControlNet adds."""
-    streams = [argument.stream for argument in kind.arguments.values() if isinstance(argument, Tokens)]
-    return "img" if "img" in streams else streams[0]

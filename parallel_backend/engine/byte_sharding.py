@@ -46,6 +46,7 @@ class ByteSharding:
         self._order: list[_Part] = []  # in which the call before gathered blocks
         self._taken: list[_Part] = []  # in which this one did so far
         self._ahead: tuple[_Part, _Arrival] | None = None
+        self._rests = False  # until the end of this call
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -95,19 +96,25 @@ class ByteSharding:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around a call of the module: what is around the blocks is whole, and blocks gather themselves."""
-        self._taken = []
+        self._taken, self._rests = [], False
         try:
             if self._around is not None:
                 self._around.fill(self._finish(self._start(self._around)))
             self._look_ahead()
             yield
-            self._order = self._taken
+            self._order = self._order if self._rests else self._taken
         finally:
             self._drop_ahead()
             if self._around is not None:
                 self._around.drop()
 
+    def rest(self) -> None:
+        """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
+        self._rests = True
+
     def _enter(self, part: _Part, *module_and_inputs: object) -> None:
+        if self._rests:
+            return
         if self._ahead is not None and self._ahead[0] is part:
             arrival, self._ahead = self._ahead[1], None
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
-from ..requests import ATTENTION, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from .attention import queries
 from .attention.kernel_choice import kernel_for
 from .block_calls import BlockCalls, as_it_is
@@ -22,6 +22,7 @@ from .collectives import all_gather
 from .compile import Compiler, start_compiler
 from .groups import Axis, Layout, Layouts
 from .load import notes_on_weights
+from .module_cache import CachedCall, Meeting, ModuleCache
 from .traffic_counter import Traffic
 
 _SCALES = (
@@ -129,12 +130,26 @@ class ModuleForward:
     def bytes_sent(self) -> int:
         return self.traffic.bytes_sent
 
-    def __call__(self, call: ModuleCall) -> Answer:
+    def __call__(self, call: ModuleCall, cache: ModuleCache | None = None) -> Answer:
+        """`cache`: of the sampling job that the call belongs to."""
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
-            return self._answer(call)
+            if cache is None or call.method != "forward" or call.tokens not in (STAY, BLOCK):
+                return self._answer(call)
+            self._blocks = self._blocks or self._block_calls()
+            if not (outputs := self._blocks.kept_outputs()):
+                return self._answer(call)
+            key = (call.prompts, self.layout.strategy)
+            shared = call.tokens == STAY and self.layout.sequence.size > 1
+            meeting = Meeting(self.layout, self.traffic, shared, self._leave_out_blocks)
+            with cache.call(key, outputs, meeting) as cached:
+                return self._answer(call, cached)
 
-    def _answer(self, call: ModuleCall) -> Answer:
+    def _leave_out_blocks(self) -> None:
+        if self.model.byte_sharding is not None:
+            self.model.byte_sharding.rest()
+
+    def _answer(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         function = self._function(call.method)
         if call.method != "forward":
             return function(*call.args, **call.kwargs)
@@ -143,11 +158,12 @@ class ModuleForward:
         if call.rows < 1:
             raise RequestError(f"a model call needs at least one row, and has {call.rows}.")
         if call.tokens == ROWS or self.layout.sequence.size == 1:
-            return self._by_rows(call, (self.layout.row, self.layout.sequence), self._compute_rows)
+            compute = partial(self._compute_rows, cached=cached)
+            return self._by_rows(call, (self.layout.row, self.layout.sequence), compute)
         if call.tokens == ATTENTION:
             return self._by_rows(call, (self.layout.row,), self._compute_queries)
         self._blocks = self._blocks or self._block_calls()
-        return self._by_rows(call, (self.layout.row,), self._compute_shared_out)
+        return self._by_rows(call, (self.layout.row,), partial(self._compute_shared_out, cached=cached))
 
     def _function(self, method: str) -> Callable[..., Answer]:
         module = self.model.module
@@ -193,8 +209,12 @@ class ModuleForward:
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)
 
-    def _compute_rows(self, call: ModuleCall) -> Answer:
+    def _compute_rows(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         """Of whole images, with blocks compiled where they are to be."""
+        if cached is not None:
+            assert self._blocks is not None, "it was asked for outputs of theirs"
+            with self._blocks.whole(cached):
+                return self._compute(call)
         if self.compiler is None:
             return self._compute(call)
         run = self.compiler.run_whole
@@ -215,13 +235,13 @@ class ModuleForward:
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call)
 
-    def _compute_shared_out(self, call: ModuleCall) -> Answer:
+    def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"
         control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
             call = replace(call, kwargs=call.kwargs | {"control": control})
-        with self._blocks.shared_out(stay=call.tokens == STAY, control=control):
+        with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
             return self._compute(call)
 
 

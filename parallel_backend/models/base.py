@@ -113,6 +113,9 @@ class ByteSharding(Protocol):
     def call(self) -> AbstractContextManager[None]:
         """Around every call of the module, of whichever method."""
 
+    def rest(self) -> None:
+        """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
+
 
 @dataclass(frozen=True)
 class ModelPart:

@@ -18,9 +18,11 @@ from torch import Tensor
 from ..engine.collectives import broadcast
 from ..engine.groups import Layouts
 from ..engine.lead import all_threads
+from ..engine.module_cache import ModuleCache
 from ..engine.module_forward import ModuleForward
 from ..errors import RequestError
 from ..models.comfyui.loop import ComfyUILoop
+from ..options import check_step_cache
 from ..requests import LoopState, ModuleCall
 from ..sampling.host_copy import NumbersCheck, most_lag
 from ..strategy import ParallelStrategy
@@ -60,11 +62,20 @@ def sample_loop(
     if message.trials:
         trials = TrialRun(placement.strategy, message.trials, message.steps)
         switching = Switching(layouts.world, trials, forward_under, on_step)
-    job = _Job(layouts, forward, switching, on_step, message.steps, state)
-    latent = job.run(ComfyUILoop(model, loop_request(tensors), job.compute))
+    request = loop_request(tensors)
+    cache: ModuleCache | None = None
+    if request.cache_threshold > 0:
+        check_step_cache(request.cache_threshold, placement.strategy)
+        earlier = (0, 0) if state is None else (state.calls, state.reused)
+        cache = ModuleCache(request.cache_threshold, *earlier)
+    job = _Job(layouts, forward, switching, on_step, message.steps, state, cache)
+    latent = job.run(ComfyUILoop(model, request, job.compute))
     on_step.finish()
     run = run_record(forward if switching is None else switching.current, placement, begun, sent)
     run = replace(run, model_calls=job.model_calls, inside_seconds=on_step.inside_seconds)
+    if cache is not None:
+        exact = run.exact and not cache.reused
+        run = replace(run, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
     result = {"latent": latent.float(), "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64)}
     return result, run if switching is None else switching.told(run)
 
@@ -111,17 +122,17 @@ class _Answers:
         """Of those that were not taken."""
         return len(self._since)
 
-    def take(self, step: int) -> LoopState:
-        """Those since the last time, which end step number `step`."""
+    def take(self, step: int, calls: int, reused: int) -> LoopState:
+        """Those since the last time, which end step number `step`. `calls`, `reused`: as in LoopState."""
         since, self._since = self._since, []
-        state = LoopState(step, self._begun, torch.stack(since))
+        state = LoopState(step, self._begun, torch.stack(since), calls, reused)
         self._begun += len(since)
         return state
 
 
 class _Job:
     """One job on one rank, of so many steps. `forward`: by which network calls are made, where `switching` does not
-    change it; `state`: what the job goes on from."""
+    change it; `state`: what the job goes on from; `cache`: of its network calls."""
 
     def __init__(
         self,
@@ -131,8 +142,10 @@ class _Job:
         on_step: StepBoundary,
         steps: int,
         state: LoopState | None,
+        cache: ModuleCache | None,
     ) -> None:
         self._world = layouts.world
+        self._cache = cache
         self._everyone, self._traffic = layouts.everyone, layouts.traffic
         self._own_forward = forward
         self._switching = switching
@@ -158,7 +171,7 @@ class _Job:
                 "This ComfyUI makes model calls in a way that the ranks do not know; use stock KSampler behind the "
                 "parallel model, or another version of ComfyUI."
             )
-        return self._forward(call)
+        return self._forward(call, self._cache)
 
     def run(self, loop: ComfyUILoop) -> Tensor:
         """The latent; on other ranks than the first an empty one."""
@@ -209,7 +222,9 @@ class _Job:
             return
         self._check_numbers(denoised, f"in step {step} of {self._steps}")
         if len(self._answers):
-            self._on_step.keep(lambda: self._answers.take(step))
+            cache = self._cache
+            counts = (0, 0) if cache is None else (cache.calls, cache.reused)
+            self._on_step.keep(lambda: self._answers.take(step, *counts))
         self._say(_STEP)
         self._together = True
         self._end_step(step - 1, denoised)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import RequestError, TransportError
+from ..options import check_threshold
 from ..requests import TOKEN_MODES, LoopRequest
 from .arguments import Tree, pack_arguments, unpack_arguments
 from .payloads import Tensors, check_finite
@@ -53,6 +54,7 @@ def check_loop(request: LoopRequest) -> None:
         )
     if not math.isfinite(request.cfg):
         raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
+    check_threshold(request.cache_threshold)
     if request.mode not in TOKEN_MODES:
         raise RequestError(f"tokens {request.mode!r} is unknown; choose one of {', '.join(TOKEN_MODES)}.")
     if "positive" not in request.conds or not set(request.conds) <= _SIDES:

@@ -64,7 +64,7 @@ def state_tensors(state: SamplerState | LoopState) -> Tensors:
     if isinstance(state, LoopState):
         return {
             "state.answers": state.answers,
-            "state.at": torch.tensor([state.step, state.first]),
+            "state.at": torch.tensor([state.step, state.first, state.calls, state.reused]),
         }
     tensors = {
         "state.step": torch.tensor(state.step),
@@ -81,10 +81,10 @@ def take_loop_state(tensors: Tensors) -> LoopState | None:
     if "state.answers" not in tensors:
         return None
     answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
-    if (at.dtype, at.shape) != (torch.int64, (2,)) or answers.dtype != torch.float32 or answers.ndim < 4:
+    if (at.dtype, at.shape) != (torch.int64, (4,)) or answers.dtype != torch.float32 or answers.ndim < 4:
         raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
-    step, first = at.tolist()
-    return LoopState(step, first, answers)
+    step, first, calls, reused = at.tolist()
+    return LoopState(step, first, answers, calls, reused)
 
 
 def take_state(tensors: Tensors) -> SamplerState | None:

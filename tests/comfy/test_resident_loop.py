@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -131,16 +133,25 @@ def test_what_is_python_of_comfyuis_process_goes_stepwise_and_says_why(comfy, no
     assert because in found["report"]
 
 
-def test_a_step_cache_is_said_to_do_nothing(comfy):
-    graph = AnyGraph(comfy, "unet")
-    found = both(comfy, graph, graph.request(), {"steps": 2, "cfg": 3.0})
-    cached = AnyGraph(comfy, "unet")
-    ours = cached.parallel(cached.stock(), cfg=2)
-    sampling = {"steps": 2, "cfg": 3.0, "step_cache": "first_block"}
-    sampler = cached.parallel_sampler([ours, 1], *cached.request(), **sampling)
-    latent, report = comfy.sample_with_text(cached.prompt, sampler, [sampler[0], 1])
-    assert torch.equal(latent, found["ours"])
-    assert "step_cache did nothing, so the result is exact" in report and "result: exact" in report
+@pytest.mark.parametrize("model", ["wan_t2v", "unet"])
+def test_a_step_cache_leaves_blocks_out_or_is_said_to_do_nothing(comfy, model):
+    sampling = {"steps": 6, "cfg": 3.0, "sampler_name": "heun", "step_cache": "first_block"}
+    found = {}
+    for name, threshold in {"exact": 0.0, "cached": 0.25}.items():
+        graph = AnyGraph(comfy, model)
+        ours = graph.parallel(graph.stock(), cfg=2)
+        sampler = graph.parallel_sampler([ours, 1], *graph.request(), cache_threshold=threshold, **sampling)
+        found[name] = comfy.sample_with_text(graph.prompt, sampler, [sampler[0], 1])
+    (exact, _), (latent, report) = found["exact"], found["cached"]
+    if model == "unet":
+        assert torch.equal(latent, exact)
+        assert "step_cache did nothing, so the result is exact: which parts of UNetModel are its" in report
+        assert "result: exact" in report
+    else:
+        counted = re.search(r"step cache: (\d+) of 11 model calls reused .* \(threshold 0\.25\)", report)
+        assert counted and 0 < int(counted[1]) < 11, report
+        assert "result: approximate (step cache" in report and "did nothing" not in report
+        assert 0 < relative_difference(latent, exact) < 0.5
 
 
 def _job(comfy, sampler: str, **sampling) -> tuple[AnyGraph, list]:

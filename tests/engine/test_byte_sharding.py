@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.byte_sharding import ByteSharding
 from parallel_backend.engine.groups import Axis, Layouts
 from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_cache import ModuleCache
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.models.base import ModelPart
@@ -130,6 +132,35 @@ def test_a_call_shared_out_over_ranks_finds_its_weights(files, ranks, backend):
     whole = answer(load(spec(files["fp32"]), CPU))
     for outputs in run_ranks(call_under, ranks, files["fp32"], STRATEGIES[ranks], backend=backend):
         assert max(difference(output, whole) for output in outputs) <= TOLERANCE
+
+
+def job_under(world, path, strategy):
+    """Answers to a call, the same again under a step cache that reuses it, and another; what each of them sent."""
+    layouts, cache = Layouts(world), ModuleCache(0.01)
+    sharding = None
+    if strategy.shards:
+        sharding = ByteSharding(layouts.get(strategy).shard, CPU, layouts.traffic, offload=False)
+    model = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
+    forward = make_module_forward(model, layouts, Placement(strategy))
+    (latent, times), kwargs = inputs(rows=2)
+    found, sent = [], [0]
+    with torch.inference_mode():
+        for x in (latent, latent, -latent):
+            found.append(forward(ModuleCall((x, times), dict(kwargs), rows=2), cache))
+            sent.append(forward.bytes_sent)
+    return found, [after - before for before, after in pairwise(sent)], cache.reused
+
+
+def test_blocks_that_a_step_cache_leaves_out_are_not_gathered(files):
+    """But for the one that was on its way."""
+    expected, _, reused = run_ranks(job_under, 1, files["fp32"], ParallelStrategy())[0]
+    assert reused == 1 and difference(expected[1], expected[2]) > 1e-2
+    for degrees in STRATEGIES[2]:
+        strategy = ParallelStrategy(**degrees, shard_weights=True)
+        for found, (all_blocks, some, again), reused in run_ranks(job_under, 2, files["fp32"], strategy):
+            assert reused == 1
+            assert max(map(difference, found, expected)) <= TOLERANCE
+            assert some < 0.8 * all_blocks and abs(again - all_blocks) < 0.1 * all_blocks
 
 
 def load_all(world, path, dtype):

@@ -10,6 +10,7 @@ import torch
 from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_cache import ModuleCache
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
@@ -132,6 +133,25 @@ def test_blocks_that_are_not_compiled_are_named(case, strategy, tokens, said):
     ):
         assert difference <= EXACT and graphs == 0
         assert len(notes) == 1 and said in notes[0]
+
+
+def reused(world, options):
+    """Answers to a call and, by a step cache, to the same again; how many were reused; how many graphs were made."""
+    build, inputs = CASES["wan2.1 t2v"]
+    model, cache = TinyModel(fill(build())), ModuleCache(0.01)
+    forward = make_module_forward(model, Layouts(world), Placement(compute_options=options))
+    args, kwargs = inputs(*ONE)
+    call = ModuleCall(args, kwargs | {"transformer_options": dict(OPTIONS)}, ONE[0], STAY)
+    with torch.inference_mode():
+        found = [forward(copy.deepcopy(call), cache) for _ in range(2)]
+    return found, cache.reused, compiling.compiler().take().graphs if forward.compiles else 0
+
+
+def test_a_step_cache_leaves_compiled_blocks_out_too():
+    plain, compiled = (run_ranks(reused, 1, options)[0] for options in (ComputeOptions(), COMPILED))
+    assert plain[1:] == (1, 0) and compiled[1:] == (1, 1)
+    for one, other in zip(compiled[0], plain[0], strict=True):
+        assert ((one - other).abs().max() / other.abs().max()).item() <= EXACT
 
 
 def test_a_call_leaves_blocks_as_they_were():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,9 +84,9 @@ class Ranks:
             self._forwards[strategy] = forward
             answer = forward._answer
 
-            def counted(call):
+            def counted(call, *cached):
                 self.calls += 1
-                return answer(call)
+                return answer(call, *cached)
 
             forward._answer = counted
         return self._forwards[strategy]
@@ -276,3 +278,34 @@ def recorded(world, spec):
 def test_a_record_ends_where_it_would_take_too_much_memory(spec):
     states, none = run_ranks(recorded, 2, spec)
     assert states == [[1, 0, 1, 1], [2, 1, 1, 1]] and none == []
+
+
+def under_a_step_cache(world, spec):
+    """Latents, network calls and how many of them were reused: of a whole run, and of one that goes on after a step."""
+    ranks, found = Ranks(world, spec), []
+    job = loop_job("heun", steps=6, cache_threshold=0.2)
+    whole, run, parent, _ = ranks.run(job)
+    found.append((whole, run.model_calls, run.reused_calls, run.exact))
+    record, count = LoopRecord(), torch.tensor([len(parent.states)])
+    torch.distributed.broadcast(count, 0)
+    for i in range(int(count) - 1):
+        if world.rank == 0:
+            record.add(parent.states[i])
+    state = _from_first(world, record.whole() if world.rank == 0 else None)
+    if world.rank == 0:
+        state = replace(state, calls=record.whole().calls, reused=record.whole().reused)
+    rest, run, _, _ = ranks.run(job, state)
+    found.append((rest, run.model_calls, run.reused_calls, run.exact))
+    exact, run, _, _ = ranks.run(replace(job, cache_threshold=0.0))
+    found.append((exact, run.model_calls, run.reused_calls, run.exact))
+    return found
+
+
+def test_a_step_cache_in_the_loop_is_counted_and_begins_again_where_a_job_is_resumed(spec):
+    whole, rest, exact = run_ranks(under_a_step_cache, 2, spec)[0]
+    latent, calls, reused, is_exact = whole
+    assert calls == 11 and 0 < reused < 10 and not is_exact
+    # After a crash the cache is empty, so fewer calls are reused; those of before still count.
+    assert rest[1] == 11 and 0 < rest[2] <= reused and not rest[3]
+    assert exact[2:] == (0, True)
+    assert 1e-4 < (latent - exact[0]).abs().max() / exact[0].abs().max() < 0.5

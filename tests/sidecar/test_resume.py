@@ -189,12 +189,12 @@ def answers(step, first, calls):
 def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
     job = SamplingJob(loop_job(), None)
     assert "state.answers" not in job.begin("weights")
-    for state in (answers(1, 0, 1), answers(2, 1, 2)):
+    for state in (answers(1, 0, 1), replace(answers(2, 1, 2), calls=3, reused=1)):
         job.take(Progress(state.step, 4, 0.1), state_tensors(state))
     job.take(Progress(3, 4, 0.1), None)
     assert "goes on after step 2" in job.survive(RankFailed(1, "killed"), "cuda:1")
     state = take_loop_state(dict(job.begin("weights")))
-    assert (state.step, state.first) == (2, 0)
+    assert (state.step, state.first, state.calls, state.reused) == (2, 0, 3, 1)
     assert state.answers[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2]
     job.take(
         Progress(4, 4, 0.1), state_tensors(answers(4, 3, 1))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...requests import LoopRequest, ModuleCall
 from ...wire.arguments import map_tensors
-from .calls import made_replaced, module_call
+from .calls import OPTIONS, made_replaced, module_call
 from .proof import Verdict
 
 if TYPE_CHECKING:
@@ -37,8 +39,18 @@ class ComfyUILoop:
         """Raises RequestError for a sampling or a prompt that is not ComfyUI's."""
         # Copied on the CPU too: the payload is read-only, and aligned in another way where a job is resumed.
         self._request = _mapped(request, lambda tensor: tensor.to(model.device, copy=True))
-        self._model = _base_model(model, self._request, compute)
+        self._asked: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # how often in this model call, by the numbers of prompts
+
+        def of_prompts(call: ModuleCall) -> Any:
+            self._asked[call.prompts] += 1  # several areas may share a prompt
+            return compute(replace(call, prompts=(*call.prompts, self._asked[call.prompts])))
+
+        self._model = _base_model(model, self._request, of_prompts)
         self._sides = [self._prompts("positive"), self._prompts("negative")]
+        for number, prompt in enumerate(prompt for side in self._sides for prompt in side or ()):
+            prompt["uuid"] = number
 
     @property
     def sampler(self) -> str:
@@ -53,6 +65,7 @@ class ComfyUILoop:
         """What the model gives for x of each side, zeros for one that is not wanted. All ranks call it together."""
         from comfy.samplers import calc_cond_batch
 
+        self._asked.clear()
         sides = [side if is_wanted else None for side, is_wanted in zip(self._sides, wanted, strict=True)]
         options = copy.copy(self._request.options)
         options["transformer_options"] = dict(options.get("transformer_options", {}))
@@ -106,7 +119,7 @@ def _prompt(prompt: dict[str, Any]) -> dict[str, Any]:
         name: _cond(kind, made_replaced(name, value, object))
         for name, (kind, value) in prompt["model_conds"].items()
     }
-    return {**prompt, "model_conds": found, "uuid": None}
+    return {**prompt, "model_conds": found}
 
 
 def _cond(kind: str, value: Any) -> Any:
@@ -147,7 +160,8 @@ def _base_model(model: ComfyUIModel, request: LoopRequest, compute: Compute) -> 
 
 
 def _compute(model: ComfyUIModel, mode: str, compute: Compute, *args: Any, **kwargs: Any) -> Any:
-    return compute(module_call(type(model.module).__name__, Verdict(mode), args, kwargs))
+    call = module_call(type(model.module).__name__, Verdict(mode), args, kwargs)
+    return compute(replace(call, prompts=tuple(kwargs[OPTIONS]["uuids"])))
 
 
 def _sampling(described: dict[str, Any]) -> Any:

@@ -1,0 +1,81 @@
+"""The blocks of a module as its table describes them: which they are, and where their arguments stand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import RequestError
+from ..models.comfyui.regions import Argument, Blocks, Region, Tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a region. `names`: of its forward's arguments; `is_first`, `is_last`: of the region."""
+
+    module: nn.Module
+    kind: Blocks
+    names: tuple[str, ...]
+    is_first: bool
+    is_last: bool
+
+    def place(self, name: str | int) -> int | None:
+        """Of an argument among those without a name."""
+        if isinstance(name, int):
+            return name
+        return self.names.index(name) if name in self.names else None
+
+    def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call of it gives if it changes nothing."""
+        found = [self._argument(name, args, kwargs) for name in self.kind.gives if name is not None]
+        # A block that gives more than tokens takes all of that in one tuple.
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def _argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[str(name)]
+        place = self.place(name)
+        assert place is not None, "blocks_of has looked"
+        return args[place]
+
+
+def blocks_of(module: nn.Module, region: Region) -> list[Block]:
+    """In the order of the table. Raises RequestError where this version of the module has others."""
+    found: list[tuple[nn.Module, Blocks]] = []
+    for path, kind in region.lists.items():
+        try:
+            found += [(block, kind) for block in module.get_submodule(path)]  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            raise _other_version(module, f"it has no list of blocks {path}") from None
+    blocks = []
+    for number, (block, kind) in enumerate(found):
+        parameters = inspect.signature(type(block).forward).parameters.values()
+        names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+        missing = {name for name in kind.gives if isinstance(name, str)} - set(names)
+        if missing:
+            raise _other_version(module, f"{type(block).__name__} does not take {', '.join(sorted(missing))}")
+        blocks.append(Block(block, kind, names, number == 0, number == len(found) - 1))
+    return blocks
+
+
+def _other_version(module: nn.Module, reason: str) -> RequestError:
+    return RequestError(
+        f"The tokens of {type(module).__name__} cannot be shared out in this version of ComfyUI: {reason}. Set "
+        f"ulysses_degree and ring_degree to 1 (cfg_degree and data_degree need no knowledge of blocks)."
+    )
+
+
+def tokens_of(leaves: str | Argument | None) -> Tokens:
+    argument = Tokens(leaves) if isinstance(leaves, str) else leaves
+    assert isinstance(argument, Tokens), f"the table of blocks gathers {argument}"
+    return argument
+
+
+def main_stream(kind: Blocks) -> str:
+    """The image's, to whose tokens a ControlNet adds."""
+    streams = [argument.stream for argument in kind.arguments.values() if isinstance(argument, Tokens)]
+    return "img" if "img" in streams else streams[0]

@@ -1,0 +1,70 @@
+"""What a step cache keeps of a module's blocks: which of their outputs. Pure data, without torch and without comfy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...requests import ATTENTION, ROWS
+from .regions import LAST_BLOCK, Blocks, Region, Tokens
+from .table import TABLE
+
+_TEXT = "txt"
+
+
+@dataclass(frozen=True)
+class KeptOutput:
+    """Output number `index` of the first block, to which the other blocks add. `tokens`: what it has of them, None for
+    one that is whole on every rank (sound); `at_end`: the last block gives it, in the same place; else what follows the
+    blocks takes it. `decides`: its change counts in whether the other blocks run."""
+
+    index: int
+    tokens: Tokens | None
+    at_end: bool
+    decides: bool = True
+
+
+def main_region(regions: Sequence[Region]) -> Region | None:
+    """The blocks that a step cache leaves out but for the first; refiners before them always run."""
+    return regions[-1] if regions and regions[-1].leave is not None else None
+
+
+def kept_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[KeptOutput, ...]:
+    """Of a region that begins and ends with such blocks; none where what it gives is not what its first block gives."""
+    given = [_given(first, name) for name in first.gives]
+    if region.leave == LAST_BLOCK:
+        if first.gives != last.gives:
+            return ()
+        return tuple(
+            KeptOutput(index, tokens, at_end=True, decides=tokens is None or tokens.stream != _TEXT)
+            for index, tokens in enumerate(given)
+        )
+    leaves = region.leaves.stream if isinstance(region.leaves, Tokens) else region.leaves
+    main = [index for index, tokens in enumerate(given) if tokens is not None and tokens.stream == leaves]
+    if not main:
+        return ()
+    beside = [index for index, tokens in enumerate(given) if tokens is None and first is last]
+    return (
+        KeptOutput(main[0], given[main[0]], at_end=False),
+        *(KeptOutput(index, None, at_end=True) for index in beside),
+    )
+
+
+def why_not_reused(class_name: str, mode: str) -> str:
+    """Why a step cache can do nothing for a module of that class, in a user's words; empty where it can. `mode`: the
+    most that its tokens may stay apart here (requests.TOKEN_MODES)."""
+    entry = TABLE.get(class_name)
+    if entry is None:
+        return f"which parts of {class_name} are its blocks is not described"
+    if mode in (ATTENTION, ROWS):
+        return f"in this version of ComfyUI, {class_name} computes in another way than the pack knows"
+    region = main_region(entry.regions)
+    kinds = [] if region is None else list(region.lists.values())
+    if region is None or not kept_outputs(region, kinds[0], kinds[-1]):
+        return f"the pack does not know what {class_name} gives if blocks are left out"
+    return ""
+
+
+def _given(kind: Blocks, name: str | int | None) -> Tokens | None:
+    argument = None if name is None else kind.arguments[name]
+    return argument if isinstance(argument, Tokens) else None
