@@ -15,6 +15,7 @@ from torch import nn
 from ..models.base import ModuleModel
 from ..models.comfyui.regions import LAST_BLOCK, Region, Tokens
 from ..models.comfyui.reuse import KeptOutput, kept_outputs, main_region
+from .attention.guides import Guides
 from .attention.uneven import UnevenAttention
 from .block_tokens import BlockTokens
 from .groups import Layout
@@ -105,7 +106,8 @@ class BlockCalls:
 
     def run(self, block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward, with what it calls as attention going over all ranks."""
-        attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module)
+        args, kwargs, guides = block.without_guides(args, kwargs)
+        attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module, Guides.of(guides))
         with ExitStack() as inside:
             inside.enter_context(self._model.attention_by(attention))
             for path, argument in block.kind.whole.items():

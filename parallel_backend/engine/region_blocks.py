@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..models.comfyui.regions import Argument, Blocks, Region, Tokens
+from ..models.comfyui.regions import Argument, Blocks, Guided, Region, Tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,26 @@ class Block:
         found = [self._argument(name, args, kwargs) for name in self.kind.gives if name is not None]
         # A block that gives more than tokens takes all of that in one tuple.
         return tuple(found) if len(found) > 1 else found[0]
+
+    def without_guides(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments without the one that a Guided of its attention names, and that one: the block, which would tell
+        its own tokens apart by their numbers among all, is not to see it. None where it is a tensor or missing."""
+        for attends in self.kind.attends:
+            if not isinstance(attends, Guided):
+                continue
+            place = self.place(attends.argument)
+            if attends.argument in kwargs:
+                found = kwargs[attends.argument]
+                kwargs = kwargs if isinstance(found, Tensor) else kwargs | {attends.argument: None}
+            elif place is not None and place < len(args):
+                found = args[place]
+                args = args if isinstance(found, Tensor) else (*args[:place], None, *args[place + 1 :])
+            else:
+                continue
+            return args, kwargs, None if isinstance(found, Tensor) else found
+        return args, kwargs, None
 
     def _argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if name in kwargs:

@@ -85,6 +85,15 @@ def test_ranks_that_meet_in_attention_share_one_graph_of_all_blocks(name):
         assert (first, ring, block, more, again) == (1, 0, 0, 1, 0)
 
 
+def test_blocks_with_guides_of_other_strengths_compile():
+    """Their mask is no tensor, and stays outside of the graph."""
+    for found in run_ranks(
+        compiled_and_plain, 2, CASES["ltx, guides of strengths"], [(ULYSSES, (1, 8, 8), STAY)]
+    ):
+        assert_exact(found)
+        assert found[0][1] == 1
+
+
 @pytest.mark.skipif(compiling.why_not("cpu") is not None, reason="needs a C++ compiler")
 def test_inductor_gives_the_answer_too(monkeypatch, tmp_path):
     monkeypatch.delenv(COMPILE_BACKEND)

@@ -8,6 +8,7 @@ import torch
 
 from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
 from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.uneven import UnevenAttention
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
@@ -32,6 +33,7 @@ SOME = [
     "wan2.1 i2v",
     "krea2 + reference, gqa",
     "ltx-2 (video + sound)",
+    "ltx, guides of strengths",
     "cosmos predict2",
     "wan2.2 s2v, silent",
     "humo",
@@ -146,6 +148,22 @@ def test_modules_communicate_in_an_order_that_nccl_takes(degrees):
     references = [Reference(*CASES[name], ODD, OPTIONS) for name in ("flux1 + full mask", "wan2.1 i2v")]
     calls = [(one, tokens) for one in references for tokens in (STAY, BLOCK)]
     assert _worst(ParallelStrategy(**degrees), calls, NCCL_SEMANTICS) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["ltx, guides of strengths", "ltx-2, guides of strengths"])
+def test_guides_of_other_strengths_show(name):
+    """The tolerance tells them from guides of strength 1, and whole guides from those of another rank's queries."""
+    one = Reference(*CASES[name], EVEN)
+    plain = Reference(*CASES[name.replace("guides of strengths", "2 guides")], EVEN)
+    pairs = list(zip(_tensors(one.answer), _tensors(plain.answer), strict=True))
+    assert ((pairs[0][0] - pairs[0][1]).abs().max() / pairs[0][1].abs().max()).item() > 100 * EXACT
+
+    def moved(world):
+        of_queries = Guides.of_queries
+        Guides.of_queries = lambda self, first, count: of_queries(self, first + 1, count)
+        return _differences(world, ULYSSES_2, [(one, STAY)])
+
+    assert min(run_ranks(moved, 2)[0]) > 10 * EXACT
 
 
 def test_more_ranks_than_heads():

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...layout import slice_of, split_sizes
-from ...models.comfyui.regions import Attends, Window
+from ...models.comfyui.regions import Attends, Guided, Window
 from ..block_tokens import BlockTokens
 from ..collectives import all_gather, all_to_all, ring_shares
 from ..groups import Layout
+from .guides import Guides
 from .kernel_choice import kernel_for
 from .kernels import attend_with_lse, merge
 
@@ -31,7 +32,7 @@ _MASKED = -1e30
 
 class UnevenAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
-    whose attributes a Window names."""
+    whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names."""
 
     def __init__(
         self,
@@ -39,11 +40,13 @@ class UnevenAttention:
         tokens: BlockTokens,
         attends: tuple[Attends, ...],
         block: nn.Module | None = None,
+        guides: Guides | None = None,
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._tokens = tokens
         self._attends: Iterator[Attends] = iter(attends)
         self._block = block
+        self._guides = guides
 
     def __call__(
         self,
@@ -62,6 +65,9 @@ class UnevenAttention:
         attends = next(self._attends, None)
         if isinstance(attends, Window):
             mask, attends = self._band(attends, q), attends.stream
+        guides = None
+        if isinstance(attends, Guided):
+            guides, attends = self._guides, attends.stream
         queries, keys = _streams(attends)
         others |= {"attn_precision": attn_precision}
         if keys is None:
@@ -72,7 +78,7 @@ class UnevenAttention:
             q, k, v = (t.reshape(*t.shape[:2], -1, channels).transpose(1, 2) for t in (q, k, v))
         others.pop("enable_gqa", None)  # every head gets its own keys below
         q, k, v = self._own(q, queries), self._own(k, keys), self._own(v, keys)
-        out = self._attend(original, q, k, v, mask, queries, keys, others)
+        out = self._attend(original, q, k, v, mask, queries, keys, others, guides)
         if queries is not None:
             out = self._tokens.with_stand_ins(out, queries, 2)
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
@@ -87,6 +93,7 @@ class UnevenAttention:
         queries: str | None,
         keys: str,
         others: dict[str, Any],
+        guides: Guides | None,
     ) -> Tensor:
         """[B, H, s, D] of this rank's tokens, or of all where queries are whole."""
         size, heads = self._ulysses.size, q.shape[1]
@@ -108,12 +115,19 @@ class UnevenAttention:
             places = torch.arange(mine.start, mine.stop, device=k.device) // group - first
             k, v = k.index_select(1, places), v.index_select(1, places)
         if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
-            out = self._over_ring(q, k, v, mask, queries, keys, others.get("scale"))
+            out = self._over_ring(q, k, v, mask, queries, keys, others.get("scale"), guides)
         elif not q.numel():
             out = q.new_empty(*q.shape[:3], v.shape[3])
         else:
-            whole = {"skip_reshape": True, "skip_output_reshape": True}
-            out = original(q, k, v, q.shape[1], mask=mask, **whole, **others)
+            whole = others | {"skip_reshape": True, "skip_output_reshape": True}
+            if guides is None:
+                out = original(q, k, v, q.shape[1], mask=mask, **whole)
+            else:
+                whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
+                parts = guides.of_queries(0, q.shape[2])
+                out = torch.cat(
+                    [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
+                )
         if queries is None:
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
@@ -206,6 +220,7 @@ class UnevenAttention:
         queries: str | None,
         keys: str,
         scale: float | None,
+        guides: Guides | None,
     ) -> Tensor:
         """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
         if scale is not None:
@@ -225,7 +240,11 @@ class UnevenAttention:
                 if not len(share):
                     continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
                 key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
-                part = None if mask is None else mask[..., slice_of(sizes, (index - hop) % len(sizes))]
+                own = slice_of(sizes, (index - hop) % len(sizes))
+                if guides is not None:
+                    yield _guided(guides, q, slice_of(sizes, index).start, key, value, own, kernel)
+                    continue
+                part = None if mask is None else mask[..., own]
                 yield attend_with_lse(q, key, value, part, kernel)
 
         return merge(partial_results(), q.dtype)
@@ -271,6 +290,22 @@ class UnevenAttention:
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
         return self._tokens.own(tensor, stream, 2)
+
+
+def _guided(
+    guides: Guides, q: Tensor, first: int, key: Tensor, value: Tensor, keys: slice, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries, from number `first` on, over keys of these numbers."""
+    found = []
+    for own, mask in guides.of_queries(first, q.shape[2]):
+        queries = q[:, :, own]
+        if mask is not None:
+            mask = _additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
+        found.append(attend_with_lse(queries, key, value, mask, kernel))
+    if not found:  # a group without tokens
+        return attend_with_lse(q, key, value, None, kernel)
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:

@@ -8,6 +8,7 @@ from .regions import (
     Blocks,
     ExpandingTimestep,
     FirstToken,
+    Guided,
     Ranges,
     Region,
     Tokens,
@@ -124,8 +125,11 @@ NEXT = Blocks(  # comfy.ldm.lumina.model.JointTransformerBlock
 
 JOINT = Blocks({0: Tokens("txt"), 1: Tokens("img")}, gives=(0, 1), attends=("txt+img", "img"))  # SD3
 
+_GUIDED = Guided("x", "self_attention_mask")
 LTX = Blocks(
-    {"x": Tokens("x"), "pe": Tokens("x"), "timestep": Tokens("x", grouped=True)}, gives=("x",), attends=("x",)
+    {"x": Tokens("x"), "pe": Tokens("x"), "timestep": Tokens("x", grouped=True)},
+    gives=("x",),
+    attends=(_GUIDED,),
 )
 LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
     {
@@ -137,7 +141,7 @@ LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
         "v_cross_gate_timestep": ExpandingTimestep("x"),
     },
     gives=("x", None),
-    attends=("x", None, None, None, None, (None, "x")),
+    attends=(_GUIDED, None, None, None, None, (None, "x")),
 )
 
 MINIMAX = Blocks(  # text, sound and video in one sequence of one row

@@ -58,10 +58,19 @@ class Window:
     attribute: str
 
 
+@dataclass(frozen=True)
+class Guided:
+    """Attention of the tokens of `stream` under what the block's argument of this name holds where it is no tensor: by
+    how much each query is drawn to each key (LTX's guides), in parts by where queries lie."""
+
+    stream: str
+    argument: str
+
+
 Argument = Tokens | ExpandingTimestep | Ranges | FirstToken
 
 
-Attends = str | tuple[str | None, str | None] | Window | None
+Attends = str | tuple[str | None, str | None] | Window | Guided | None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.models.comfyui.regions import LAST_BLOCK, Tokens, Window
+from parallel_backend.models.comfyui.regions import LAST_BLOCK, Guided, Tokens, Window
 from parallel_backend.models.comfyui.table import TABLE, token_mode
 from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
 
@@ -66,7 +66,7 @@ def test_an_entry_names_what_it_cuts(class_name):
             )
             streams |= {argument.stream for argument in blocks.arguments.values()}
             for attends in blocks.attends:
-                attends = attends.stream if isinstance(attends, Window) else attends
+                attends = attends.stream if isinstance(attends, (Window, Guided)) else attends
                 wanted = attends if isinstance(attends, tuple) else (attends,)
                 assert {stream for name in wanted if name for stream in name.split("+")} <= {
                     stream for name in streams for stream in name.split("+")

@@ -73,10 +73,12 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
         "ltx-video": (video.ltxv, video.ltxv_inputs),
         "ltx t per token": (video.ltxv, video.ltxv_tokens),
         "ltx, 2 guides": (video.ltxv, video.ltxv_guides),
+        "ltx, guides of strengths": (video.ltxv, video.ltxv_strengths),
     },
     "LTXAVModel": {
         "ltx-2 (video + sound)": (video.ltxav, video.ltxav_inputs),
         "ltx-2, 2 guides": (video.ltxav, video.ltxav_guides),
+        "ltx-2, guides of strengths": (video.ltxav, video.ltxav_strengths),
     },
     "MiniMaxH3Model": {
         "minimax-h3": (video.minimax, video.minimax_inputs),

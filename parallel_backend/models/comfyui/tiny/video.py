@@ -136,6 +136,24 @@ def _guides(b: int, h: int, w: int) -> dict[str, Any]:
     )
 
 
+def ltxv_strengths(b: int, h: int, w: int) -> Call:
+    args, kw = ltxv_guides(b, h, w)
+    return args, kw | _strengths(h, w)
+
+
+def _strengths(h: int, w: int) -> dict[str, Any]:
+    """Of two guides: a weak one that counts less in places and not at all in others, and a strong one."""
+    entry = {"pre_filter_count": h * w, "latent_shape": [1, h, w]}
+    places = random(1, 1, 1, 8, 8, seed=8).abs().clamp(max=1)
+    places[..., :4] = 0
+    return dict(
+        guide_attention_entries=[
+            entry | {"strength": 0.4, "pixel_mask": places},
+            entry | {"strength": 3.0, "pixel_mask": None},
+        ]
+    )
+
+
 def ltxav() -> nn.Module:
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
@@ -171,6 +189,11 @@ def ltxav_guides(b: int, h: int, w: int) -> Call:
     return ([picture, sound], (_guided_timesteps(b, h, w), of_sound)), kw | _guides(b, h, w) | dict(
         attention_mask=_text_mask(b), audio_denoise_mask=torch.ones(b, 8, 7, 16)
     )
+
+
+def ltxav_strengths(b: int, h: int, w: int) -> Call:
+    args, kw = ltxav_guides(b, h, w)
+    return args, kw | _strengths(h, w)
 
 
 def minimax(**over: Any) -> nn.Module:
