@@ -33,9 +33,7 @@ _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
-_QUERIES = (
-    "{why}, so devices share out the queries of its attention (with {keys} keys or more) and compute all else alike"
-)
+_QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.

@@ -6,17 +6,14 @@ where the lowest resolution has a row, so that they halve and double without rem
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..errors import RequestError
 from ..layout import slice_of, split_sizes
 from ..models.base import ModuleModel
 from ..models.comfyui.unet import UNetLayers, unet_layers
@@ -46,7 +43,10 @@ class BandNormForConv(BandGroupNorm):
         scale, shift = self._whole_affine(all_moments, x)
         out = x.new_empty(*x.shape[:-2], x.shape[-2] + 2, x.shape[-1])
         self._normed(x, scale, shift, out[..., 1:-1, :])
-        for neighbour, border, row in ((axis.index - 1, 1, out[..., :1, :]), (axis.index + 1, 0, out[..., -1:, :])):
+        for neighbour, border, row in (
+            (axis.index - 1, 1, out[..., :1, :]),
+            (axis.index + 1, 0, out[..., -1:, :]),
+        ):
             if 0 <= neighbour < axis.size:
                 theirs = of_rows[neighbour].clone().view(x.dtype).view(borders.shape)[border]
                 self._normed(theirs.unsqueeze(-2), scale, shift, row)
@@ -81,19 +81,15 @@ class BandAttention(nn.Module):
         with self.attention_by(self._attend):
             return super().forward(x, context, *args, **kwargs)
 
-    def _attend(self, original: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **others: Any) -> Tensor:
+    def _attend(
+        self, original: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **others: Any
+    ) -> Tensor:
         """base.AttentionCall. Keys and values [B, own tokens, H D] travel together."""
         mine = torch.cat([k, v], dim=2).transpose(0, 1)
         sizes = self.bands.sizes(len(mine))
         everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic).transpose(0, 1)
         keys, values = everyones.split([k.shape[2], v.shape[2]], dim=2)
         return original(q, keys, values, *args, **others)
-
-
-@functools.cache
-def _before(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """The layer's own class with `kind` before it: still of that class, for code that asks."""
-    return type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
 
 
 class UNetBands:
@@ -119,9 +115,12 @@ class UNetBands:
         kinds += [(BandAttention, layer, level) for layer, level in found.attentions]
         for norm, convolution, level in found.normed_convolutions:
             kinds += [(BandNormForConv, norm, level), (ConvOfHalo, convolution, level)]
+        made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
         for kind, layer, level in kinds:
-            attributes = {"bands": self._levels[level], "attention_by": attention_by}
-            yield layer, _before(kind, type(layer)), attributes
+            pair = kind, type(layer)
+            if pair not in made:  # still of its own class, for code that asks
+                made[pair] = type(f"{kind.__name__}Of{pair[1].__name__}", pair, {})
+            yield layer, made[pair], {"bands": self._levels[level], "attention_by": attention_by}
 
     def refusal(self, call: ModuleCall) -> str:
         """Why this call cannot be computed in bands, in words; alike on all ranks. Empty where it can."""
@@ -131,8 +130,8 @@ class UNetBands:
         lowest = self._heights(latent.shape[-2])[-1]
         if 0 in split_sizes(lowest, self._axis.size, self._shares):
             return (
-                f"this image has {lowest} row{'s' * (lowest > 1)} at the lowest resolution of its UNet, too few for bands on "
-                f"{self._axis.size} devices"
+                f"this image has {lowest} row{'s' * (lowest > 1)} at the lowest resolution of its UNet, too few for "
+                f"bands on {self._axis.size} devices"
             )
         return ""
 
@@ -146,7 +145,9 @@ class UNetBands:
         kwargs = dict(call.kwargs)
         if isinstance(control := kwargs.get("control"), dict):
             cut = dict(zip(heights, rows, strict=True))
-            kwargs["control"] = {name: [_cut(r, cut) for r in residuals] for name, residuals in control.items()}
+            kwargs["control"] = {
+                name: [_cut(r, cut) for r in residuals] for name, residuals in control.items()
+            }
         band = latent[..., rows[0], :].contiguous()
         with self._in_bands():
             answer = self._module(band, *others, **kwargs)

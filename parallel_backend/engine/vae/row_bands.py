@@ -99,9 +99,9 @@ class Bands:
 class BandConv(_ConvNd):
     """A convolution over this rank's rows that looks at one row above and below, and any columns and frames.
 
-    With a stride of 2 bands begin at even rows, so that none looks below itself. Rows inside the band are computed while the neighbours' border rows travel; the first and the last row are then
-    computed from three rows each. No copy of the band with its halo is made. Stands before the layer's own class,
-    which computes each piece.
+    With a stride of 2 bands begin at even rows, so that none looks below itself. Rows inside the band are computed
+    while the neighbours' border rows travel; the first and the last row are then computed from three rows each. No copy
+    of the band with its halo is made. Stands before the layer's own class, which computes each piece.
     """
 
     bands: Bands
