@@ -1,9 +1,10 @@
 """ComfyUI's own modules on two ranks: efficiency of sharing out tokens, what a call costs beside computing, the start.
 
-    python benchmarks/any_model.py [--rounds 7] [--only efficiency,overhead,start,host] [--json]
+    python benchmarks/any_model.py [--rounds 7] [--only efficiency,bands,overhead,start,host] [--json]
 
 - efficiency: t(1) / (2 * t(2)) of a model call of a random Wan (hidden 512) over 2,048 tokens, medians of interleaved
   calls, in both ways to share tokens out;
+- bands: the same of a random UNet of SDXL's shape, 64 wide, on the latent of an image of 1024 x 1024 pixels;
 - overhead: a call of a 720p video's latent (16 x 21 x 60 x 104, and its prompt) whose module only multiplies;
 - start: a cold start of two ranks and the load of a small file, the import of comfy included;
 - host: what 2 and 4 ranks take of host memory for a file, by its format.
@@ -24,15 +25,28 @@ from subject import finish
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import inputs, write
+from parallel_backend.engine.groups import Layouts, World
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_inputs
 from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
-from parallel_backend.requests import BLOCK, ROWS, STAY, ModelSpec, ModuleCall, Placement
+from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY, ModelSpec, ModuleCall, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
 from scripted import scripted_sidecar, scripted_weights, two_ranks
 
-KINDS = ("efficiency", "overhead", "start", "host")
+KINDS = ("efficiency", "bands", "overhead", "start", "host")
 GOALS = {STAY: 0.92, BLOCK: 0.85}
+BANDS_GOAL = 0.80
+SDXL = {
+    "model_channels": 64,
+    "num_head_channels": 64,
+    "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    "transformer_depth_middle": 10,
+}
 OVERHEAD_GOAL, START_GOAL, HOST_GOAL = 10.0, 4.0, 1.15  # ms, s, times the file
 # Blocks of each kind for each format. What lies around them, 24 MB that every rank casts to float32 where the format is
 # quantised, weighs less in a real model yet.
@@ -57,6 +71,8 @@ def main() -> None:
         folder = Path(name)
         if "efficiency" in wanted:
             result["efficiency"] = _efficiency(folder, args.rounds)
+        if "bands" in wanted:
+            result["bands"] = _bands(args.rounds)
         if "overhead" in wanted:
             result["overhead_ms"] = _overhead(folder, args.rounds)
         if "start" in wanted:
@@ -100,6 +116,38 @@ def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
             flush=True,
         )
     return found
+
+
+def _bands(rounds: int) -> float:
+    """Of ranks that take turns: the first alone, then both."""
+    import_comfyui_here()
+    model = TinyModel(fill(sdxl(**SDXL)))
+    args, kwargs = sdxl_inputs(1, 128, 128)
+
+    @torch.inference_mode()
+    def take_turns(world: World) -> list[list[float]]:
+        forward = make_module_forward(model, Layouts(world), Placement(ParallelStrategy(ulysses_degree=2)))
+        alone, both = [], []
+        for number in range(rounds + 1):
+            for times, tokens in ((alone, ROWS), (both, BANDS)):
+                torch.distributed.barrier()
+                begun = time.perf_counter()
+                if tokens == BANDS:
+                    forward(ModuleCall(args, kwargs | {"transformer_options": {}}, 1, tokens))
+                elif world.rank == 0:
+                    model.module(*args, **kwargs, transformer_options={})
+                if number:  # the first round warms up
+                    times.append(time.perf_counter() - begun)
+        return [alone, both]
+
+    alone, both = map(median, run_ranks(take_turns, 2, timeout=60 * (rounds + 1))[0])
+    efficiency = round(alone / (2 * both), 3)
+    print(
+        f"efficiency, bands  1 rank {1e3 * alone:7.1f} ms  2 ranks {1e3 * both:7.1f} ms  {efficiency:.3f} "
+        f"(goal {BANDS_GOAL})",
+        flush=True,
+    )
+    return efficiency
 
 
 def _overhead(folder: Path, rounds: int) -> float:

@@ -119,7 +119,7 @@ def _run(job: SamplingJob, settings: StrategySettings) -> tuple[RunRecord, Tenso
 
 def _side(record: RunRecord) -> Side:
     return Side(
-        title=record.strategy.describe(),
+        title=record.name_of(record.strategy),
         step_seconds=tuple(seconds for run in record.runs for seconds in run.step_seconds),
         exact=all(run.exact for run in record.runs),
         skipped=any(run.reused_calls for run in record.runs),

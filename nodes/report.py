@@ -75,7 +75,7 @@ def write_report(record: RunRecord) -> str:
 def summarise(record: RunRecord) -> str:
     """One short line for under the node, of a record with at least one run."""
     times = [seconds for run in record.runs for seconds in run.step_seconds]
-    strategy = record.strategy.describe()
+    strategy = record.name_of(record.strategy)
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
         return f"{strategy}: {mean(times):.3f} s a step on average, {reused} of {calls} model calls reused"
@@ -99,7 +99,7 @@ def badge(record: RunRecord) -> Badge:
     seconds = typical([seconds for run in record.runs for seconds in run.step_seconds])
     speed_up = None if record.strategy.world_size == 1 else (_alone(record) or 0.0) / seconds
     unit = "step" if record.stepwise_because is None else "call"
-    return Badge(record.strategy.describe(), seconds, unit, speed_up)
+    return Badge(record.name_of(record.strategy), seconds, unit, speed_up)
 
 
 def headline(record: RunRecord) -> str:
@@ -215,7 +215,7 @@ def _strategy(record: RunRecord) -> str:
     reasons = "; then ".join(dict.fromkeys(d.reason for d in record.decisions))
     if not any(trial.seconds for trial in record.trials):
         return reasons or "nothing ran"
-    return f"{record.strategy.describe()}: the fastest of those tried in this run, which began with {reasons}"
+    return f"{record.name_of(record.strategy)}: the fastest of those tried in this run, which began with {reasons}"
 
 
 def _trials(record: RunRecord, unit: str) -> list[str]:
@@ -225,16 +225,16 @@ def _trials(record: RunRecord, unit: str) -> list[str]:
         return _left_out(record, 0.0) if not record.trials else []
     first, won = timed[0], next(t for t in timed if t.strategy == record.strategy)
     images = 1 if record.plan is None else record.plan.job.batch
-    times = ", ".join(f"{t.strategy.describe()} {min(t.seconds):.4f} s" for t in timed)
+    times = ", ".join(f"{record.name_of(t.strategy)} {min(t.seconds):.4f} s" for t in timed)
     if won is first:
-        result = f"none was faster than {first.strategy.describe()}, with which it began"
+        result = f"none was faster than {record.name_of(first.strategy)}, with which it began"
     else:
         times_as_fast = min(first.seconds) / min(won.seconds)
         result = (
-            f"{_named(won)} ran the rest, {times_as_fast:.2f} times "
-            f"{'as fast as' if images == 1 else 'the images a second of'} {first.strategy.describe()}"
+            f"{_named(record, won)} ran the rest, {times_as_fast:.2f} times "
+            f"{'as fast as' if images == 1 else 'the images a second of'} {record.name_of(first.strategy)}"
         )
-    if left := [t.strategy.describe() for t in record.trials if not t.seconds]:
+    if left := [record.name_of(t.strategy) for t in record.trials if not t.seconds]:
         result += f"; behind, or failed: {', '.join(left)}"
     of = "" if images == 1 else f" of {images} images"
     tried = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
@@ -250,18 +250,18 @@ def _left_out(record: RunRecord, best_s: float) -> list[str]:
     dear = [other for other in left if other not in slower]
     told = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
     return [
-        f"not tried: {', '.join(other.strategy.describe() for other in others)} ({why})"
+        f"not tried: {', '.join(record.name_of(other.strategy) for other in others)} ({why})"
         for others, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, told))
         if others
     ]
 
 
-def _named(trial: Trial) -> str:
+def _named(record: RunRecord, trial: Trial) -> str:
     strategy = trial.strategy
     if strategy.world_size == 1:
         return "one device, for which splitting this work costs more than it gains,"
     whole = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
-    return f"{strategy.describe()}{whole}"
+    return f"{record.name_of(strategy)}{whole}"
 
 
 def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:

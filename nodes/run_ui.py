@@ -44,7 +44,7 @@ def _layout(
     rows = {"images": images, "prompts": 1 + has_cfg} if record.stepwise_because is None else {}
     assigned = assign_devices(strategy, (*record.devices, *others), file, **rows)
     return {
-        "title": strategy.describe(),
+        "title": record.name_of(strategy),
         "seats": [device.as_dict() for device in assigned],
         "inputs": asdict(SelectorInputs.of(settings)),
     }
@@ -60,17 +60,18 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
         tried.setdefault(record.strategy.canonical, typical(times))
     seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
     seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))
-    return [_row(candidate, record.strategy) for candidate in table(seen, record.strategy)]
+    shown = table(seen, record.strategy)
+    return [_row(candidate, record.strategy, record.name_of(candidate.strategy)) for candidate in shown]
 
 
-def _row(candidate: Candidate, chosen: ParallelStrategy) -> dict[str, object]:
+def _row(candidate: Candidate, chosen: ParallelStrategy, name: str) -> dict[str, object]:
     """`inputs`: of Strategy Selector, which set it by hand; `alone`: it is one device."""
     seconds, strategy = candidate.step_s, candidate.strategy
     inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}
     return {
         "inputs": {"mode": "manual", **inputs},
         "alone": strategy.world_size == 1,
-        "strategy": strategy.describe(),
+        "strategy": name,
         "seconds": seconds,
         "step": "" if seconds is None else f"{seconds:.3g} s",
         "how": "not tried" if seconds is None else "measured",

@@ -226,9 +226,9 @@ class PredictRequest:
 
 
 # How a call shares out the tokens of one image or video over a sequence axis: they stay apart from the first block to
-# the last; each block gathers what it gives; only the queries of attention are; or nothing is, whole rows only
-# (models/comfyui/table.py).
-STAY, BLOCK, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "attention", "rows")
+# the last; each block gathers what it gives; each rank has a band of the image's rows (UNets); only the queries of
+# attention are; or nothing is, whole rows of the batch only (models/comfyui/table.py).
+STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "attention", "rows")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class ModelShape:
     """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
     blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
     they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns; `pipelines`:
-    its blocks can lie on different devices; `uneven_heads`: ranks of Ulysses may take different numbers of heads."""
+    its blocks can lie on different devices; `uneven_heads`: ranks of Ulysses may take different numbers of heads;
+    `band_rows`: what is shared out of an image are bands of its rows, each of as many of its latent or more; else 0."""
 
     heads: int
     blocks: int
@@ -46,12 +47,17 @@ class ModelShape:
     splits_layers: bool = True
     pipelines: bool = True
     uneven_heads: bool = False
+    band_rows: int = 0
 
     def takes_ulysses(self, degree: int) -> bool:
         """Whether the heads can be shared out over as many ranks."""
         if self.uneven_heads:
             return self.heads == 0 or degree <= self.heads
         return self.heads % degree == 0
+
+    def describe(self, strategy: ParallelStrategy) -> str:
+        """A strategy in words, by what it shares out of this model."""
+        return strategy.describe(bands=self.band_rows > 0)
 
     def split_sequence(self, count: int) -> tuple[int, int]:
         """(ulysses_degree, ring_degree) that occupy `count` devices, Ulysses as far as the heads go; (1, 1) where only
@@ -118,9 +124,14 @@ class ParallelStrategy:
         """Ranks that share out the tokens of one image."""
         return self.ring_degree * self.ulysses_degree
 
-    def describe(self) -> str:
-        """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split."""
-        parts = [f"{_LABELS[n]} {getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
+    def describe(self, *, bands: bool = False) -> str:
+        """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split. `bands`: what the
+        sequence degrees share out are bands of an image's rows, `CFG 2 × bands 2`."""
+        labels, of = _LABELS, self
+        if bands:
+            labels = _LABELS | {"ulysses_degree": "bands"}
+            of = self.replace(ring_degree=1, ulysses_degree=self.sequence_degree)
+        parts = [f"{labels[n]} {getattr(of, n)}" for n in DEGREES if getattr(of, n) > 1]
         words = " × ".join(parts) or "one device"
         if self.offload_weights:
             words += ", weights sharded and kept in host memory"

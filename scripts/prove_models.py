@@ -14,9 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfyui_source import comfyui_version, find_comfyui
-from parallel_backend.models.comfyui.proof import PROVEN, entry_digest
+from parallel_backend.models.comfyui.proof import PROVEN, PROVEN_HERE, entry_digest, verdict_of
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import STAY
 from parallel_backend.sidecar.self_test import run_self_tests
 from steps import SetupError
 
@@ -37,12 +36,12 @@ def main() -> int:
     proven: dict[str, set[str]] = {} if arguments.only else _written()
     for test in found:
         print(f"{test.class_name}: {test.mode}, off by {test.worst:.1e} {test.error}".rstrip())
-        if test.mode == STAY:
+        if verdict_of(test) == PROVEN_HERE:
             proven.setdefault(test.class_name, set()).add(entry_digest(str(root), test.class_name))
     text = json.dumps({name: sorted(proven[name]) for name in sorted(proven)}, indent=2)
     PROVEN.write_text(f"{text}\n")
     print(f"{PROVEN.name}: {sum(map(len, proven.values()))} proofs, with ComfyUI {comfyui_version(root)}")
-    return int(any(test.mode != STAY for test in found))
+    return int(any(verdict_of(test) != PROVEN_HERE for test in found))
 
 
 def _written() -> dict[str, set[str]]:

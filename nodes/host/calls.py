@@ -56,6 +56,10 @@ class RunRecord:
         """Of the latest run, of which there is at least one."""
         return self.runs[-1].strategy
 
+    def name_of(self, strategy: ParallelStrategy) -> str:
+        """A strategy in words, by what it shares out of this run's model."""
+        return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
+
     def add_run(self, plan: ExecutionPlan, info: RunInfo) -> None:
         """A request of this run has ended well; `info` tells a load before it too."""
         self.plan, self.devices = plan, plan.devices

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, inspect
 from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
-from ...parallel_backend.requests import ATTENTION, BLOCK, STAY
+from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
@@ -57,22 +57,30 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
     refused."""
     header = inspect(path)
     module = model.diffusion_model
+    mode = trusted_mode(type(module).__name__, {}, verdict)
     return replace(
         header,
         model=type(model).__name__,
         module=type(module).__name__,
-        heads=_number(_candidates(module), _HEADS),
+        heads=0 if mode == BANDS else _number(_candidates(module), _HEADS),  # each band computes all
         width=_number([module], _WIDTH) or header.width,
         context_width=prompt_width(module),
         pooled_width=int(model.adm_channels or 0),
         channels=int(model.latent_format.latent_channels),
         patch=_patch(module),
         pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
-        splits_tokens=verdict.mode in (STAY, BLOCK),
-        splits_queries=trusted_mode(type(module).__name__, {}, verdict) == ATTENTION,
+        splits_tokens=mode in (STAY, BLOCK, BANDS),
+        splits_queries=mode == ATTENTION,
         is_transformer=not isinstance(module, UNetModel),
         image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
+        band_rows=_band_rows(module) if mode == BANDS else 0,
     )
+
+
+def _band_rows(unet: nn.Module) -> int:
+    """Of the latent in a row of the lowest resolution."""
+    layers = (layer for block in unet.input_blocks for layer in block)
+    return 2 ** sum(isinstance(layer, Downsample) for layer in layers)
 
 
 def _attention_of(unet: UNetModel) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
-from ..requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from .attention import queries
 from .attention.kernel_choice import kernel_for
 from .block_calls import BlockCalls, as_it_is
@@ -24,6 +24,7 @@ from .groups import Axis, Layout, Layouts
 from .load import notes_on_weights
 from .module_cache import CachedCall, Meeting, ModuleCache
 from .traffic_counter import Traffic
+from .unet_bands import UNetBands
 
 _SCALES = (
     "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
@@ -33,10 +34,9 @@ _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
-_QUERIES = (
-    "the blocks of this model are not described, so devices share out the queries of its attention (with {keys} keys "
-    "or more) and compute all else alike"
-)
+_QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
+_UNDESCRIBED = "the blocks of this model are not described"
+_BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
 # What a module answers: a tensor, or some of them with other plain values in lists and tuples.
@@ -108,6 +108,7 @@ class ModuleForward:
             self.notes.append(_ROWS_TOGETHER)
         self.compiler: Compiler | None = None  # of blocks; None: they run as they are
         self._blocks: BlockCalls | None = None
+        self._bands: UNetBands | None = None
 
     @property
     def compiles(self) -> bool:
@@ -162,6 +163,8 @@ class ModuleForward:
             return self._by_rows(call, (self.layout.row, self.layout.sequence), compute)
         if call.tokens == ATTENTION:
             return self._by_rows(call, (self.layout.row,), self._compute_queries)
+        if call.tokens == BANDS:
+            return self._by_rows(call, (self.layout.row,), self._compute_bands)
         self._blocks = self._blocks or self._block_calls()
         return self._by_rows(call, (self.layout.row,), partial(self._compute_shared_out, cached=cached))
 
@@ -224,14 +227,31 @@ class ModuleForward:
                 restore.callback(block.__dict__.pop, "forward")
             return self._compute(call)
 
-    def _compute_queries(self, call: ModuleCall) -> Answer:
+    def _compute_bands(self, call: ModuleCall) -> Answer:
+        """Rows over the sequence axis too where they divide; else a band of rows of each image."""
+        sequence = self.layout.sequence
+        if len(set(split_rows(call, sequence.size, self.model.rows_together))) == 1:
+            return self._by_rows(call, (sequence,), self._compute_rows)
+        try:
+            self._bands = self._bands or UNetBands(self.model, self.layout, self.traffic)
+            reason = self._bands.refusal(call)
+        except RequestError as error:
+            reason = f"this UNet has {error}, which bands of rows do not know"
+        if self._bands is None or reason:
+            return self._compute_queries(call, reason)
+        self._say(_BANDS.format(ranks=sequence.size))
+        return self._bands(call)
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _compute_queries(self, call: ModuleCall, why: str = _UNDESCRIBED) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
         if call.rows >= sequence.size and not self.model.rows_together:
             return self._by_rows(call, (sequence,), self._compute_rows)
-        said = _QUERIES.format(keys=queries.LEAST_KEYS)
-        if said not in self.notes:
-            self.notes.append(said)
+        self._say(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -16,6 +16,7 @@ MEASURED_GAIN = 1.02
 # Of a step's FLOPs, that attention must take for `auto` to share out nothing but its queries: two devices then save a
 # sixth at most. With less, what is gathered and what all devices do alike leave nothing to gain.
 LEAST_ATTENTION = 1 / 3
+Describe = Callable[[ParallelStrategy], str]
 SHOWN = 8  # rows of a table that still fits under a node
 
 
@@ -59,7 +60,10 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
                 continue
             if pipe * ring * tensor > 1 and not family.is_transformer:
                 continue
-            splits = family.is_transformer and shape.splits_tokens and shape.takes_ulysses(ulysses)
+            splits = family.is_transformer or shape.band_rows > 0
+            splits = (
+                splits and shape.splits_tokens and shape.takes_ulysses(ulysses) and ulysses <= job.most_bands
+            )
             if ring * ulysses > 1 and not splits and not (ring == 1 and queries_pay(job)):
                 continue
             if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
@@ -93,7 +97,12 @@ def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:
     )
 
 
-def rank_candidates(candidates: Iterable[Candidate], *, approximation: str = "if_needed") -> Ranking:
+def rank_candidates(
+    candidates: Iterable[Candidate],
+    *,
+    approximation: str = "if_needed",
+    describe: Describe = ParallelStrategy.describe,
+) -> Ranking:
     """The rule's candidate first, or the fastest where that was measured to be faster. When nothing fits, the smallest.
 
     `approximation`: PipeFusion never, only when nothing exact fits, or also where it was measured to be faster. Raises
@@ -129,11 +138,11 @@ def rank_candidates(candidates: Iterable[Candidate], *, approximation: str = "if
         )
     chosen, rule = _fastest(pool)
     if chosen.step_s is not None:
-        reason = _measured(chosen, rule, pool)
+        reason = _measured(chosen, rule, pool, describe)
     marked = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
     rest = sorted(marked, key=lambda e: [-k for k in rule_key(e.strategy)])
     rest.sort(key=lambda e: (not e.fits, not e.permitted, e.step_s is None, e.step_s or 0.0))
-    said = f"{chosen.strategy.describe()}: {reason}" if reason else ""
+    said = f"{describe(chosen.strategy)}: {reason}" if reason else ""
     return Ranking((chosen, *rest), said)
 
 
@@ -147,11 +156,11 @@ def _fastest(pool: list[Candidate]) -> tuple[Candidate, Candidate]:
     return (best if rule.step_s > MEASURED_GAIN * (best.step_s or 0.0) else rule), rule
 
 
-def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate]) -> str:
+def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate], describe: Describe) -> str:
     timed = sorted(
         (e for e in pool if e.step_s is not None and e is not chosen), key=lambda e: e.step_s or 0.0
     )
-    times = ", ".join(f"{e.strategy.describe()} {e.step_s:.3g} s" for e in (chosen, *timed[:3]))
+    times = ", ".join(f"{describe(e.strategy)} {e.step_s:.3g} s" for e in (chosen, *timed[:3]))
     kept = ", and the rule (CFG, then Ulysses) stands" if chosen is rule and timed else ""
     return f"measured before, a step takes {times}{kept}"
 

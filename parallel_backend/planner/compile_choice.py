@@ -44,7 +44,7 @@ class CompileChoice:
         off = replace(job, model=model.uncompiled)
         if is_cpu(devices):
             return off, ""  # it gains little there, so it is no question
-        if not model.shape.splits_tokens:
+        if not model.shape.splits_tokens or model.shape.band_rows:
             return off, ""  # nobody knows its blocks
         reason = _why_never(devices, topology)
         if reason is not None:

@@ -14,7 +14,7 @@ from ..requests import RESIDENT_SAMPLERS, SampleRequest
 from ..sidecar.device_health import FAILING, left_out
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
-from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
+from .candidates import Candidate, Describe, Ranking, enumerate_candidates, rank_candidates
 from .history.measurement_history import MeasurementHistory
 from .job import Job, JobModel
 from .memory.fit import MemoryCheck, check_capacity, fits
@@ -111,7 +111,7 @@ def plan_execution(
     `history`: of the machine's devices; without one the rule decides. `tries`: the job may try other strategies on its
     way.
     """
-    measured = _measured(settings, job, history)
+    measured, describe = _measured(settings, job, history), job.model.shape.describe
     count = len(machine.devices)
     automatic = settings.mode == "auto"
     tries = tries and automatic and not settings.compared
@@ -122,7 +122,7 @@ def plan_execution(
     ranking = Ranking()
     if automatic:
         among = _split(known, count) if settings.compared else known
-        ranking = rank_candidates(among, approximation=settings.approximation)
+        ranking = rank_candidates(among, approximation=settings.approximation, describe=describe)
     decision = resolve_strategy(settings, job, selected, ranking)
     if machine.failing:
         decision = replace(decision, notes=(left_out(machine.failing), *decision.notes))
@@ -143,7 +143,7 @@ def plan_execution(
     trials = NO_TRIALS
     if tries and history is not None and history.store.path is not None:
         first, trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
-        decision = _begins_with(first, decision)
+        decision = _begins_with(first, decision, describe)
     return ExecutionPlan(job, decision, used, memory, ranked, trials)
 
 
@@ -161,14 +161,14 @@ def _candidates(
         yield Candidate(strategy, memory, seconds is not None or fits(check, share=USABLE_MEMORY), seconds)
 
 
-def _begins_with(first: ParallelStrategy, decision: Decision) -> Decision:
+def _begins_with(first: ParallelStrategy, decision: Decision, describe: Describe) -> Decision:
     if first == decision.strategy:
         return decision
-    rule = decision.strategy.describe()
+    rule = describe(decision.strategy)
     because = f"each device takes whole images, which is no more work than {rule} and sends less"
     if first.world_size == 1:
         because = f"ranks on a CPU share its cores, so {rule} must show first that it gains"
-    return replace(decision, strategy=first, reason=f"{first.describe()}: {because}")
+    return replace(decision, strategy=first, reason=f"{describe(first)}: {because}")
 
 
 def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:

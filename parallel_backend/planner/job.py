@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from ..models.arithmetic import Family
@@ -88,6 +89,12 @@ class Job:
         """Height and width in cells of the latent."""
         pixels = self.model.family.latent_pixels
         return -(-self.height // pixels), -(-self.width // pixels)
+
+    @property
+    def most_bands(self) -> float:
+        """Into how many bands of rows an image can be cut."""
+        rows = self.model.shape.band_rows
+        return -(-self.latent_size[0] // rows) if rows else inf
 
     @property
     def flop(self) -> float:

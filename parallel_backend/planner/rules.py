@@ -64,16 +64,14 @@ def resolve_strategy(
 
     `ranking`: what fits and what was measured of this job; where it says nothing `auto` follows the rule.
     """
-    shares = read_shares(settings.device_shares, devices)
+    shares, describe = read_shares(settings.device_shares, devices), job.model.shape.describe
     if settings.mode == "auto":
         strategy, reason = _by_rule(job, len(devices))
         if ranking is not None and ranking.ranked:
             same = strategy == ranking.best.strategy and not ranking.reason
             strategy = ranking.best.strategy
             reason = (
-                reason
-                if same
-                else ranking.reason or f"{strategy.describe()}: the rule, as far as memory goes"
+                reason if same else ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
             )
         said = [] if ranking is None else list(ranking.notes)
         strategy, notes = _with_shares(strategy, shares)
@@ -86,9 +84,9 @@ def resolve_strategy(
     if strategy.world_size < len(devices):
         notes.append(
             f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
-            f"{strategy.describe()} uses {strategy.world_size}."
+            f"{describe(strategy)} uses {strategy.world_size}."
         )
-    return Decision(strategy, settings.engine, f"{strategy.describe()}: set by hand", tuple(notes))
+    return Decision(strategy, settings.engine, f"{describe(strategy)}: set by hand", tuple(notes))
 
 
 def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
@@ -99,12 +97,14 @@ def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
         return _rows_by_rule(job, count)
     heads = shape.heads
     cfg = 2 if job.has_cfg and count % 2 == 0 else 1
-    ulysses, ring = shape.split_sequence(count // cfg)
+    ulysses, ring = shape.split_sequence(int(min(count // cfg, job.most_bands)))
     strategy = ParallelStrategy(cfg_degree=cfg, ulysses_degree=ulysses, ring_degree=ring)
     because = [f"{count} devices are selected"]
     if cfg == 2:
         because.append("the request has a negative prompt (CFG 2 halves the work and moves almost nothing)")
-    if ulysses > 1:
+    if shape.band_rows and ulysses > 1:
+        because.append(f"{ulysses} devices compute a band of each image's rows")
+    elif ulysses > 1:
         verb = "divides" if not heads % ulysses else "shares out"
         because.append(
             f"Ulysses {ulysses} {verb} the {heads} attention heads" if heads else f"Ulysses {ulysses}"
@@ -115,7 +115,7 @@ def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
             if ulysses > 1
             else f"the {heads} attention heads do not divide by {ring}, which Ring does not need"
         )
-    return strategy, f"{strategy.describe()}: " + "; ".join(because)
+    return strategy, f"{shape.describe(strategy)}: " + "; ".join(because)
 
 
 def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
@@ -201,11 +201,12 @@ def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelSt
             continue
         freed = getattr(strategy, name)
         ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
-        if job.model.shape.splits_tokens:
-            ulysses, ring = job.model.shape.split_sequence(strategy.sequence_degree * freed)
-        before = strategy.describe()
+        shape = job.model.shape
+        if shape.splits_tokens:
+            ulysses, ring = shape.split_sequence(strategy.sequence_degree * freed)
+        before = shape.describe(strategy)
         strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
         notes.append(
-            f"{before} became {strategy.describe()}: this request {why}, so {name} {freed} would idle."
+            f"{before} became {shape.describe(strategy)}: this request {why}, so {name} {freed} would idle."
         )
     return strategy, notes

@@ -78,7 +78,7 @@ def test_one_image_over_all_devices_and_one_on_each_compete_for_a_repeated_laten
 
 
 def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
-    """A UNet's images and prompts can be shared out, and nothing else."""
+    """A UNet's prompts can be shared out, and its images in bands."""
     comfy, _ = measuring
     graph = AnyGraph(comfy, "unet")
     ours = graph.parallel(graph.stock(), "cpu:2")
@@ -97,7 +97,7 @@ def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
         0,
     ]
     _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1], timeout=300)
-    assert set(_tried(report)[0]) <= {"one device", "CFG 2"} and "CFG 2" in _tried(report)[0]
+    assert set(_tried(report)[0]) <= {"one device", "CFG 2", "bands 2"} and "CFG 2" in _tried(report)[0]
 
 
 def test_a_stock_ksampler_leaves_its_measurement_for_auto(measuring):

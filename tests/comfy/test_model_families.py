@@ -32,7 +32,8 @@ FAMILIES = {
     "cogvideo": (RING, ULYSSES_3, RING | ULYSSES),
     "qwen_image": (ULYSSES, RING_3, CFG | RING),
     "minimax": (ULYSSES, RING_3, DATA | RING),
-    "unet": (CFG, DATA_3, CFG | DATA),
+    "unet": (CFG, ULYSSES_3, CFG | DATA),
+    "sdxl": (ULYSSES,),
     "sound": (CFG, DATA_3, {"data": 4}),
     # Their classes differ from the ones above in what the table says of them, which is tested with them.
     "wan_camera": (ULYSSES,),
@@ -42,8 +43,9 @@ FAMILIES = {
     "joyimage": (ULYSSES,),
     "hunyuan_3d": (ULYSSES | SHARDED,),
 }
-# What ComfyUI's own module refuses (more than one row), or what takes its width of 3,072 too long.
-SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}}
+# What ComfyUI's own module refuses (more than one row), or what takes its width of 3,072 too long; and a single row, of
+# which a UNet's devices compute bands.
+SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}, "sdxl": {"cfg": 1.0}}
 REQUESTS = {2: {"batch": 1, "cfg": 3.0}, 3: {"batch": 2, "cfg": 1.0}, 4: {"batch": 2, "cfg": 3.0}}
 
 

@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
+from comfy_modules import CASES, import_comfyui_here
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.module_cache import ModuleCache
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
+from comfy_modules import CASES, import_comfyui_here
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.uneven import UnevenAttention
@@ -15,6 +15,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.table import token_mode
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.video import ltxav, ltxav_inputs, wan, wan_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement

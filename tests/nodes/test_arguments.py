@@ -13,7 +13,7 @@ import parallel_backend.wire.arguments  # noqa: F401  the module under test must
 from pack_nodes import import_node_module
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.proof import PROVEN_HERE, Verdict
-from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
+from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments
 
 arguments = import_node_module("nodes.model.arguments")
@@ -50,7 +50,7 @@ def test_where_tokens_stay_is_decided_by_the_call():
     assert call(context=torch.ones(2, 7, 8)).tokens == STAY
     assert call(context=torch.ones(2, 7, 8), ref_latent=X).tokens == BLOCK
     assert call({"rope_options": {"scale_x": 2.0}}, context=torch.ones(2, 7, 8)).tokens == BLOCK
-    assert call(module="UNetModel", context=torch.ones(2, 7, 8)).tokens == ATTENTION
+    assert call(module="UNetModel", context=torch.ones(2, 7, 8)).tokens == BANDS
     assert call(verdict=Verdict(BLOCK), context=torch.ones(2, 7, 8)).tokens == BLOCK, (
         "of a version not proven"
     )

@@ -114,7 +114,7 @@ def test_where_nothing_is_to_be_kept_the_session_knows(root, monkeypatch, cache)
 
 
 def test_classes_that_the_table_does_not_have_need_no_test():
-    assert ensure_verdict("/nowhere", "UNetModel", run=Scripted(STAY)) == UNKNOWN
+    assert ensure_verdict("/nowhere", "StageC", run=Scripted(STAY)) == UNKNOWN
 
 
 def test_sources_that_cannot_be_read_are_not_trusted(root):

@@ -5,10 +5,10 @@ import torch
 
 import parallel_backend.models.comfyui.proof
 import parallel_backend.wire.payloads  # noqa: F401  the module under test must meet these very ones
-from comfy_modules import CASES, import_comfyui_here, sdxl, sdxl_controlnet
+from comfy_modules import CASES, import_comfyui_here
 from pack_nodes import import_node_module
+from parallel_backend.models.comfyui.tiny.unet import sd15, sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill
-from undescribed_modules import sd15
 
 # Prompts prepared by the module's own layers before, several prompts at once, or one put together of layers.
 UNCHECKED = {

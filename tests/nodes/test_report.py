@@ -23,6 +23,7 @@ def record(**changes):
         "runs": [run],
         "decisions": [Decision(ULYSSES, "auto", "Ulysses 2: set by hand")],
         "strategy": ULYSSES,
+        "name_of": ParallelStrategy.describe,
         "devices": ("cpu:0", "cpu:1"),
         "plan": None,
         "loads": [],

@@ -8,7 +8,7 @@ import pytest
 
 import check_templates
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import ATTENTION, BLOCK, STAY
+from parallel_backend.requests import BANDS, BLOCK, STAY
 
 
 def _node(kind, takes=False, gives=False, file=None, mode=0):
@@ -50,7 +50,7 @@ def judged(tmp_path):
     [
         ("wan2.2_s2v_14B_fp8_scaled.safetensors", STAY),
         ("hidream_i1_full_fp8.safetensors", BLOCK),
-        ("sd_xl_base_1.0.safetensors", ATTENTION),
+        ("sd_xl_base_1.0.safetensors", BANDS),
         ("folder\\qwen_image_fp8_e4m3fn.safetensors", STAY),
     ],
 )

@@ -7,8 +7,8 @@ from math import prod
 from comfy_harness import Comfy
 from graphs import AXES, Graph
 
-CHECKPOINTS = ("sd3", "unet", "sound")
-ROWS_ONLY = ("unet", "sound")
+CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")
+ROWS_ONLY = ("sound",)
 
 # name -> the file, the latent, the prompt, and what else the prompts get.
 MODELS = {
@@ -72,6 +72,7 @@ MODELS = {
     "qwen_image": {"latent": "{b},16,1,7,9", "text": {"width": 3584}, "reference": "1,16,1,4,6"},
     "minimax": {"latent": "{b},24,2,6,4;{b},32,2,5", "text": {"width": 48}, "keyframe": "1,24,1,6,4"},
     "unet": {"latent": "{b},4,8,6", "text": {"width": 768}},
+    "sdxl": {"latent": "{b},4,9,6", "text": {"width": 2048, "pooled_width": 1280}},
     "sound": {"latent": "{b},64,21", "text": {"width": 768}},
 }
 

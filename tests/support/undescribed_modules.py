@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from comfy_modules import sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.unet import sd15, sd15_inputs, sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import operations, random
 
 
 def _times(batch):
     return torch.linspace(0.9, 0.5, batch)
-
-
-def sd15():
-    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-
-    return UNetModel(
-        image_size=32,
-        in_channels=4,
-        model_channels=32,
-        out_channels=4,
-        num_res_blocks=[1, 1],
-        channel_mult=(1, 2),
-        num_heads=2,
-        use_spatial_transformer=True,
-        transformer_depth=[1, 1],
-        transformer_depth_output=[1, 1, 1, 1],
-        transformer_depth_middle=1,
-        context_dim=48,
-        **operations(),
-    )
-
-
-def sd15_inputs(b, h, w):
-    return (random(b, 4, h, w), 1000 * _times(b)), {"context": random(b, 7, 48)}
 
 
 def mochi():

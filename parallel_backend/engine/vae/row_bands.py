@@ -51,24 +51,31 @@ class Bands:
         own = self.rows[self.axis.index]
         return tuple(mine * rows // own for rows in self.rows)
 
-    def start_halo(self, x: Tensor) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+    def start_halo(
+        self, x: Tensor, *, below: bool = True
+    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
         """Swaps border rows of x [..., rows, W] with the neighbours; call the result to wait for (above, below).
 
-        Each is [..., 1, W]; None at the image's own border.
+        Each is [..., 1, W]; None at the image's own border, and below where nobody asks for it.
         """
         axis, operations = self.axis, []
         received: list[Tensor | None] = []
-        for neighbour, border in ((axis.index - 1, x[..., :1, :]), (axis.index + 1, x[..., -1:, :])):
+        ways = (  # (whose, is it sent what, is it waited for)
+            (axis.index - 1, x[..., :1, :], below, True),
+            (axis.index + 1, x[..., -1:, :], True, below),
+        )
+        for neighbour, border, sends, receives in ways:
+            received.append(None)
             if not 0 <= neighbour < axis.size:
-                received.append(None)
                 continue
-            sent = border.contiguous()
-            arriving = torch.empty_like(sent)
-            received.append(arriving)
-            self.traffic.add(sent.numel(), sent)
             peer = axis.ranks[neighbour]
-            operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
-            operations.append(dist.P2POp(dist.irecv, arriving, peer, axis.group))
+            if sends:
+                sent = border.contiguous()
+                self.traffic.add(sent.numel(), sent)
+                operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
+            if receives:
+                arriving = received[-1] = torch.empty_like(border, memory_format=torch.contiguous_format)
+                operations.append(dist.P2POp(dist.irecv, arriving, peer, axis.group))
         works = dist.batch_isend_irecv(operations)
         neighbours = axis.ranks[max(axis.index - 1, 0) : axis.index + 2]
 
@@ -92,21 +99,21 @@ class Bands:
 class BandConv(_ConvNd):
     """A convolution over this rank's rows that looks at one row above and below, and any columns and frames.
 
-    Rows inside the band are computed while the neighbours' border rows travel; the first and the last row are then
-    computed from three rows each. No copy of the band with its halo is made. Stands before the layer's own class,
-    which computes each piece.
+    With a stride of 2 bands begin at even rows, so that none looks below itself. Rows inside the band are computed
+    while the neighbours' border rows travel; the first and the last row are then computed from three rows each. No copy
+    of the band with its halo is made. Stands before the layer's own class, which computes each piece.
     """
 
     bands: Bands
 
     def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        """[B, C, ..., rows, W] -> [B, out, ..., rows, W]; with rows + 2 where the caller has padded them."""
+        """[B, C, ..., rows, W] -> [B, out, ..., rows / stride, W]; with rows + 2 where the caller has padded them."""
         compute: Callable[..., Tensor] = functools.partial(super()._conv_forward, **options)
         if self.kernel_size[-2] == 1 or self.bands.axis.size == 1:
             return compute(x, *weights)
         if self.padding[-2] == 0:
             return compute(self._with_halo(x), *weights)
-        wait = self.bands.start_halo(x)
+        wait = self.bands.start_halo(x, below=self.stride[-2] == 1)
         rows = x.shape[-2]
         # Its first and last row are only right at the image's own border; the others are replaced below.
         out = compute(x, *weights) if rows > 2 else None
@@ -150,16 +157,28 @@ class BandGroupNorm(nn.GroupNorm):
         if self.bands.axis.size == 1:
             return super().forward(x)
         axis = self.bands.axis
-        mine = torch.stack(_moments(x, self.num_groups))
-        mean, var = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic).double().unbind(1)
+        mine = self._moments(x)
+        moments = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic)
+        return self._normed(x, *self._whole_affine(moments, x), torch.empty_like(x))
+
+    def _moments(self, x: Tensor) -> Tensor:
+        """[2, B, groups] float32: mean and variance of this band."""
+        return torch.stack(_moments(x, self.num_groups))
+
+    def _whole_affine(self, moments: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm as x * scale + shift, from the moments of all bands [ranks, 2, B, groups]: [B, C, 1, …] each."""
+        mean, var = moments.double().unbind(1)
         parts = self.bands.parts
         whole = (parts * mean).sum(0)
         spread = (parts * (var + (mean - whole) ** 2)).sum(0)
         scale, shift = self._affine(whole, (spread + self.eps).rsqrt(), x.shape[1])
         ones = (1,) * (x.ndim - 2)
-        # Computed in float32, as torch's own kernel does, and rounded once.
-        out = torch.empty_like(x)
-        return torch.addcmul(shift.view(*shift.shape, *ones), x, scale.view(*scale.shape, *ones), out=out)
+        return scale.view(*scale.shape, *ones), shift.view(*shift.shape, *ones)
+
+    @staticmethod
+    def _normed(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """Computed in float32, as torch's own kernel does, and rounded once."""
+        return torch.addcmul(shift, x, scale, out=out)
 
     def _affine(self, mean: Tensor, rstd: Tensor, channels: int) -> tuple[Tensor, Tensor]:
         """The norm as x * scale + shift: [B, C] float32 each, from [B, groups]."""
@@ -215,22 +234,22 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
         if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
             if not _is_simple(layer):
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
-            _become(layer, _banded(type(layer)), bands)
+            become(layer, banded(type(layer)), bands)
         elif isinstance(layer, nn.GroupNorm):
-            _become(layer, BandGroupNorm, bands)
+            become(layer, BandGroupNorm, bands)
         elif isinstance(layer, Attention):
             for projection in (layer.to_k, layer.to_v):
-                _become(projection, EveryonesLinear, bands)
+                become(projection, EveryonesLinear, bands)
         elif isinstance(layer, RowAttention):
             layer.gather = bands.gather
 
 
-def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
+def become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
     layer.__class__ = kind
     vars(layer)["bands"] = bands
 
 
-def _banded(kind: type[_ConvNd]) -> type[nn.Module]:
+def banded(kind: type[_ConvNd]) -> type[nn.Module]:
     """`kind` over bands: still of that class, for a network that asks."""
     return type(f"Band{kind.__name__}", (BandConv, kind), {})
 

@@ -67,7 +67,7 @@ class ComfyUIModelFile:
     `pixels`: of the image in a cell of the latent, along a side;
     `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
-    of 1024 x 1024 pixels.
+    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands.
     """
 
     path: str
@@ -87,6 +87,7 @@ class ComfyUIModelFile:
     splits_queries: bool = False
     is_transformer: bool = True
     image_attention: float = 0.0
+    band_rows: int = 0
 
     @property
     def name(self) -> str:
@@ -107,6 +108,7 @@ class ComfyUIModelFile:
             splits_layers=False,
             pipelines=False,
             uneven_heads=True,
+            band_rows=self.band_rows,
         )
 
     @property
@@ -207,7 +209,8 @@ class ComfyUIModelFile:
         # Each block may gather what it gives (engine/module_forward.py), so all tokens lie here once more.
         gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
         if not self.is_transformer:
-            yield Moment("convolution", _CONVOLUTION * width + cast)
+            # Keys and values of all bands, at a quarter of the positions and twice the width.
+            yield Moment("convolution", _CONVOLUTION * width + (gathered if self.band_rows else 0) + cast)
             return
         exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // call.ulysses
         yield Moment("attention", _ATTENTION * width + gathered, exchanged)

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES
+from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES
 from ...wire.self_test import SelfTest
 from .table import TABLE, ModuleClass, token_mode
 
 PROVEN = Path(__file__).with_name("proven.json")  # written by scripts/prove_models.py
 _SOURCES = "comfy.ldm"  # imports outside of it say nothing of the order of tokens
 _ATTENTION = "comfy/ldm/modules/attention.py"
+_OPERATIONS = "comfy/ops.py"  # how convolutions compute, which bands of rows change
 
 _Stamps = dict[Path, tuple[int, int]]  # mtime in ns and size
 _known: dict[tuple[str, str], tuple[_Stamps, str]] = {}
@@ -55,8 +56,14 @@ def is_proven(class_name: str, digest: str) -> bool:
 def verdict_of(found: SelfTest) -> Verdict:
     """What a self-test that ran says."""
     name = found.class_name
-    if found.mode == STAY:
+    if found.mode in (STAY, BANDS):
         return PROVEN_HERE
+    if found.mode == ATTENTION:
+        return Verdict(
+            ATTENTION,
+            f"this version of ComfyUI computes {name} in another way than the pack knows: in place of bands of rows, "
+            f"devices share out the queries of attention",
+        )
     if found.mode == BLOCK:
         return Verdict(
             BLOCK,
@@ -85,7 +92,9 @@ def entry_digest(root: str, class_name: str) -> str:
     Raises OSError or SyntaxError where the class's sources cannot be read.
     """
     entry = TABLE[class_name]
-    return _sha256(f"{source_digest(root, entry.source)}\n{_written_out(entry)}")
+    sources = [entry.source, _OPERATIONS] if entry.bands else [entry.source]
+    digests = "\n".join(source_digest(root, source) for source in sources)
+    return _sha256(f"{digests}\n{_written_out(entry)}")
 
 
 def source_digest(root: str, source: str) -> str:

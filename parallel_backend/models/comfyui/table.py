@@ -1,6 +1,7 @@
 """The tokens of each class of ComfyUI's transformers: which arguments of its blocks are, and where they may stay apart.
 
-A class that is not here can be given fewer rows, and ranks can share out the queries of its attention.
+Of a UNet ranks compute bands of an image's rows (unet.py). A class that is not here can be given fewer rows of a batch,
+and ranks can share out the queries of its attention.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...requests import ATTENTION, BLOCK, ROWS, STAY
+from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
 from .block_kinds import (
     ACE_STEP,
     AURA_DOUBLE,
@@ -53,12 +54,14 @@ from .regions import LAST_BLOCK, Region, Tokens
 class ModuleClass:
     """`source`: the class's file below ComfyUI's folder; `stays_with`: names of keyword arguments with which tokens
     were proven to stay apart; with any other one, each block gathers what it gives. `rows_together`: it takes rows by
-    their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves)."""
+    their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves). `bands`: it
+    is a UNet, of whose images ranks compute bands of rows."""
 
     source: str
     regions: tuple[Region, ...]
     stays_with: frozenset[str]
     rows_together: bool = False
+    bands: bool = False
 
 
 # Classes that are not here and of whose attention nothing can be shared out: it is not ComfyUI's, in small windows, or
@@ -76,13 +79,15 @@ def state_of(class_name: str) -> str:
     entry = TABLE.get(class_name)
     if entry is None:
         return ROWS if class_name in WITHOUT_ATTENTION else ATTENTION
+    if entry.bands:
+        return BANDS
     return STAY if entry.stays_with else BLOCK
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
     entry = TABLE.get(class_name)
-    if entry is None:
+    if entry is None or entry.bands:
         return state_of(class_name)
     given = {name for name, value in kwargs.items() if value is not None} - {"transformer_options"}
     options = kwargs.get("transformer_options") or {}
@@ -284,5 +289,8 @@ TABLE: Mapping[str, ModuleClass] = {
         Region({"noise_refiner": TRIPOSPLAT}),
         Region({"blocks": TRIPOSPLAT}, LAST_BLOCK),
         stays_with="context ref_latents",
+    ),
+    "UNetModel": ModuleClass(
+        "comfy/ldm/modules/diffusionmodules/openaimodel.py", (), frozenset(), bands=True
     ),
 }

@@ -87,11 +87,11 @@ def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject
     decision = resolve_strategy(settings, job, machine.devices)
     strategy, notes = decision.strategy, decision.notes
     memory = _memory(subject, strategy, machine)
-    said = f"{strategy.describe()} on {', '.join(machine.devices)}, set by hand"
+    said = f"{model.shape.describe(strategy)} on {', '.join(machine.devices)}, set by hand"
     why = ". ".join([said, *(note.rstrip(".") for note in notes), *[memory] * subject.is_known]) + "."
     if subject.is_known:
         notes += _capacity(subject, strategy, machine)
-    title = strategy.describe()
+    title = model.shape.describe(strategy)
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
     case = Case(title, strategy, assign_devices(strategy, machine.devices, model.file))
@@ -131,7 +131,7 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
         f"By the rule for {name}; what was measured may choose otherwise in a run",
         tuple(
             Case(
-                f"{title}: {strategy.describe()}",
+                f"{title}: {model.shape.describe(strategy)}",
                 strategy,
                 assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
             )

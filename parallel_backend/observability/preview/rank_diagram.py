@@ -72,8 +72,10 @@ def _roles(
         of = f"{blocks} of {file.shape.blocks} blocks"
         yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
     heads = "heads" if file.shape.splits_tokens else "queries"
+    if bands := file.shape.band_rows > 0:
+        heads = "band"
     for axis, own, degree, what in (
-        ("ring", place.ring, strategy.ring_degree, "ring"),
+        ("ring", place.ring, strategy.ring_degree, heads if bands else "ring"),
         ("ulysses", place.ulysses, strategy.ulysses_degree, heads),
         ("tensor", place.tensor, strategy.tensor_degree, "tensor"),
     ):

@@ -29,7 +29,7 @@ class TestWriteModel(io.ComfyNode):
             category=CATEGORY,
             inputs=[
                 io.Combo.Input("kind", options=list(FILES)),
-                io.Combo.Input("folder", options=["diffusion_models", "checkpoints"]),
+                io.Combo.Input("folder", options=["diffusion_models", "checkpoints", "controlnet"]),
             ],
             is_output_node=True,
         )

@@ -133,13 +133,36 @@ def cogvideo() -> nn.Module:
     )  # fmt: skip
 
 
+SD15 = {
+    "image_size": 32, "in_channels": 4, "model_channels": 320, "num_res_blocks": [1, 1], "channel_mult": (1, 1),
+    "num_heads": 8, "use_spatial_transformer": True, "transformer_depth": [1, 0], "transformer_depth_middle": 1,
+    "context_dim": 768, "use_linear_in_transformer": False, "legacy": False,
+}  # fmt: skip
+
+
 def unet() -> nn.Module:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
+    return UNetModel(**SD15, out_channels=4, transformer_depth_output=[1, 1, 0, 0], **_OPERATIONS)
+
+
+def unet_controlnet() -> nn.Module:
+    from comfy.cldm.cldm import ControlNet
+
+    return ControlNet(**SD15, hint_channels=3, **_OPERATIONS)
+
+
+def sdxl() -> nn.Module:
+    """Of the depths by which KOALA is known, the smallest of SDXL's kind, and a third as wide at its lowest
+    resolution."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
     return UNetModel(
-        image_size=32, in_channels=4, model_channels=320, out_channels=4, num_res_blocks=[1, 1], channel_mult=(1, 1),
-        num_heads=8, use_spatial_transformer=True, transformer_depth=[1, 0], transformer_depth_output=[1, 1, 0, 0],
-        transformer_depth_middle=1, context_dim=768, use_linear_in_transformer=False, legacy=False, **_OPERATIONS,
+        image_size=32, in_channels=4, model_channels=320, out_channels=4, num_res_blocks=[1, 1, 1],
+        channel_mult=(1, 1, 1), num_head_channels=64, use_spatial_transformer=True, transformer_depth=[0, 2, 5],
+        transformer_depth_output=[0, 0, 1, 0, 1, 0], transformer_depth_middle=1, context_dim=2048,
+        use_linear_in_transformer=True, num_classes="sequential", adm_in_channels=2816, legacy=False,
+        **_OPERATIONS | {"dtype": torch.bfloat16},
     )  # fmt: skip
 
 
@@ -225,6 +248,8 @@ FILES: dict[str, tuple[Callable[[], nn.Module], str, dict | None]] = {
     "ltx_sound": (ltx_sound, "", {"transformer": LTX_SOUND}),
     "cogvideo": (cogvideo, "", None),
     "unet": (unet, "model.diffusion_model.", None),
+    "unet_controlnet": (unet_controlnet, "", None),
+    "sdxl": (sdxl, "model.diffusion_model.", None),
     "sound": (sound, "model.diffusion_model.", None),
     "qwen_image": (qwen_image, "", None),
     "minimax": (minimax, "", None),

@@ -78,7 +78,7 @@ def test_classes_that_nobody_described_give_the_answer_of_one_process(reference,
     for strategy in (ULYSSES_2, ULYSSES_3):
         for worst, sent, notes in run_ranks(one.on_ranks, strategy.world_size, strategy):
             assert worst <= EXACT
-            assert sent > 0 and "share out the queries of its attention" in notes[0]
+            assert sent > 0 and "share out the queries of attention" in notes[0]
 
 
 @pytest.mark.parametrize("name", DESCRIBED)

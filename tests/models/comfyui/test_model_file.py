@@ -197,6 +197,41 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
     assert split >= whole
 
 
+def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
+    """Four of the latent's rows are one at its lowest resolution."""
+    unet = replace(file, heads=0, is_transformer=False, band_rows=4, patch=(1, 1, 1))
+    devices = tuple(f"cpu:{n}" for n in range(4))
+    for shape, has_cfg, wanted in (
+        ((1, 4, 64, 64), False, ParallelStrategy(ulysses_degree=4)),
+        ((1, 4, 64, 64), True, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
+        ((1, 4, 9, 64), False, ParallelStrategy(ulysses_degree=3)),
+        ((1, 4, 4, 64), False, ParallelStrategy()),
+    ):
+        work = job(unet, shape, has_cfg=has_cfg)
+        decision = resolve_strategy(StrategySettings(devices="cpu:4"), work, devices)
+        found = enumerate_candidates(work, 4)
+        assert decision.strategy == wanted and wanted in found
+        assert max(c.ulysses_degree for c in found) == min(4, -(-shape[2] // 4))
+    assert decision.reason.startswith("one device")
+    assert compute_share(job(unet, (1, 4, 36, 64)), ParallelStrategy(ulysses_degree=2)) == pytest.approx(
+        5 / 9
+    )
+    large = job(unet, (1, 4, 256, 256))
+    one, two = (
+        fullest_rank(large.model.memory(large, s)).private_bytes
+        for s in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2))
+    )
+    assert two < one
+
+
+def test_bands_are_called_so(file):
+    shape = replace(file, heads=0, is_transformer=False, band_rows=8).shape
+    assert shape.describe(ParallelStrategy(cfg_degree=2, ulysses_degree=2)) == "CFG 2 × bands 2"
+    assert shape.describe(ParallelStrategy(ring_degree=2, ulysses_degree=2)) == "bands 4"
+    assert shape.describe(ParallelStrategy()) == "one device"
+    assert file.shape.describe(ParallelStrategy(ulysses_degree=2)) == "Ulysses 2"
+
+
 def test_candidates_are_those_that_the_model_has(file):
     both = job(file, (2, 16, 1, 8, 8), has_cfg=True)
     found = enumerate_candidates(both, 4, sharded=False)

@@ -7,14 +7,15 @@ import copy
 import pytest
 import torch
 
-from comfy_modules import CASES, CPU, import_comfyui_here, sdxl, sdxl_controlnet
+from comfy_modules import CASES, CPU, import_comfyui_here
 from parallel_backend.engine.byte_sharding import ByteSharding
 from parallel_backend.engine.groups import Axis
 from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.models.comfyui.placing import blocks_of
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill
 
-# Each module once, with the first of its kinds of calls; sdxl is a UNet, which no table describes.
+# Each module once, with the first of its kinds of calls; sdxl is a UNet, of which no table has tokens.
 MODULES = {case[0]: (name, case[1]) for name, case in reversed(CASES.items())} | {
     sdxl: ("sdxl", sdxl_controlnet)
 }

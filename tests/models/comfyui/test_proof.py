@@ -24,7 +24,7 @@ from parallel_backend.models.comfyui.proof import (
     verdict_of,
 )
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
+from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
 from parallel_backend.wire.self_test import SelfTest
 
 SOURCE = "comfy/ldm/family/model.py"
@@ -143,11 +143,20 @@ def test_an_entry_has_one_digest_in_every_process(root):
 def test_a_mode_goes_as_far_as_its_proof(verdict, proven_call, other_call):
     assert trusted_mode("WanModel", {"context": 1}, verdict) == proven_call
     assert trusted_mode("WanModel", {"context": 1, "camera": 1}, verdict) == other_call
-    assert trusted_mode("UNetModel", {"context": 1}, UNKNOWN) == ATTENTION
+    assert trusted_mode("StageC", {"clip_text": 1}, UNKNOWN) == ATTENTION
+    assert trusted_mode("UNetModel", {"context": 1}, PROVEN_HERE) == BANDS
+    unproven = verdict_of(SelfTest("UNetModel", ATTENTION, 0.1))
+    assert trusted_mode("UNetModel", {"context": 1}, unproven) == ATTENTION
+    assert "in place of bands of rows" in unproven.words
 
 
 def test_what_a_test_found_in_words():
-    assert verdict_of(SelfTest("Flux", STAY, 1e-7)) == PROVEN_HERE and not UNKNOWN.words
+    assert (
+        verdict_of(SelfTest("Flux", STAY, 1e-7))
+        == PROVEN_HERE
+        == verdict_of(SelfTest("UNetModel", BANDS, 1e-7))
+    )
+    assert not UNKNOWN.words
     assert verdict_of(SelfTest("HunyuanVideo", ROWS, 0.07)) == Verdict(
         ROWS,
         "this version of ComfyUI computes HunyuanVideo in another way than the pack knows: only whole images and "

@@ -5,7 +5,7 @@ import torch
 
 from parallel_backend.models.comfyui.regions import LAST_BLOCK, Guided, Tokens, Window
 from parallel_backend.models.comfyui.table import TABLE, token_mode
-from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
+from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
 
 CONTEXT = torch.zeros(1, 4, 8)
 USUAL = {
@@ -31,7 +31,8 @@ USUAL = {
         ("LTXVModel", {"context": CONTEXT, "keyframe_idxs": CONTEXT}, STAY),
         ("LTXAVModel", {"context": CONTEXT, "ref_audio": CONTEXT}, BLOCK),
         ("HiDreamImageTransformer2DModel", {"context": CONTEXT}, BLOCK),
-        ("UNetModel", {"context": CONTEXT}, ATTENTION),
+        ("UNetModel", {"context": CONTEXT}, BANDS),
+        ("StageC", {"clip_text": CONTEXT}, ATTENTION),
         ("ACEStepTransformer2DModel", {"context": CONTEXT}, ROWS),
     ],
 )

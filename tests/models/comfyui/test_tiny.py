@@ -5,7 +5,7 @@ import pytest
 from comfy_modules import import_comfyui_here
 from parallel_backend.models.comfyui.table import TABLE, token_mode
 from parallel_backend.models.comfyui.tiny.cases import CASES
-from parallel_backend.requests import BLOCK, STAY
+from parallel_backend.requests import BANDS, BLOCK, STAY
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,4 +28,7 @@ def test_cases_are_of_their_class_and_cover_its_calls(name):
         given |= {key for key, value in kwargs.items() if value is not None}
         modes.add(token_mode(name, kwargs))
     assert given >= TABLE[name].stays_with, "an argument with which tokens stay apart is proven by no call"
-    assert modes - {BLOCK} == ({STAY} if TABLE[name].stays_with else set())
+    if TABLE[name].bands:
+        assert modes == {BANDS}
+    else:
+        assert modes - {BLOCK} == ({STAY} if TABLE[name].stays_with else set())

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..model import ComfyUIModel
 from ..weights import ComfyUIWeights
-from . import flux_like, image, omni_like, pixels, shapes, sound, video, wan_like
+from . import flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like
 from .weights import Call
 
 # (build the module, inputs(batch, height, width) in latent pixels). Some inputs round odd sizes up, as ComfyUI does for
@@ -126,6 +126,15 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     "HunYuanDiTPlain": {"hunyuan 3d 2.1": (shapes.hunyuan3d_21, shapes.hunyuan3d_21_inputs)},
     "LatentSeqMMFlowModel": {"triposplat": (shapes.triposplat, shapes.triposplat_inputs)},
     "HunYuanDiT": {"hunyuan-dit": (omni_like.hunyuan_dit, omni_like.hunyuan_dit_inputs)},
+    "UNetModel": {
+        "sdxl + controlnet": (unet.sdxl, unet.sdxl_controlnet),
+        "sdxl": (unet.sdxl, unet.sdxl_inputs),
+        "sdxl refiner": (unet.refiner, unet.sdxl_inputs),
+        "sd1.5": (unet.sd15, unet.sd15_inputs),
+        "sd2 inpainting": (unet.sd2_inpainting, unet.sd2_inpainting_inputs),
+        "sd 4x upscaler": (unet.upscaler, unet.upscaler_inputs),
+        "svd": (unet.svd, unet.svd_inputs),
+    },
 }
 
 
