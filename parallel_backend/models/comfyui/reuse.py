@@ -54,7 +54,7 @@ def why_not_reused(class_name: str, mode: str) -> str:
     """Why a step cache can do nothing for a module of that class, in a user's words; empty where it can. `mode`: the
     most that its tokens may stay apart here (requests.TOKEN_MODES)."""
     entry = TABLE.get(class_name)
-    if entry is None:
+    if entry is None or entry.bands:
         return f"which parts of {class_name} are its blocks is not described"
     if mode in (ATTENTION, ROWS):
         return f"in this version of ComfyUI, {class_name} computes in another way than the pack knows"
