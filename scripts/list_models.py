@@ -56,15 +56,15 @@ be split, and that depends on the module class that computes it.
 | --- | --- | --- |
 | **stay** | tokens stay apart from the first block to the last; a call with other arguments is as in *block* | yes |
 | **block** | each block gathers what it gives: exact whatever lies between blocks, with more traffic | yes |
-| **bands** | each device computes a band of the image's rows, and asks the others for what its layers need (UNets) | yes |
+| **bands** | each device computes a band of the image's rows and asks the others for what its layers need | yes |
 | **attention** | only the queries of attention are shared out; each device computes all else | yes |
 | **rows** | none: whole images and prompts only | yes |
 
 **By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
 `comfy/ldm` that it imports (`models/comfyui/proven.json`). With any other version of ComfyUI the class is tested before
 it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
-finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where only
-tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
+finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where
+only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
 `scripts/prove_models.py` tests all of them.
 [templates.md](templates.md) says which graphs of ComfyUI's template library run, and how.
 
@@ -75,13 +75,13 @@ tokens that stay apart are wrong, or *attention* in place of *bands*, and the re
 {split}
 
 **Bands.** One image of a UNet (SD1.5, SD2, SDXL and its refiner, Stable Video Diffusion, their inpainting and upscaling
-variants) is cut into bands of rows, one for each device: 3 x 3 convolutions get a row of each neighbour, group norms the
-moments of all, attention to the image itself the keys and values of all; attention to the prompt and the mixing of
-frames need nothing. So SDXL at CFG 1 gains from a second device, and at CFG 4 from a third and fourth: `auto` shares out
-the two prompts first, then bands. The degree is `ulysses_degree` (or `ring_degree`, which does the same), reports say
-*bands*. An image has at most as many bands as rows at the UNet's lowest resolution: SDXL's halves them twice (32 rows
-for 1024 pixels), SD1.5's three times (8 rows for 512). Smaller ones, and calls with patches of attention, share out
-attention only, and it is said. Blocks are not compiled ([why so](decisions/054-unets-in-bands.md)).
+variants) is cut into bands of rows, one for each device: 3 x 3 convolutions get a row of each neighbour, group norms
+the moments of all, attention to the image itself the keys and values of all; attention to the prompt and the mixing of
+frames need nothing. So SDXL at CFG 1 gains from a second device, and with a negative prompt from a third and fourth:
+`auto` shares out the two prompts first, then bands. The degree is `ulysses_degree` (or `ring_degree`, which does the
+same); reports say *bands*. An image has at most as many bands as rows at the UNet's lowest resolution: SDXL's halves
+them twice (32 rows for 1024 pixels), SD1.5's three times (8 rows for 512). Smaller ones share out attention only, and
+it is said. Blocks are not compiled ([why so](decisions/054-unets-in-bands.md)).
 
 **Attention only** is exact for any model that calls ComfyUI's attention, without a proof, and wins what the share of
 attention leaves: every device computes all else, and each answer to a query goes to all others. So attention to fewer
