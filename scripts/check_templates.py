@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from parallel_backend.models.comfyui.table import state_of
-from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY, TOKEN_MODES
+from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "templates.md"
@@ -95,10 +95,11 @@ _PAGE = """# The template library
 
 Written by `scripts/check_templates.py` from {package}: {graphs} graphs sample a local model.
 With **Parallel Model** behind each loader **{run}** of them run ({share}): in {stay} the tokens of an image, video or
-sound stay apart from the first block to the last, in {block} each block gathers what it gives, and in {rows} whole
-images and prompts are shared out ([models.md](models.md) says what that means). Judged by the class of each model and
-by the nodes between loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models
-themselves are too large for the machines that tests run on.
+sound stay apart from the first block to the last, in {block} each block gathers what it gives, in {bands} devices
+compute bands of an image's rows, and in {rows} whole images and prompts are shared out ([models.md](models.md) says
+what that means). Judged by the class of each model and by the nodes between loader and sampler
+([compatibility.md](compatibility.md)), not by running them: the models themselves are too large for the machines that
+tests run on.
 
 | graph | why it does not |
 | --- | --- |
@@ -195,6 +196,7 @@ def page(found: Mapping[str, tuple[str, str]], package: str) -> str:
         share=f"{run / len(found):.0%}",
         stay=states[STAY],
         block=states[BLOCK],
+        bands=states[BANDS],
         rows=states[ROWS] + states[ATTENTION],
         missed=rows,
     )

@@ -32,7 +32,6 @@ _CONVOLUTIONS = "its convolutions look at neighbours, so the positions of an ima
 _KEEPS = "keeps keys and values from call to call"
 _NO_SAMPLING = "looks at pictures and samples none"
 _WHY = {  # of classes that the table does not have
-    "UNetModel": _CONVOLUTIONS,
     "StageB": _CONVOLUTIONS,
     "StageC": _CONVOLUTIONS,
     "AsymmDiTJoint": "crops the text inside of attention, whose tokens then are others",
@@ -57,14 +56,16 @@ be split, and that depends on the module class that computes it.
 | --- | --- | --- |
 | **stay** | tokens stay apart from the first block to the last; a call with other arguments is as in *block* | yes |
 | **block** | each block gathers what it gives: exact whatever lies between blocks, with more traffic | yes |
+| **bands** | each device computes a band of the image's rows and asks the others for what its layers need | yes |
 | **attention** | only the queries of attention are shared out; each device computes all else | yes |
 | **rows** | none: whole images and prompts only | yes |
 
 **By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
 `comfy/ldm` that it imports (`models/comfyui/proven.json`). With any other version of ComfyUI the class is tested before
 it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
-finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, or *block* where
-only tokens that stay apart are wrong, and the report of a run says so. `scripts/prove_models.py` tests all of them.
+finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where
+only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
+`scripts/prove_models.py` tests all of them.
 [templates.md](templates.md) says which graphs of ComfyUI's template library run, and how.
 
 ## {described} classes that can be split
@@ -73,13 +74,21 @@ only tokens that stay apart are wrong, and the report of a run says so. `scripts
 | --- | --- | --- | --- | --- |
 {split}
 
+**Bands.** One image of a UNet (SD1.5, SD2, SDXL and its refiner, Stable Video Diffusion, their inpainting and upscaling
+variants) is cut into bands of rows, one for each device: 3 x 3 convolutions get a row of each neighbour, group norms
+the moments of all, attention to the image itself the keys and values of all; attention to the prompt and the mixing of
+frames need nothing. So SDXL at CFG 1 gains from a second device, and with a negative prompt from a third and fourth:
+`auto` shares out the two prompts first, then bands. The degree is `ulysses_degree` (or `ring_degree`, which does the
+same); reports say *bands*. An image has at most as many bands as rows at the UNet's lowest resolution: SDXL's halves
+them twice (32 rows for 1024 pixels), SD1.5's three times (8 rows for 512). Smaller ones share out attention only, and
+it is said. Blocks are not compiled ([why so](decisions/054-unets-in-bands.md)).
+
 **Attention only** is exact for any model that calls ComfyUI's attention, without a proof, and wins what the share of
 attention leaves: every device computes all else, and each answer to a query goes to all others. So attention to fewer
 than {keys} keys stays whole on each device, and a call with as many images and prompts as devices shares out those
 instead. `auto` takes it where attention is a third of the arithmetic or more, and tries one device against it while it
-samples; by hand it is `ulysses_degree`. By arithmetic: SDXL at 1024 x 1024 has 0.8 of 6.0 TFLOP a row in attention,
-12 %, so two devices could save 6 % at most and `auto` leaves it; at 2048 x 2048 it is 36 %; in a video of 44,000 tokens
-of a model 3,072 wide 70 %, and four devices would make a step at most 2.1 times as fast. No GPU has measured it
+samples; by hand it is `ulysses_degree`. By arithmetic: in a video of 44,000 tokens of a model 3,072 wide attention is
+70 %, and four devices would make a step at most 2.1 times as fast. No GPU has measured it
 ([why so](decisions/046-attention-only.md)).
 
 ## {attention} classes of which attention alone can be split
@@ -191,7 +200,7 @@ def page(root: Path, found: list[Configuration]) -> str:
 def _split_line(root: Path, module: str, models: list[str]) -> str:
     entry = TABLE[module]
     state = Configuration("", module).state
-    words = ", ".join(f"`{name}`" for name in sorted(entry.stays_with)) or "nothing"
+    words = ", ".join(f"`{name}`" for name in sorted(entry.stays_with)) or ("–" if entry.bands else "nothing")
     proven = "yes" if is_proven(module, entry_digest(str(root), module)) else "when first used"
     return f"| {module} | {', '.join(models)} | **{state}** | {words} | {proven} |"
 

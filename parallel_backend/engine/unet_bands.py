@@ -24,6 +24,11 @@ from .traffic_counter import Traffic
 from .vae.row_bands import BandConv, BandGroupNorm, Bands
 
 _BYTES = torch.uint8
+_PATCHES = (
+    "patches",
+    "patches_replace",
+    "optimized_attention_override",
+)  # as ComfyUI's transformer_options call them
 
 
 class BandNormForConv(BandGroupNorm):
@@ -127,6 +132,9 @@ class UNetBands:
         latent = call.args[0]
         if not isinstance(latent, Tensor) or latent.ndim != 4:
             return "this latent is no image"
+        options = call.kwargs.get("transformer_options") or {}
+        if any(options.get(name) for name in _PATCHES):
+            return "a patch of this model's blocks (such as IP-Adapter's) may look at the whole image"
         lowest = self._heights(latent.shape[-2])[-1]
         if 0 in split_sizes(lowest, self._axis.size, self._shares):
             return (

@@ -60,10 +60,8 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
                 continue
             if pipe * ring * tensor > 1 and not family.is_transformer:
                 continue
-            splits = family.is_transformer or shape.band_rows > 0
-            splits = (
-                splits and shape.splits_tokens and shape.takes_ulysses(ulysses) and ulysses <= job.most_bands
-            )
+            splits = (family.is_transformer or shape.band_rows > 0) and shape.splits_tokens
+            splits = splits and shape.takes_ulysses(ulysses) and ulysses <= job.most_bands
             if ring * ulysses > 1 and not splits and not (ring == 1 and queries_pay(job)):
                 continue
             if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):

@@ -21,7 +21,7 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
     tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
     sent = 0.0
     queries = s.sequence_degree > 1 and not job.model.shape.splits_tokens
-    for blocks in f.blocks if not job.model.shape.band_rows else ():  # what bands send is little beside
+    for blocks in f.blocks if not job.model.shape.band_rows else ():  # bands: not counted
         if queries:  # what attention answers to a device's share goes to all others
             sent += blocks.count * rows * f.hidden * ACTIVATION_BYTES * tokens * (s.sequence_degree - 1)
             continue
@@ -50,8 +50,7 @@ def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     rows = -(-job.rows // s.row_degree) / job.rows
     if s.sequence_degree > 1 and not job.model.shape.splits_tokens:  # of attention alone
         return rows * (1 - job.attention_share * (1 - 1 / s.sequence_degree))
-    banded = job.model.shape.band_rows
-    tokens = int(job.most_bands) if banded else job.image_tokens + job.text_tokens
+    tokens = int(job.most_bands) if job.model.shape.band_rows else job.image_tokens + job.text_tokens
     sequence = -(-tokens // s.sequence_degree) / tokens
     parts = s.ulysses_degree * s.tensor_degree
     # Heads that do not divide are padded; where nobody knows how many there are, they divide.

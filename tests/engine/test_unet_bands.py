@@ -173,6 +173,24 @@ def test_too_few_rows_share_out_attention_and_say_so(reference):
         )
 
 
+def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
+    """As IP-Adapter's: more keys beside the prompt's, weighted by the place in the image."""
+    one = Reference(UNETS["sdxl"], (1, 12, 6))
+
+    def beside(q, k, v, options):
+        places = torch.linspace(0, 1, q.shape[1])[None, :, None]
+        own = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return own + places * torch.nn.functional.scaled_dot_product_attention(q, k.flip(1), v)
+
+    blocks = {("output", 3): beside, ("middle", 0): beside}
+    one.kwargs["transformer_options"] = {"patches_replace": {"attn2": blocks}}
+    with torch.inference_mode():
+        plain, one.answer = one.answer, one.alone()
+    assert (one.answer - plain).abs().max() > 1e-3 * plain.abs().max()
+    for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, ulysses(2)):
+        assert worst <= EXACT and "IP-Adapter" in notes[0] and "share out the queries" in notes[0]
+
+
 def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
     import_comfyui_here()
 
