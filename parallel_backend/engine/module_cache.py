@@ -184,5 +184,5 @@ def _sums(value: Tensor, output: KeptOutput, tokens: BlockTokens | None) -> Tens
         value = tokens.own(value, argument.stream, argument.dim % value.ndim)
     if argument is not None and argument.dim == 0:  # one row, without a dim of its own
         value = value[None]
-    of_tokens = value.float().abs().sum(dim=-1, dtype=torch.float32).flatten(1)
+    of_tokens = value.abs().sum(dim=-1, dtype=torch.float32).flatten(1)
     return of_tokens.sum(dim=1, dtype=torch.float64)

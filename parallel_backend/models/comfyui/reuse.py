@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...requests import ATTENTION, ROWS
+from ...requests import STAY
 from .regions import LAST_BLOCK, Blocks, Region, Tokens
 from .table import TABLE
 
@@ -56,7 +56,7 @@ def why_not_reused(class_name: str, mode: str) -> str:
     entry = TABLE.get(class_name)
     if entry is None or entry.bands:
         return f"which parts of {class_name} are its blocks is not described"
-    if mode in (ATTENTION, ROWS):
+    if mode != STAY:  # then what lies between blocks may put tokens into another order
         return f"in this version of ComfyUI, {class_name} computes in another way than the pack knows"
     region = main_region(entry.regions)
     kinds = [] if region is None else list(region.lists.values())
