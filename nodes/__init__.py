@@ -11,6 +11,7 @@ from .flux_loader import ParallelFluxLoader
 from .lora_loader import ParallelLoraLoader
 from .parallel_model import ParallelModelNode
 from .parallel_model_loader import ParallelModelLoader
+from .prove_sampler import ProveSampler
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
 from .vae_decode import ParallelVAEDecode
@@ -23,6 +24,7 @@ NODES = [
     ParallelLoraLoader,
     ParallelSampler,
     CompareWithOneDevice,
+    ProveSampler,
     ParallelDemoLoader,
     ParallelVAEDecode,
 ]

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ..parallel_backend.observability.cost import amount, money
-from ..parallel_backend.observability.timeline import in_words, timeline
+from ..parallel_backend.observability.timeline import in_words, joined, timeline
 from ..parallel_backend.options import APPROXIMATE_KERNELS
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from ..parallel_backend.trials import BUDGET, GAIN, Trial
@@ -45,7 +45,7 @@ def write_report(record: RunRecord) -> str:
         lines += _trials(record, unit)
         first = "" if len(times) == 1 else f", first {times[0]:.4f} s, {len(times)} in all"
         lines.append(f"{unit}: median {typical(times):.4f} s{first}")
-        lines += in_words(timeline(runs[-1]), record.devices)
+        lines += in_words(timeline(joined(record.runs)), record.devices)
     lines.append(
         f"load: {_seconds(sum(load.seconds for load in record.loads))}"
         if record.loads

@@ -8,7 +8,7 @@ from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.observability.preview.form import SelectorInputs
 from ..parallel_backend.observability.preview.rank_diagram import assign_devices
-from ..parallel_backend.observability.timeline import rows_of_timeline, timeline
+from ..parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
 from ..parallel_backend.planner.candidates import Candidate, table
 from ..parallel_backend.planner.memory.rank_memory import in_gib
 from ..parallel_backend.planner.rules import StrategySettings
@@ -25,7 +25,7 @@ def run_ui(
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
         shown["parallel_badge"] = [asdict(badge(record))]
-        if spent := timeline(record.runs[-1]):
+        if spent := timeline(joined(record.runs)):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
     if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows

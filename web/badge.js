@@ -1,22 +1,27 @@
-// A badge over a sampler after a run: its strategy, seconds of a step, and how many times as fast that is as one device,
-// "–" until that was measured.
+// A badge over a sampler: while it runs without a panel of ours how far each rank is, after a run its strategy, seconds of
+// a step, and how many times as fast that is as one device, "–" until that was measured.
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
-import { watchOutputs } from "./lib/outputs.js";
+import { nodeOf } from "./lib/graph.js";
+import { STOCK, watchOutputs } from "./lib/outputs.js";
+import { openReport } from "./lib/report.js";
 import { say } from "./lib/words.js";
 
 const SAMPLERS = ["ParallelSampler", "CompareWithOneDevice"];
-const PANEL = "report_panel";
-const TAG = "parallel-badge";
-const runs = new WeakMap(); // node -> what its latest run told, and whether that holds now
+const MANY = 4; // more ranks than these are told as one
+const DRAWN_BY_VUE = ".lg-node[data-node-id]";
+const runs = new Map(); // node -> what its latest run told, whether that holds now, and its ranks while it runs
 
 addStyle(`
-.parallel-badge { position: absolute; bottom: 100%; right: 0; margin-bottom: 2px; padding: 1px 6px; border-radius: 4px;
+.parallel-badge { position: absolute; bottom: 100%; right: 0; margin-bottom: 2px; padding: 1px 6px; border: 0; border-radius: 4px;
   white-space: nowrap; font: 12px sans-serif; color: var(--input-text); background: var(--comfy-input-bg); pointer-events: none; }
+.parallel-badge:enabled { cursor: pointer; pointer-events: auto; }
 `);
 
 function wordsOf(node) {
-  const { told, holds } = runs.get(node) ?? {};
+  const { told, holds, ranks } = runs.get(node) ?? {};
+  if (ranks) return progressOf(ranks);
   if (!told || !holds) return "";
   const { strategy, seconds, unit, speed_up: times } = told;
   const time = `${Number(seconds.toPrecision(3))} ${say(unit === "step" ? "per_step" : "per_call")}`;
@@ -24,68 +29,91 @@ function wordsOf(node) {
   return [strategy, time, ...won].join(" · ");
 }
 
+const inPercent = (progress) => `${Math.round(100 * progress)} %`;
+
+function progressOf(ranks) {
+  const counted = ranks.filter(({ progress }) => progress !== null);
+  if (!counted.length) return ranks[0].words;
+  const least = Math.min(...counted.map(({ progress }) => progress));
+  if (ranks.length > MANY) return `${ranks.length} × ${inPercent(least)}`;
+  return counted.map(({ device, progress }) => `${device} ${inPercent(progress)}`).join(" · ");
+}
+
 const byVue = () => app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
 
 // As the canvas draws badges. Nodes drawn by Vue never look at theirs again, so they get an element instead.
-function canvasBadge(node) {
+function badgeOnCanvas(node) {
+  if (!globalThis.LGraphBadge || !node.badges) return;
   const { BADGE_FG_COLOR: fgColor, BADGE_BG_COLOR: bgColor } = globalThis.LiteGraph;
-  return () => new globalThis.LGraphBadge({ text: byVue() ? "" : wordsOf(node), fgColor, bgColor });
+  node.badges.push(() => new globalThis.LGraphBadge({ text: byVue() ? "" : wordsOf(node), fgColor, bgColor }));
 }
 
-// In the node's panel, which ComfyUI puts onto the page with the node and takes off again; the badge goes with it.
-class BadgeOfVue extends HTMLElement {
-  connectedCallback() {
-    requestAnimationFrame(() => this.draw());
-  }
+const elements = new WeakMap(); // node -> its badge on the page
 
-  disconnectedCallback() {
-    this.badge?.remove();
-  }
-
-  draw() {
-    const words = this.node ? wordsOf(this.node) : "";
-    const box = this.closest("[data-node-id]");
-    this.badge ??= element("div", TAG);
-    this.badge.textContent = words;
-    if (box && words) box.append(this.badge);
-    else this.badge.remove();
-  }
+function badgeOnPage(node) {
+  const box = byVue() && node.graph === app.canvas.graph && document.querySelector(`.lg-node[data-node-id="${node.id}"]`);
+  const words = box ? wordsOf(node) : "";
+  const badge = elements.get(node) ?? element("button", "parallel-badge");
+  elements.set(node, badge);
+  if (!words) return badge.remove();
+  badge.type = "button";
+  badge.textContent = words;
+  badge.title = say("open_report");
+  badge.disabled = SAMPLERS.includes(node.comfyClass) || !runs.get(node)?.output; // the others have a panel
+  badge.onclick = () => openReport(node, runs.get(node).output);
+  if (badge.parentElement !== box) box.append(badge);
 }
-if (!customElements.get(TAG)) customElements.define(TAG, BadgeOfVue);
 
 function redraw(node) {
-  node.widgets?.find(({ name }) => name === PANEL)?.element.querySelector(TAG)?.draw();
+  badgeOnPage(node);
   node.setDirtyCanvas(true, true);
 }
 
-function show(node, output) {
-  if (!output.parallel_badge) return;
-  runs.set(node, { told: output.parallel_badge[0], holds: true });
+function begin(node) {
+  badgeOnCanvas(node);
+  const removed = node.onRemoved;
+  node.onRemoved = function (...args) {
+    runs.delete(node);
+    return removed?.apply(this, args);
+  };
+}
+
+function update(node, changes) {
+  if (!runs.has(node)) begin(node);
+  runs.set(node, { ...runs.get(node), ...changes });
   redraw(node);
+}
+
+function show(node, output) {
+  if (output.parallel_badge) update(node, { told: output.parallel_badge[0], output, holds: true, ranks: null });
 }
 
 // Of the latest run and of no other.
 function mark(node, state) {
-  const { told } = runs.get(node) ?? {};
   const lost = state === "failed" || state === "cancelled";
-  runs.set(node, { told: lost ? null : told, holds: state === "done" });
-  redraw(node);
+  update(node, { holds: state === "done", ranks: null, ...(lost ? { told: null, output: null } : {}) });
+}
+
+// Where Vue draws the nodes it makes their elements anew whenever it likes.
+function keepOnPage() {
+  new MutationObserver((changes) => {
+    if (!runs.size || !byVue()) return;
+    const drawn = changes.some(({ addedNodes }) =>
+      [...addedNodes].some((one) => one.nodeType === 1 && (one.matches(DRAWN_BY_VUE) || one.querySelector(DRAWN_BY_VUE))),
+    );
+    if (drawn) for (const node of runs.keys()) badgeOnPage(node);
+  }).observe(document.body, { childList: true, subtree: true });
 }
 
 app.registerExtension({
   name: "parallel_sampling.badge",
 
   setup() {
-    for (const kind of SAMPLERS) watchOutputs(kind, show, mark);
-  },
-
-  nodeCreated(node) {
-    if (!SAMPLERS.includes(node.comfyClass)) return;
-    if (globalThis.LGraphBadge) node.badges?.push(canvasBadge(node));
-    // Once report_panel.js has made the panel, whichever of the two is asked first.
-    queueMicrotask(() => {
-      const anchor = Object.assign(document.createElement(TAG), { node });
-      node.widgets?.find(({ name }) => name === PANEL)?.element.append(anchor);
+    for (const kind of [...SAMPLERS, STOCK]) watchOutputs(kind, show, mark);
+    api.addEventListener("parallel_sampling.progress", ({ detail: { node: id, ranks } }) => {
+      const node = nodeOf(id);
+      if (node && !SAMPLERS.includes(node.comfyClass)) update(node, { ranks: ranks.length ? ranks : null });
     });
+    keepOnPage();
   },
 });

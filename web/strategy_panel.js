@@ -6,15 +6,14 @@ import { button } from "./lib/button.js";
 import { drawCandidates } from "./lib/candidates.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { captureState, followersOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
+import { captureState, followersOf, loaderOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
 import { measureRows } from "./lib/measure.js";
-import { watchOutputs } from "./lib/outputs.js";
+import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
 import { say } from "./lib/words.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
-const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
 const ROUTE = "/parallel_sampling/check_strategy";
 const PANEL = "strategy_panel";
 const PAUSE = 150; // ms after the last edit
@@ -36,16 +35,8 @@ const STYLE = `
 
 // The selector that decided for this sampler: its own, else its loader's.
 function selectorOf(sampler) {
-  const own = originOf(sampler, "strategy") ?? originOf(loaderOf(originOf(sampler, "parallel_model")), "strategy");
+  const own = originOf(sampler, "strategy") ?? originOf(loaderOf(sampler), "strategy");
   return own?.comfyClass === SELECTOR ? own : null;
-}
-
-// From a node that hands a parallel model on, up to the one that names its file.
-function loaderOf(node) {
-  for (let at = node, steps = 0; at && steps < 100; at = originOf(at, "parallel_model"), steps++) {
-    if (LOADERS.includes(at.comfyClass)) return at;
-  }
-  return null;
 }
 
 // The first loader for which this selector decides.
@@ -262,9 +253,11 @@ app.registerExtension({
 
   setup() {
     addStyle(STYLE);
-    watchOutputs(SAMPLER, (sampler, output) => {
-      if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output, sampler);
-    }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state, sampler));
+    for (const kind of [SAMPLER, STOCK]) {
+      watchOutputs(kind, (sampler, output) => {
+        if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output, sampler);
+      }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state, sampler));
+    }
     // Whatever else changes in the graph: undo, links, another file in the loader.
     api.addEventListener("graphChanged", () => {
       for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();

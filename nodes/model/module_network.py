@@ -66,6 +66,7 @@ class RemoteModule(nn.Module):
     """`options`: the transformer_options of the run that is being prepared, for calls that bring none."""
 
     own_loop = False  # the ranks run ComfyUI's (loop.py)
+    record: RunRecord | None = None  # of a run whose sampler brings none (patcher.py)
 
     spec: ModelSpec
     file: ModelFile
@@ -144,7 +145,7 @@ class RemoteModule(nn.Module):
         options: dict,
         references: Sequence[tuple[int, ...]] = (),
     ) -> Tree:
-        record: RunRecord | None = options.get(RECORD)
+        record: RunRecord | None = options.get(RECORD, self.record)
         patches = options.get(PATCHES, NO_PATCHES)
 
         def run(sidecar: Sidecar, placement: Placement) -> tuple[Tree, RunInfo]:

@@ -75,6 +75,7 @@ class StepwiseNetwork(nn.Module):
     """
 
     own_loop = True  # the ranks run the pack's, for samplers that it has (own_loop.py)
+    record: RunRecord | None = None  # of a run whose sampler brings none (patcher.py)
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class StepwiseNetwork(nn.Module):
         )
         refuse_effects(options, others, attention="Parallel Flux Loader's input attention has that")
         request = replace(request, extras=extras)
-        record: RunRecord | None = options.get(RECORD)
+        record: RunRecord | None = options.get(RECORD, self.record)
 
         patches = options.get(PATCHES, NO_PATCHES)
 

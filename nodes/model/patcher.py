@@ -15,8 +15,9 @@ from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE
 from ...parallel_backend.planner.rules import StrategySettings
 from ..host.memory import give_cache_back, held_on, make_room
+from ..stock_run import StockRun
 from .lora import weight_patches
-from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
+from .options import COMPUTE_OPTIONS, PATCHES, RECORD, SETTINGS
 from .unsupported import refusal
 
 if TYPE_CHECKING:
@@ -32,6 +33,23 @@ if TYPE_CHECKING:
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all; to its
     nodes a MODEL that says what it cannot do yet."""
+
+    _stock_run: StockRun | None = None
+
+    def pre_run(self) -> None:
+        """A sampler begins; where it is none of the pack's, nobody records its run yet."""
+        super().pre_run()
+        options, network = self.model_options["transformer_options"], self.model.diffusion_model
+        if RECORD not in options:
+            self._stock_run = StockRun(options.get(SETTINGS, StrategySettings()), network.file)
+            network.record = self._stock_run.record
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        run, self._stock_run = self._stock_run, None
+        if run is not None:
+            self.model.diffusion_model.record = None
+            run.end(whole=sys.exc_info()[0] is None)  # ComfyUI calls this in its `finally`
 
     def is_dynamic(self) -> bool:
         return False

@@ -212,7 +212,8 @@ class RankWorker:
             sigma.to(device, copy=True),
         )  # the parent's memory is read-only here
         (velocity,) = forward([Rows(x, sigma, prompt, extras)])
-        return {"velocity": velocity.float().cpu()}, run_record(forward, message.placement, begun, sent)
+        result = {"velocity": velocity.float().cpu()}
+        return result, _as_one_step(run_record(forward, message.placement, begun, sent))
 
     @torch.inference_mode()
     def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
@@ -233,7 +234,7 @@ class RankWorker:
         ):
             answer = forward(ModuleCall(args, kwargs, message.rows, message.tokens, message.method))
         packed = pack_arguments(map_tensors(answer, lambda tensor: tensor.cpu()), "the model's answer")
-        return packed, run_record(forward, message.placement, begun, sent)
+        return packed, _as_one_step(run_record(forward, message.placement, begun, sent))
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -377,3 +378,8 @@ def _watched(forward: F, on_compile: OnCompile) -> F:
         compiler().on_begin = on_compile
         compiler().take()  # what a request did that failed or was cancelled
     return forward
+
+
+def _as_one_step(run: RankRun) -> RankRun:
+    """With the time in collectives of a model call whose answer lies on the host: its device has done all."""
+    return replace(run, inside_seconds=tuple(round(seconds, 6) for seconds in heartbeat.inside_seconds(1)))

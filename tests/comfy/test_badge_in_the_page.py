@@ -9,21 +9,9 @@ from pathlib import Path
 import pytest
 
 from graphs import Graph
+from pages import BADGES, show_prompt
 
 UNET = {"canvas": "tiny_badge.safetensors", "vue": "tiny_badge_2.safetensors"}  # measured apart
-# What the canvas writes while it draws all of it once; of nodes that Vue draws, their text.
-SHOWN = """(byVue) => {
-  const ofVue = [...document.querySelectorAll('.parallel-badge')].filter(badge => badge.checkVisibility());
-  if (byVue) return ofVue.map(badge => badge.innerText).join();
-  const written = [];
-  const fillText = CanvasRenderingContext2D.prototype.fillText;
-  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
-    written.push(text);
-    return fillText.call(this, text, ...rest);
-  };
-  try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
-  return written.join('\\n');
-}"""
 OVER = """() => Object.fromEntries(Object.entries({
   badge: document.querySelector('.parallel-badge'),
   node: document.querySelector('[data-node-id]:has(> .parallel-badge)'),
@@ -55,22 +43,12 @@ def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=1)
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'badge')")
-    page.evaluate(
-        """async () => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'badge');
-          const node = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
-          app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [400 - node.pos[0], 100 - node.pos[1]];
-          app.canvas.setDirty(true, true);
-        }"""
-    )
+    show_prompt(page, graph.prompt, "ParallelSampler")
     page.wait_for_selector(".parallel-report", timeout=60_000)
     by_vue = json.dumps(drawn_by == "vue")
 
     def wait_for(pattern: str) -> None:
-        page.wait_for_function(f"() => /{pattern}/.test(({SHOWN})({by_vue}))", timeout=120_000)
+        page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))", timeout=120_000)
 
     page.evaluate("() => app.queuePrompt(0, 1)")
     wait_for(r"Ulysses 2 · [\d.e-]+ s\/step · –")
@@ -90,7 +68,7 @@ def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page
         page.evaluate(SET, ["StrategySelector", name, value])
     page.evaluate(SET, ["ParallelSampler", "seed", 2])
     page.evaluate("() => app.queuePrompt(0, 1)")
-    page.wait_for_function(f"() => !/Ulysses 2 · /.test(({SHOWN})({by_vue}))", timeout=60_000)
+    page.wait_for_function(f"() => !/Ulysses 2 · /.test(({BADGES})({by_vue}))", timeout=60_000)
     for name, value in (("devices", "cpu:2"), ("ulysses_degree", 2)):
         page.evaluate(SET, ["StrategySelector", name, value])
     page.evaluate("() => app.queuePrompt(0, 1)")

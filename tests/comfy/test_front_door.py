@@ -17,6 +17,7 @@ import pytest
 
 from front_door import NAMES, FrontDoor, front_door
 from graphs import Graph
+from own_loop import run_in_own_loop
 from waiting import wait_until
 
 PROMPTS = 300
@@ -96,7 +97,7 @@ def test_strangers_and_those_who_guess_are_refused_and_others_served(door):
         async with door.client(person=True) as person:
             assert await statuses(person, *get) == [200]
 
-    asyncio.run(story())
+    run_in_own_loop(story())
 
 
 def test_bodies_have_limits_and_operators_routes_are_closed(door):
@@ -118,7 +119,7 @@ def test_bodies_have_limits_and_operators_routes_are_closed(door):
                 assert await status(program, "GET", f"/parallel_sampling/{path}") == 403, path
                 assert await status(program, "GET", f"/api/parallel_sampling/{path}") == 403, path
 
-    asyncio.run(story())
+    run_in_own_loop(story())
 
 
 def test_one_who_floods_is_refused_by_name_and_others_are_not(door):
@@ -129,7 +130,7 @@ def test_one_who_floods_is_refused_by_name_and_others_are_not(door):
             assert "60 prompts" in answers[-1][1]["error"]
             assert (await _send(other, {}))[0] == 400
 
-    asyncio.run(story())
+    run_in_own_loop(story())
     with urllib.request.urlopen(door.metrics, timeout=60) as answer:
         text = answer.read().decode()
     assert 'haproxy_server_weight{proxy="prompts",server="a"}' in text
@@ -156,7 +157,7 @@ def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
                 assert (await picture.read()).startswith(b"\x89PNG")
             return home
 
-    name = asyncio.run(story())
+    name = run_in_own_loop(story())
     with urllib.request.urlopen(f"{door.servers[name].url}/history", timeout=60) as answer:
         assert len(json.load(answer)) == 1
 
@@ -252,7 +253,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
         found = await asyncio.gather(operator(), flood(door.tokens[0]), *jobs)
         return prompts, found[0], found[1]
 
-    prompts, (before, after_drain), flooded = asyncio.run(story())
+    prompts, (before, after_drain), flooded = run_in_own_loop(story())
     assert set(ended) == set(prompts) and set(ended.values()) == {"success"}
     assert set(went[:before]) == set(NAMES)
     # One that was on its way while HAProxy learned of it may still have come.

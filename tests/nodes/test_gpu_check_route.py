@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -10,6 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import parallel_backend.sidecar.pool as pool
+from own_loop import run_in_own_loop
 from pack_nodes import import_node_module
 from scripted import is_running
 from waiting import wait_until
@@ -75,7 +75,7 @@ def asked(talk):
         async with TestClient(TestServer(app)) as client:
             return await talk(client)
 
-    return asyncio.run(run())
+    return run_in_own_loop(run())
 
 
 async def post(client, **headers):

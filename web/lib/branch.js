@@ -2,10 +2,11 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { nodeOf, rootGraph } from "./graph.js";
+import { keptRuns } from "./outputs.js";
 
 const LOOK_BACK = 16; // prompts of the history
 const SEEDS = ["seed", "noise_seed"];
-const LATENT = 0; // of a sampler's outputs
+const OURS = ["ParallelSampler", "CompareWithOneDevice"];
 
 const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
 
@@ -37,13 +38,15 @@ function besideSeeds(branch) {
 
 // The latest prompt of this very workflow that ran this node as it is.
 async function latest(id, kind) {
+  const kept = await keptRuns();
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
-  return Object.values(history)
-    .sort((a, b) => b.prompt[0] - a.prompt[0])
-    .find(
-      ({ prompt, outputs }) =>
-        prompt[3]?.extra_pnginfo?.workflow?.id === rootGraph().id && prompt[2][id]?.class_type === kind && outputs[id],
-    )?.prompt[2];
+  const isIt = ([run, { prompt, outputs }]) =>
+    prompt[3]?.extra_pnginfo?.workflow?.id === rootGraph().id &&
+    prompt[2][id]?.class_type === kind &&
+    (outputs[id] || kept[run]?.[id]);
+  return Object.entries(history)
+    .sort(([, a], [, b]) => b.prompt[0] - a.prompt[0])
+    .find(isIt)?.[1].prompt[2];
 }
 
 // {id, prompt, workflow}: the prompt of the graph as it stands. Where nothing but seeds differs from the node's latest run
@@ -60,15 +63,14 @@ export async function jobOf(node) {
 // The VAE that decodes a job's latent, as the nodes that follow have it; null where none does.
 export function vaeOf({ id, prompt }) {
   const seen = new Set();
-  const waiting = [[id, LATENT]];
+  const waiting = [id];
   while (waiting.length) {
-    const [origin, from] = waiting.shift();
+    const origin = waiting.shift();
     for (const [next, { inputs }] of Object.entries(prompt)) {
-      const takes = Object.values(inputs).some((v) => isLink(v) && v[0] === origin && (from === null || v[1] === from));
-      if (!takes || seen.has(next)) continue;
+      if (seen.has(next) || !Object.values(inputs).some((v) => isLink(v) && v[0] === origin)) continue;
       if (isLink(inputs.vae)) return inputs.vae;
       seen.add(next);
-      waiting.push([next, null]);
+      waiting.push(next);
     }
   }
   return null;
@@ -76,8 +78,12 @@ export function vaeOf({ id, prompt }) {
 
 // A sampler of a prompt as the node that runs its job on one device too.
 export function compares(sampler, vae) {
-  return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...sampler.inputs, vae } };
+  const { class_type: kind, inputs } = sampler;
+  if (OURS.includes(kind)) return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...inputs, vae } };
+  return { ...sampler, class_type: "ProveSampler", inputs: { ...inputs, sampler_class: kind, vae } };
 }
+
+export const isOurs = ({ class_type: kind }) => OURS.includes(kind);
 
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
@@ -98,7 +104,9 @@ export async function run(output, workflow) {
       },
       { signal: listening.signal },
     );
-  on("executed", ({ outputs }, { node, output: shown }) => (outputs[node] = shown));
+  const shows = ({ outputs }, { node, output: shown }) => shown && (outputs[node] = shown);
+  on("executed", shows);
+  on("parallel_sampling.run", shows);
   for (const end of ENDS) on(end, (one) => (one.end = end));
   try {
     const { prompt_id: id } = await api.queuePrompt(0, { output, workflow });

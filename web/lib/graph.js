@@ -37,6 +37,21 @@ function pastReroutes(nodes, depth) {
   return depth > 100 ? [] : nodes.flatMap((n) => (isReroute(n) ? pastReroutes(n.getOutputNodes(0) ?? [], depth + 1) : [n]));
 }
 
+const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
+const CARRIES = ["MODEL", "PARALLEL_MODEL", "GUIDER"]; // links that a parallel model comes over
+
+// The node that makes this node's model a parallel one: itself, or one before it.
+export function loaderOf(node, seen = new Set()) {
+  if (!node || seen.has(node)) return null;
+  seen.add(node);
+  if (LOADERS.includes(node.comfyClass)) return node;
+  for (const { type, name, link } of node.inputs ?? []) {
+    const found = CARRIES.includes(type) && link != null ? loaderOf(originOf(node, name), seen) : null;
+    if (found) return found;
+  }
+  return null;
+}
+
 // What a linked input will be, where the node that gives it only holds a value; undefined where it has to run for that.
 export function valueAt(node, inputName) {
   const origin = originOf(node, inputName);

@@ -1,11 +1,11 @@
 // Measures strategies for the job of one sampler: a few steps of it under each, one prompt after the other. The graph, its
 // nodes and what they show stay as they are.
-import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
+import { branchOf, compares, isOurs, jobOf, run, vaeOf } from "./branch.js";
 import { nodeOf } from "./graph.js";
 
 const STEPS = 4; // one that warms up and three that count; times of a step do not depend on how many there are
 const MEASURED = "measured"; // the sampler in the prompt, which stands for no node of the graph
-const REPORT = { sampler: 1, compared: 2 }; // outputs
+const OUTPUTS = { latent: 0, report: 1, compared: 2 };
 const SHOWN = "shown";
 
 // The prompt that measures a row for the sampler `id`. One device is measured beside the strategy that runs anyway, where
@@ -15,13 +15,14 @@ function promptOf(job, selector, { inputs, alone }) {
   const nodes = structuredClone(branchOf(job.prompt, [job.id, ...(vae ? [vae[0]] : [])]));
   const sampler = nodes[job.id];
   delete nodes[job.id];
-  if (typeof sampler.inputs.steps === "number") sampler.inputs.steps = Math.min(sampler.inputs.steps, STEPS);
+  const { steps, start_at_step: part } = sampler.inputs;
+  if (typeof steps === "number" && part === undefined) sampler.inputs.steps = Math.min(steps, STEPS);
   const chooser = Object.keys(nodes).find((key) => nodeOf(key) === selector);
   if (!chooser) return null;
   if (!vae) Object.assign(nodes[chooser].inputs, inputs);
-  const report = vae ? REPORT.compared : REPORT.sampler;
+  const shown = vae ? OUTPUTS.compared : isOurs(sampler) ? OUTPUTS.report : OUTPUTS.latent;
   nodes[MEASURED] = vae ? compares(sampler, vae) : sampler;
-  nodes[SHOWN] = { class_type: "PreviewAny", inputs: { source: [MEASURED, report] } };
+  nodes[SHOWN] = { class_type: "PreviewAny", inputs: { source: [MEASURED, shown] } };
   return nodes;
 }
 

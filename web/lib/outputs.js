@@ -1,5 +1,5 @@
 // What a node showed after a run, told to those who draw it: when it runs, when a workflow is shown again, and after the
-// page was loaded anew, from ComfyUI's history.
+// page was loaded anew, from ComfyUI's history. What a stock sampler did on the devices the pack's own server part tells.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { nodeOf, nodesOf, rootGraph } from "./graph.js";
@@ -8,7 +8,11 @@ import { watchQueue } from "./queue.js";
 const LOOK_BACK = 16; // prompts of the history
 const PHASE = "$$node-text-preview"; // ComfyUI's widget
 const ENDS = { execution_error: "failed", execution_interrupted: "cancelled", execution_success: "done" };
+const RUN = "parallel_sampling.run";
+export const STOCK = null; // in the place of a class: any sampler that is not the pack's and ran on the devices
 const watchers = []; // [class, show, mark]
+const stock = new WeakSet(); // nodes of that kind
+const told = new Map(); // graph -> what those showed, by execution id; ComfyUI keeps only what nodes say themselves
 const runs = new Map(); // prompt id -> the graph that it came from, and the execution ids of its nodes
 const early = new Map(); // of runs that began before ComfyUI's answer told whose they are: prompt id -> how they ended, if so
 
@@ -19,10 +23,16 @@ export function watchOutputs(comfyClass, show, mark = () => {}) {
   watchers.push([comfyClass, show, mark]);
 }
 
+const watchersOf = (node) =>
+  node ? watchers.filter(([kind]) => (kind === STOCK ? stock.has(node) : kind === node.comfyClass)) : [];
+
 function mark(ids, state) {
-  for (const node of ids.map(nodeOf)) {
-    if (state === "failed" || state === "cancelled") forgetPhase(node);
-    for (const [comfyClass, , marked] of watchers) if (node?.comfyClass === comfyClass) marked(node, state);
+  const lost = state === "failed" || state === "cancelled";
+  for (const id of ids) {
+    const node = nodeOf(id);
+    if (lost) forgetPhase(node);
+    if (lost) told.get(rootGraph()?.id)?.delete(id);
+    for (const [, , marked] of watchersOf(node)) marked(node, state);
   }
 }
 
@@ -48,49 +58,80 @@ function end({ prompt_id: id }, state) {
   if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state);
 }
 
-// Whether somebody watches that node.
+// Whether somebody watches that node. In a stock sampler's place the node that proves its job may have run.
 function tell(id, output) {
   const node = output && nodeOf(id);
-  const own = watchers.filter(([comfyClass]) => comfyClass === node?.comfyClass);
+  const own = watchersOf(node).filter(([kind]) => kind !== STOCK);
   for (const [, show] of own) show(node, output);
-  return own.length > 0;
+  if (node && !own.length && output.parallel_badge) tellStock(id, output);
+  return own.length > 0 || Boolean(node && output.parallel_badge);
 }
 
-let told = 0; // times that anybody was told something, so that an older answer does not follow a newer one
+// Of a stock sampler of the graph that is shown; without an output its run begins.
+function tellStock(id, output) {
+  const node = nodeOf(id);
+  if (!node) return;
+  stock.add(node);
+  if (!output) return mark([id], "running");
+  const graph = rootGraph().id;
+  told.set(graph, (told.get(graph) ?? new Map()).set(id, output));
+  times += 1;
+  for (const [kind, show] of watchers) if (kind === STOCK) show(node, output);
+}
+
+function hear({ prompt_id: prompt, node: id, output }) {
+  const run = runs.get(prompt);
+  if (run && run.graph !== rootGraph()?.id) return; // recalled when that graph is shown again
+  if (output) run?.waiting?.delete(id);
+  else run?.waiting?.add(id);
+  tellStock(id, output);
+}
+
+let times = 0; // times that anybody was told something, so that an older answer does not follow a newer one
 
 function tellAll(outputs) {
   const found = Object.entries(outputs ?? {}).filter(([id, output]) => tell(id, output)).length;
-  told += found;
+  times += found;
   return found > 0;
 }
 
 // Execution ids of a prompt's nodes that somebody watches, and that are nodes of the graph: a measurement's are not.
 function watchedIn(prompt) {
-  const isWatched = (id) => watchers.some(([name]) => name === prompt[id].class_type);
-  return Object.keys(prompt ?? {}).filter((id) => isWatched(id) && nodeOf(id));
+  const isOurs = (id) => watchers.some(([kind]) => kind !== STOCK && kind === prompt[id].class_type);
+  return Object.keys(prompt ?? {}).filter((id) => nodeOf(id) && (isOurs(id) || stock.has(nodeOf(id))));
 }
 
 // The newest run of this very workflow that had a watched node, whatever became of it.
 async function recall() {
   const graph = rootGraph();
-  if (!watchers.some(([comfyClass]) => nodesOf(comfyClass).length)) return;
-  const before = told;
+  const before = times;
+  const kept = await keptRuns();
+  if (!Object.keys(kept).length && !watchers.some(([kind]) => kind !== STOCK && nodesOf(kind).length)) return;
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
-  for (const run of Object.values(history).sort((a, b) => b.prompt[0] - a.prompt[0])) {
-    if (graph !== rootGraph() || before !== told) return;
+  for (const [prompt, run] of Object.entries(history).sort(([, a], [, b]) => b.prompt[0] - a.prompt[0])) {
+    if (graph !== rootGraph() || before !== times) return;
     if (run.prompt[3]?.extra_pnginfo?.workflow?.id !== graph.id) continue;
+    const own = Object.entries(kept[prompt] ?? {}).filter(([id]) => nodeOf(id));
     const ids = watchedIn(run.prompt[2]);
-    if (!ids.length) continue;
+    if (!ids.length && !own.length) continue;
     const last = run.status?.messages?.map(([kind]) => ENDS[kind]).findLast(Boolean) ?? "done";
     tellAll(run.outputs);
-    mark(ids.filter((id) => !run.outputs[id]), last);
+    if (last === "done") for (const [id, output] of own) tellStock(id, output);
+    mark(ids.filter((id) => !run.outputs[id] && !kept[prompt]?.[id]), last);
     return;
   }
+}
+
+// By prompt and execution id what stock samplers told of their latest runs.
+export async function keptRuns() {
+  const answer = await api.fetchApi("/parallel_sampling/runs");
+  return answer.ok ? answer.json() : {};
 }
 
 app.registerExtension({
   name: "parallel_sampling.outputs",
   setup() {
+    api.addEventListener(RUN, ({ detail }) => hear(detail));
     api.addEventListener("executed", ({ detail }) => {
       if (!detail) return;
       const id = detail.display_node ?? detail.node;
@@ -110,7 +151,9 @@ app.registerExtension({
   },
   // Also after undo, which makes all nodes anew and keeps what they showed.
   afterConfigureGraph() {
-    if (tellAll(app.nodeOutputs)) return;
+    const again = [...(told.get(rootGraph()?.id) ?? [])];
+    for (const [id, output] of again) tellStock(id, output);
+    if (tellAll(app.nodeOutputs) || again.length) return;
     recall().catch((error) => console.warn("parallel sampling: the history does not answer", error));
   },
   onNodeOutputsUpdated: tellAll,

@@ -5,7 +5,6 @@ import { drawComparison } from "./comparison.js";
 import { openDialog } from "./dialog.js";
 import { say } from "./words.js";
 
-
 function complain(words) {
   app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
 }

@@ -1,0 +1,101 @@
+"""ProveSampler: any sampler's own job behind a parallel MODEL, on one device and on all. "Prove it" puts it into a
+sampler's place in a prompt; nobody drags it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import comfy.sd
+from comfy_api.latest import io
+from torch import Tensor
+
+import nodes  # ComfyUI's own
+
+from ..parallel_backend.errors import RequestError
+from ..parallel_backend.planner.rules import StrategySettings
+from .host.calls import RunRecord
+from .host.progress import rank_bars
+from .link_checks import check_links, refuse_literals
+from .links import CATEGORY
+from .model.options import RECORD, SETTINGS
+from .model.patcher import StepwisePatcher
+from .stock_run import WHY_STEPWISE
+from .two_runs import check_comparable, check_is_picture, run_twice, show_comparison
+
+
+class ProveSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ProveSampler",
+            display_name="Prove Sampler",
+            category=f"{CATEGORY}/proof",
+            description="What Prove it runs in the place of a sampler, whose inputs it takes as they are.",
+            is_output_node=True,
+            is_dev_only=True,
+            accept_all_inputs=True,
+            inputs=[
+                io.String.Input("sampler_class", tooltip="The sampler's class, such as KSampler."),
+                io.Vae.Input("vae", tooltip="Decodes both latents."),
+            ],
+            outputs=[
+                io.Image.Output("one_device"),
+                io.Image.Output("all_devices"),
+                io.String.Output("report"),
+            ],
+        )
+
+    validate_inputs = refuse_literals("vae")
+
+    @classmethod
+    @rank_bars()
+    def execute(cls, sampler_class: str, vae: comfy.sd.VAE, **inputs: object) -> io.NodeOutput:
+        check_links(vae=vae)
+        name, patcher = _parallel_input(inputs)
+        if isinstance(latent := inputs.get("latent_image"), dict):
+            check_is_picture(latent)
+        settings = patcher.model_options["transformer_options"].get(SETTINGS, StrategySettings())
+        check_comparable(settings)
+
+        def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
+            record = RunRecord(stepwise_because=WHY_STEPWISE)
+            model = patcher.clone()
+            model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
+            changed = {**inputs, name: _with_model(inputs[name], model)}
+            return record, _latent_of(sampler_class, changed)
+
+        two = run_twice(settings, run)
+        plan = two.record.plan
+        has_cfg = plan is not None and plan.job.has_cfg
+        return show_comparison(cls, vae, two, patcher.model.diffusion_model.file, has_cfg=has_cfg)
+
+
+def _parallel_input(inputs: dict[str, object]) -> tuple[str, StepwisePatcher]:
+    """The input that brings the parallel model, itself or in a guider. Raises RequestError where none does."""
+    for name, value in inputs.items():
+        model = getattr(value, "model_patcher", value)
+        if isinstance(model, StepwisePatcher):
+            return name, model
+    raise RequestError("No parallel model comes into this sampler; put Parallel Model behind its loader.")
+
+
+def _with_model(value: object, model: StepwisePatcher) -> object:
+    """`model`, or the guider with it."""
+    if isinstance(value, StepwisePatcher):
+        return model
+    guider = copy.copy(value)
+    guider.model_patcher, guider.model_options = model, model.model_options
+    return guider
+
+
+def _latent_of(sampler_class: str, inputs: dict[str, object]) -> Tensor:
+    """The samples of the first latent that a node of this class gives. Raises RequestError for a class without one."""
+    kind = nodes.NODE_CLASS_MAPPINGS.get(sampler_class)
+    if kind is None or "LATENT" not in kind.RETURN_TYPES:
+        raise RequestError(f"{sampler_class} gives no latent, so there is nothing to compare.")
+    function = getattr(kind, kind.FUNCTION)
+    answer = (function if inspect.ismethod(function) else getattr(kind(), kind.FUNCTION))(**inputs)
+    values = getattr(answer, "result", answer)
+    values = values["result"] if isinstance(values, dict) else values
+    return values[list(kind.RETURN_TYPES).index("LATENT")]["samples"]

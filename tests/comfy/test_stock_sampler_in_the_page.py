@@ -1,0 +1,106 @@
+"""In a real browser: a stock sampler behind Parallel Model wears the badge, tells its report, and can be proved."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from comfy_harness import ROOT
+from graphs import STOCK, Graph
+from pages import BADGES, show_prompt
+
+UNET = "tiny_stock_sampler.safetensors"
+MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
+  item => item?.content).filter(Boolean)"""
+CHOOSE = """([type, words]) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).find(
+  item => item?.content === words).callback()"""
+SET = """([type, name, value]) => {
+  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
+}"""
+WORDS = json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=3)
+
+
+@pytest.fixture(params=["canvas", "vue"])
+def drawn_by(page, request):
+    page.evaluate(
+        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
+    )
+    yield request.param
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
+def _graph(kind: str) -> dict:
+    """A stock sampler of this kind behind Parallel Model."""
+    graph = Graph()
+    strategy = graph.strategy("cpu:2", ulysses=2)
+    model = [graph.add("ParallelModel", model=graph.model(STOCK, UNET), strategy=strategy), 0]
+    if kind == "KSampler":
+        latent = graph.ksampler(model, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
+    else:
+        parts = {
+            "noise": [graph.add("RandomNoise", noise_seed=5), 0],
+            "guider": [graph.add("BasicGuider", model=model, conditioning=graph.text(1)), 0],
+            "sampler": [graph.add("KSamplerSelect", sampler_name="euler_ancestral"), 0],
+            "sigmas": [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0],
+        }
+        latent = [graph.add(kind, **parts, latent_image=graph.latent()), 0]
+    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    graph.add("PreviewImage", images=image)
+    return graph.prompt
+
+
+def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, drawn_by):
+    kind = "KSampler" if drawn_by == "canvas" else "SamplerCustomAdvanced"
+    show_prompt(page, _graph(kind), kind)
+    by_vue = json.dumps(drawn_by == "vue")
+
+    def wait_for(pattern: str) -> None:
+        page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))", timeout=120_000)
+
+    assert WORDS["prove"] in page.evaluate(MENU, kind)
+    assert WORDS["open_report"] not in page.evaluate(MENU, kind)
+    assert WORDS["prove"] not in page.evaluate(MENU, "ParallelModel")
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    wait_for(r"Ulysses 2 · [\d.e-]+ s\/call · –")
+    page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached", timeout=20_000)
+    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"stock_{drawn_by}.png")
+
+    if drawn_by == "vue":
+        page.locator(".parallel-badge").click()
+    else:
+        page.evaluate(CHOOSE, [kind, WORDS["open_report"]])
+    report = page.get_by_role("dialog")
+    report.wait_for(timeout=20_000)
+    words = report.inner_text()
+    assert "Ulysses 2 · " in words and "way: stepwise (ComfyUI's own sampler runs the loop" in words
+    assert report.locator(".parallel-timeline .row").count() == 2
+    assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
+    report.get_by_role("button", name="Close").click()
+
+    page.evaluate(CHOOSE, [kind, WORDS["prove"]])
+    proof = page.get_by_role("dialog", name=WORDS["proof"])
+    proof.wait_for(timeout=120_000)
+    words = proof.inner_text()
+    assert "one device: " in words and "Ulysses 2: " in words and "× one device" in words
+    assert "largest difference 0 of 255 · exact" in words
+    proof.get_by_role("button", name="Close").click()
+    wait_for(r"Ulysses 2 · [\d.e-]+ s\/call · ")
+
+    page.reload()
+    wait_for(r"Ulysses 2 · [\d.e-]+ s\/call · ")
+    # Two heads do not share out over three devices: the loader refuses, and the sampler never begins.
+    for name, value in (("devices", "cpu:3"), ("ulysses_degree", 3)):
+        page.evaluate(SET, ["StrategySelector", name, value])
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function(f"() => !/Ulysses 2 · /.test(({BADGES})({by_vue}))", timeout=60_000)
+    assert WORDS["open_report"] not in page.evaluate(MENU, kind)

@@ -1,0 +1,13 @@
+// The report of a node's latest run in a dialog, for nodes that have no panel of ours.
+import { openDialog } from "./dialog.js";
+import { element } from "./dom.js";
+import { drawTimeline } from "./timeline.js";
+import { say } from "./words.js";
+
+// `output`: as nodes/run_ui.py makes it.
+export function openReport(node, output) {
+  const { text } = openDialog(`${say("open_report")}: ${node.title}`, output.text.join("\n\n"));
+  text.before(element("h3", "parallel-headline", output.parallel_headline?.[0] ?? ""));
+  const timeline = output.parallel_timeline?.[0];
+  if (timeline) text.before(drawTimeline(timeline));
+}
