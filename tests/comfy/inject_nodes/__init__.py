@@ -13,7 +13,7 @@ from server import PromptServer
 from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
 from .outputs import TestSaveImage, TestSaveLatent, TestSaveText
-from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, fork_ranks
+from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
 
 
@@ -37,6 +37,7 @@ class InjectExtension(ComfyExtension):
             TestAttentionMask,
             TestRankStates,
             TestUnload,
+            TestUntilHeld,
             TestWanVAE,
         ]
 
