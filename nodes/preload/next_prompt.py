@@ -22,7 +22,7 @@ from .tail import Prompt, loaders, nodes_on_ranks
 if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's
 
-_LOOK_AGAIN = 0.1  # s
+_LOOK_AGAIN = 0.02  # s; a small picture is decoded in twice that
 _COMPUTING = ("sample", "predict", "decode")  # requests after which the tail may have begun
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def uses_ranks(queue: PromptQueue) -> bool:
     """Whether a prompt runs that has nodes before it, or at work, that use the ranks or may."""
     running, _ = queue.get_current_queue_volatile()
-    return any(not _in_tail(item[1], item[2], item[4]) for item in running)
+    return any(not _on_ranks(item) <= _finished(item[1]) for item in running)
 
 
 class NextPrompt:
@@ -55,20 +55,20 @@ class NextPrompt:
         ).start()
 
     def _watch(self, prompt_id: str) -> None:
-        tried = ""
+        tried, on_ranks = "", None
         while True:
             running, waiting = self._queue.get_current_queue_volatile()
             item = next((item for item in running if item[1] == prompt_id), None)
             if item is None or self._watched != prompt_id:
                 return
+            if on_ranks is None:
+                on_ranks = _on_ranks(item)
             following = min(waiting, key=lambda item: item[:2], default=None)
-            if following is not None and following[1] != tried and self._may(prompt_id, item):
+            is_new = following is not None and following[1] != tried
+            if is_new and on_ranks <= _finished(prompt_id) and self._wanted():
                 tried = following[1]
                 _preload_all(following[2], following[4])
             time.sleep(_LOOK_AGAIN)
-
-    def _may(self, prompt_id: str, item: tuple) -> bool:
-        return self._wanted() and _in_tail(prompt_id, item[2], item[4])
 
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
@@ -88,13 +88,17 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
             log.info("parallel sampling: loaded %s on %s for the next prompt", info.model, ", ".join(devices))
 
 
-def _in_tail(prompt_id: str, prompt: Prompt, outputs: list[str]) -> bool:
-    """Whether all its nodes that use the ranks have run."""
+def _on_ranks(item: tuple) -> set[str]:
+    """The nodes of a prompt in ComfyUI's queue that use the ranks or may; without any it is in its tail at once."""
+    return nodes_on_ranks(item[2], item[4], _types_of)
+
+
+def _finished(prompt_id: str) -> set[str]:
+    """The nodes of the prompt that runs which have run, or need not."""
     state = get_progress_state()
     if state.prompt_id != prompt_id:
-        return False
-    finished = {node for node, one in list(state.nodes.items()) if one["state"] is NodeState.Finished}
-    return nodes_on_ranks(prompt, outputs, _types_of) <= finished
+        return set()
+    return {node for node, one in list(state.nodes.items()) if one["state"] is NodeState.Finished}
 
 
 def _types_of(kind: str) -> tuple[str, ...]:
