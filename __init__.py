@@ -28,7 +28,7 @@ async def comfy_entrypoint() -> ComfyExtension:
 
             from .nodes.host.settings import price_per_gpu_hour
             from .nodes.routes import doctor as doctor_route
-            from .nodes.routes import front_door
+            from .nodes.routes import front_door, preload, queue_log
             from .nodes.routes import launch as at_launch
             from .nodes.routes import metrics as metrics_route
             from .nodes.routes import ranks as rank_routes
@@ -42,6 +42,8 @@ async def comfy_entrypoint() -> ComfyExtension:
             strategy_route.add_route(PromptServer.instance.routes)
             front_door.add_routes(PromptServer.instance)
             at_launch.begin(PromptServer.instance)
+            preload.begin(PromptServer.instance)
+            queue_log.begin(PromptServer.instance)
             metrics_route.add_route(PromptServer.instance.routes)
             begin_log(price=price_per_gpu_hour)
 

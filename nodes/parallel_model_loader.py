@@ -10,7 +10,7 @@ from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, compile_input, model_output, parallel_model_output, strategy_input
+from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -22,8 +22,23 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
+DTYPES = tuple(_OPTIONS)
 # Folders of models by what ComfyUI loads from them (ComfyUISource.part).
 _FOLDERS = {"diffusion_models": "diffusion_model", "checkpoints": "checkpoint"}
+
+
+def name_model(
+    folder: str, name: str, weight_dtype: str, settings: StrategySettings, compile_mode: str
+) -> ParallelModel:
+    """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
+    path = folder_paths.get_full_path_or_raise(folder, name)
+    part, options = _FOLDERS[folder], _OPTIONS[weight_dtype]
+    return make_parallel(
+        open_model(path, part, options),
+        make_spec(path, part, options),
+        settings,
+        ComputeOptions(compile_mode),
+    )
 
 
 class ParallelModelLoader(io.ComfyNode):
@@ -50,7 +65,7 @@ class ParallelModelLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(_OPTIONS),
+                    options=list(DTYPES),
                     default="default",
                     tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
                     "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
@@ -80,9 +95,5 @@ class ParallelModelLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
-        path = folder_paths.get_full_path_or_raise(folder, model_name)
-        options = _OPTIONS[weight_dtype]
-        spec = make_spec(path, _FOLDERS[folder], options)
-        source = open_model(path, _FOLDERS[folder], options)
-        parallel = make_parallel(source, spec, strategy or default_settings(), ComputeOptions(compile))
+        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), compile)
         return io.NodeOutput(parallel.patcher, parallel)

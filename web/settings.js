@@ -39,6 +39,10 @@ app.registerExtension({
       "Starts ranks on the default devices when ComfyUI starts. They load a model with the first prompt.",
     ),
     setting(
+      "preload_next", "Ranks", "Load the next prompt's model early", "boolean", true,
+      "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held.",
+    ),
+    setting(
       "sleep_after_minutes", "Ranks", "Minutes until idle ranks sleep (0: never)", "number", 0,
       "Gives the devices' memory back; the next prompt loads the weights again.", MINUTES,
     ),

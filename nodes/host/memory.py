@@ -17,10 +17,13 @@ from ...parallel_backend.planner.decide import ExecutionPlan
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.events import Ended, Event
 from ...parallel_backend.sidecar.held_models import share_of_file
 
 # Networks that stand for models on the ranks, by what they stand for: several may share one.
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+# Those of models that were loaded ahead of their first prompt, until it has a network of its own.
+_ahead: dict[ModelSpec, torch.nn.Module] = {}
 
 
 def memory_flag() -> str:
@@ -33,15 +36,37 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
     are as long as anyone has them.
 
     A node that runs needs memory on ComfyUI's own GPU, `device`, where one rank lies, and the others keep theirs; what
-    asks between prompts is a person who wants all of it.
+    asks between prompts is a person who wants all of it. What no prompt has used yet gives way with it.
     """
     if args.highvram or args.gpu_only:
         return False
-    if device.type == "cuda" and get_executing_context() is not None:
-        pool.give_back(spec, _name(device))
-    else:
-        pool.put_to_sleep(spec)
+    for one in (*_ahead, spec):
+        if device.type == "cuda" and get_executing_context() is not None:
+            pool.give_back(one, _name(device))
+        else:
+            pool.put_to_sleep(one)
     return True
+
+
+def keep_ahead(spec: ModelSpec, network: torch.nn.Module) -> None:
+    """Has the ranks keep a model that no graph holds yet, until a prompt has used it."""
+    held = {model for sidecar in pool.all_sidecars() for model in sidecar.models}
+    for gone in [one for one in _ahead if one not in held]:
+        del _ahead[gone]
+    _ahead[spec] = network
+
+
+def drop_ahead() -> None:
+    """A person wants all memory, and ComfyUI knows nothing yet of what no prompt has used."""
+    for spec in list(_ahead):
+        pool.put_to_sleep(spec)
+    _ahead.clear()
+
+
+def on_event(event: Event) -> None:
+    """A prompt that has used a model holds it from then on, as any other."""
+    if isinstance(event, Ended) and event.request != "preload" and event.spec in _ahead:
+        _ahead.pop(event.spec, None)
 
 
 def held_on(device: torch.device, spec: ModelSpec) -> int:

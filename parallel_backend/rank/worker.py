@@ -84,13 +84,13 @@ class RankWorker:
         """Holds one more model on every rank or on none, split as `strategy` has it.
 
         All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep one after the other
-        until it fits.
+        until it fits, unless the load yields to them.
         """
         begun, device = time.perf_counter(), self.world.device
         self.models.keep(message.keep)
         held, error = self._try_load(message.spec, message.strategy)
         worst = self._agree(error)
-        while worst == _NO_MEMORY and self.models:
+        while worst == _NO_MEMORY and self.models and not message.yields:
             held = error = None
             self.models.drop_first()  # it was in the way
             held, error = self._try_load(message.spec, message.strategy)

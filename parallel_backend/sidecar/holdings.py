@@ -121,16 +121,58 @@ class RankHoldings:
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
         return replace(held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_untold())
 
+    def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
+        """Loads a model ahead of its first request, where that costs no other one. RequestError where it would."""
+        key, size = _read_key(spec, strategy)
+        self.ensure_started(lease)
+        self._ranks.working()
+        free = free_room(self._keep(self._held, lease))
+        held = next((model for model in self._held if model.key == key), None)
+        if held is not None:
+            return replace(held.info, seconds=0.0, cached=True, notes=())
+        for model, reason in self._in_the_way(key, size, free):
+            raise RequestError(
+                f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
+            )
+        if lacking := free.lacks(self._room_for(key, size)):
+            most = max(*lacking.devices, lacking.host)
+            raise RequestError(
+                f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
+            )
+        try:
+            return self._load_beside(key, size, [], lease, yields=True)
+        except OutOfMemory:
+            raise RequestError(
+                f"{key.name} was not loaded ahead of its prompt: memory ended on the way. What was loaded stays."
+            ) from None
+
     def _load(self, key: ModelKey, size: int, lease: Lease) -> LoadInfo:
         """Loads one more model. Others give way where there is no room for all."""
-        devices = self._ranks.devices
         dropped: list[tuple[HeldModel, str]] = []
         if self._held:
-            free = free_room(self._keep(self._held, lease))  # at this moment
-            needed = self._took.get(key) or predict_room(key, size, len(devices), is_cpu(devices))
-            dropped = choose_to_drop(self._held, key, needed, free)
-            if self._one_by_one:
-                dropped = [(model, "models are held one at a time now") for model in self._held]
+            dropped = self._in_the_way(key, size, free_room(self._keep(self._held, lease)))
+        return self._load_beside(key, size, dropped, lease)
+
+    def _in_the_way(self, key: ModelKey, size: int, free: Room) -> list[tuple[HeldModel, str]]:
+        """The held models that give way to `key`, and why. `free`: at this moment."""
+        if self._one_by_one:
+            return [(model, "models are held one at a time now") for model in self._held]
+        return choose_to_drop(self._held, key, self._room_for(key, size), free)
+
+    def _room_for(self, key: ModelKey, size: int) -> Room:
+        devices = self._ranks.devices
+        return self._took.get(key) or predict_room(key, size, len(devices), is_cpu(devices))
+
+    def _load_beside(
+        self,
+        key: ModelKey,
+        size: int,
+        dropped: list[tuple[HeldModel, str]],
+        lease: Lease,
+        *,
+        yields: bool = False,
+    ) -> LoadInfo:
+        """Loads a model in place of those `dropped`. `yields`: where memory ends, to all others that are held."""
         before = list(self._held)
         going = {id(model): reason for model, reason in dropped}
         self._held = [model for model in before if id(model) not in going]
@@ -138,11 +180,14 @@ class RankHoldings:
         number = next(self._numbers)
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(Load(key.spec, key.weights, number, tuple(model.number for model in self._held)))
+        exchange.send(
+            Load(key.spec, key.weights, number, tuple(model.number for model in self._held), yields)
+        )
         try:
             done = exchange.wait(lambda: deadlines.load_budget(size))
         except OutOfMemory:
-            self._forget_models()  # others were dropped for it, and that did not help
+            if not yields:
+                self._forget_models()  # others were dropped for it, and that did not help
             raise
         infos = reports(done, lambda answer: answer.load)
         models = self._take_models(done, exchange)[0].models
@@ -153,12 +198,12 @@ class RankHoldings:
         for model in before:
             if model not in self._held:
                 self._untold.append(f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}")
-        info = replace(slowest(infos), model=key.name, notes=self._take_untold())
+        info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_untold())
         self._held.append(HeldModel(number, key, info, takes))
         for note in info.notes:
             lease.on_phase(Phase(PhaseKind.DROPPED, note))
         lease.on_phase(Phase(PhaseKind.LOADED, f"{info.seconds:.1f}"))
-        emit(Loaded(devices, key.spec, info))
+        emit(Loaded(self._ranks.devices, key.spec, info))
         return info
 
     def _keep(self, models: list[HeldModel], lease: Lease) -> list[RankModels]:

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ..errors import Cancelled, ParallelError
-from ..requests import ModelSpec
+from ..errors import Cancelled, ParallelError, RequestError
+from ..requests import LoadInfo, ModelSpec
+from ..strategy import ParallelStrategy
 from .device_health import FAILING
 from .lease import State
 from .sidecar import Sidecar
@@ -44,6 +45,20 @@ def running_within(devices: tuple[str, ...]) -> Sidecar | None:
     with _lock:
         within = [s for key, s in _sidecars.items() if set(key) <= set(devices) and s.state in _RUNNING]
     return max(within, key=lambda sidecar: len(sidecar.devices), default=None)
+
+
+def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrategy) -> LoadInfo:
+    """As Sidecar.preload, on the ranks of these devices, which start where there are none. Raises RequestError where
+    that would end ranks on some of the devices."""
+    with _lock:
+        for key, other in _sidecars.items():
+            if key != devices and set(key) & set(devices) and other.state in _RUNNING:
+                raise RequestError(
+                    f"Nothing was loaded: it belongs on {', '.join(devices)}, and ranks on {', '.join(key)} would end "
+                    f"for it. Stop those, or choose the same devices."
+                )
+        sidecar = get_sidecar(devices)
+    return sidecar.preload(spec, strategy)
 
 
 def all_sidecars() -> tuple[Sidecar, ...]:

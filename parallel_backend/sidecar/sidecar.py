@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..errors import OutOfMemory, RankFailed, RequestError, StrategyError
+from ..errors import Cancelled, OutOfMemory, RankFailed, RequestError, StrategyError
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
@@ -135,6 +135,19 @@ class Sidecar:
                 spec,
                 lease,
             )
+
+    def preload(self, spec: ModelSpec, strategy: ParallelStrategy | None = None) -> LoadInfo:
+        """As `load`, ahead of the first request for `spec`: only while no request has the ranks, and in place of
+        nothing that they hold. Raises RequestError where that cannot be; what they hold stays."""
+        waiting = True
+        try:
+            with self._ranks.lease("preload", lambda: waiting) as lease:
+                waiting, lease.spec = False, spec
+                return self._holdings.preload(spec, strategy or ParallelStrategy(), lease)
+        except Cancelled:
+            if not waiting:  # somebody stopped the ranks
+                raise
+            raise RequestError("Nothing was loaded: a prompt is using the devices.") from None
 
     def sample(
         self,

@@ -21,7 +21,7 @@ from .calibration import Calibration
 from .decode_messages import RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 10
+VERSION = 11
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 
@@ -60,12 +60,13 @@ class Ready:
 class Load:
     """Parent to all ranks: hold this model under the number `model`, each rank the part of it that `strategy.weights`
     gives it. `keep`: the models to hold beside it; others go before the load, these only where memory ends, the first
-    one first."""
+    one first. `yields`: where memory ends they stay, and the load fails."""
 
     spec: ModelSpec
     strategy: ParallelStrategy
     model: int
     keep: tuple[int, ...]
+    yields: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ VAE = "tiny_settings.safetensors"
 DEFAULTS = {
     "default_devices": "all",
     "allow_approximate": True,
+    "preload_next": True,
     "start_at_launch": False,
     "sleep_after_minutes": 0,
     "stop_after_minutes": 0,

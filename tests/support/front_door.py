@@ -1,4 +1,4 @@
-"""HAProxy with deploy/haproxy.cfg before three real ComfyUIs, and clients of it."""
+"""HAProxy with deploy/haproxy.cfg before real ComfyUIs, three unless told otherwise, and clients of it."""
 
 from __future__ import annotations
 
@@ -79,10 +79,15 @@ def require_haproxy() -> str:
 @contextlib.contextmanager
 def front_door(folder: Path) -> Iterator[FrontDoor]:
     """Three ComfyUIs and HAProxy before them, until the block ends, which kills what outlives them."""
-    haproxy = require_haproxy()
-    servers = {
-        name: start_comfyui(folder / name, environment={"PARALLEL_TEST_FORKED_RANKS": "1"}) for name in NAMES
-    }
+    environment = {"PARALLEL_TEST_FORKED_RANKS": "1"}
+    servers = {name: start_comfyui(folder / name, environment=environment) for name in NAMES}
+    with front_door_of(servers, require_haproxy(), folder) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def front_door_of(servers: dict[str, ComfyUIServer], haproxy: str, folder: Path) -> Iterator[FrontDoor]:
+    """As `front_door`, of these ComfyUIs, which are not started yet; `haproxy`: the program."""
     tokens = tuple(secrets.token_hex(16) for _ in range(PROGRAMS))
     with contextlib.ExitStack() as running:
         # Its threads last as long as the ComfyUIs, which end with the thread that started them.
@@ -101,7 +106,7 @@ def front_door(folder: Path) -> Iterator[FrontDoor]:
             assert process.poll() is None, (folder / "haproxy.log").read_text()
             if not (folder / "admin.sock").exists():
                 return False
-            return all(found.state("prompts", name) == "UP 100" for name in NAMES)
+            return all(found.state("prompts", name) == "UP 100" for name in servers)
 
         wait_until(is_ready)
         yield found
@@ -121,7 +126,8 @@ def _haproxy(
     for name, server in servers.items():
         host, port = server.url.removeprefix("http://").split(":")
         environment |= {f"COMFYUI_{name.upper()}": host, f"COMFYUI_{name.upper()}_PORT": port}
-    command = [program, "-db", "-f", str(DEPLOY / "haproxy.cfg"), "-f", str(folder / "people.cfg")]
+    (folder / "haproxy.cfg").write_text(_configuration(list(servers)))
+    command = [program, "-db", "-f", str(folder / "haproxy.cfg"), "-f", str(folder / "people.cfg")]
     with (folder / "haproxy.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -129,6 +135,19 @@ def _haproxy(
         finally:
             process.kill()
             process.wait()
+
+
+def _configuration(names: list[str]) -> str:
+    """deploy/haproxy.cfg with the `server` lines of these ComfyUIs in place of its own three."""
+    lines = []
+    for line in (DEPLOY / "haproxy.cfg").read_text().splitlines():
+        if not line.startswith("    server "):
+            lines.append(line)
+        elif line.startswith("    server a "):
+            lines += [
+                line.replace("COMFYUI_A", f"COMFYUI_{n.upper()}").replace(" a ", f" {n} ") for n in names
+            ]
+    return "\n".join(lines) + "\n"
 
 
 def _write_secrets(folder: Path, tokens: tuple[str, ...]) -> None:

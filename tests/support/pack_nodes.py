@@ -15,7 +15,7 @@ _PACK = "pack_of_nodes"
 
 def import_node_module(name: str) -> ModuleType:
     """As `nodes.model.arguments` within the pack; `parallel_backend` is the one that tests import."""
-    for folder in (".", "nodes", "nodes/host", "nodes/model", "nodes/routes"):
+    for folder in (".", "nodes", "nodes/host", "nodes/model", "nodes/preload", "nodes/routes"):
         package = "" if folder == "." else "." + folder.replace("/", ".")
         if _PACK + package not in sys.modules:
             module = ModuleType(_PACK + package)

@@ -12,8 +12,8 @@ from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
-from .outputs import TestSaveImage, TestSaveLatent, TestSaveText
-from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, fork_ranks
+from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
+from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
 
 
@@ -22,6 +22,7 @@ class InjectExtension(ComfyExtension):
         return [
             *ANY_MODEL,
             TestAnything,
+            TestAppend,
             TestCircularVAE,
             TestClip,
             TestConditioning,
@@ -37,6 +38,7 @@ class InjectExtension(ComfyExtension):
             TestAttentionMask,
             TestRankStates,
             TestUnload,
+            TestUntilHeld,
             TestWanVAE,
         ]
 

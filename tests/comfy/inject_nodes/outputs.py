@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import comfy.model_management
 import folder_paths
 from comfy_api.latest import io
 from safetensors.torch import save_file
@@ -65,6 +67,32 @@ class TestSaveText(io.ComfyNode):
     @classmethod
     def execute(cls, text, path) -> io.NodeOutput:
         output_path(path).write_text(text)
+        return io.NodeOutput()
+
+
+class TestAppend(io.ComfyNode):
+    """Appends a line to a file, once another one exists, however long that takes."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestAppend",
+            category=CATEGORY,
+            inputs=[
+                io.String.Input("line"),
+                io.String.Input("path", tooltip="absolute"),
+                io.String.Input("after", tooltip="absolute"),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, line, path, after) -> io.NodeOutput:
+        while not Path(after).exists():
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            time.sleep(0.01)
+        with Path(path).open("a") as file:
+            file.write(f"{line}\n")
         return io.NodeOutput()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import comfy.model_management
@@ -13,6 +14,7 @@ from comfy_api.latest import io
 
 from .category import CATEGORY
 
+PATIENCE = 60.0  # s
 FREE_MEMORY = comfy.model_management.get_free_memory
 
 
@@ -93,10 +95,36 @@ class TestOtherPlatform(io.ComfyNode):
         return io.NodeOutput(latent)
 
 
+class TestUntilHeld(io.ComfyNode):
+    """Passes a LATENT on once the pack's ranks hold a model of this file, as a slow tail of a prompt would."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestUntilHeld",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent"), io.String.Input("file")],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent, file) -> io.NodeOutput:
+        deadline = time.monotonic() + PATIENCE
+        while not any(model.path.endswith(file) for sidecar in _sidecars() for model in sidecar.models):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no ranks hold {file} after {PATIENCE:g} s")
+            time.sleep(0.01)
+        return io.NodeOutput(latent)
+
+
 def rank_states() -> list[str]:
     """Of the pack's groups of ranks in this process."""
+    return [sidecar.state.value for sidecar in _sidecars()]
+
+
+def _sidecars() -> tuple:
     (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.sidecar.pool"))
-    return [sidecar.state.value for sidecar in pool.all_sidecars()]
+    return pool.all_sidecars()
 
 
 def fork_ranks(prompt: dict) -> dict:

@@ -1,0 +1,163 @@
+"""The programs that send prompts: each waits for its picture, compares its latent and sends the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+import torch
+from safetensors.torch import load
+
+from .farm import Farm
+from .mix import Order, Picture, graph_of, saved_latent
+
+DEADLINE = 600.0  # s for one prompt, on a machine that does much else
+_POLL = 0.2  # s
+EXACT = 1e-5  # of the largest value
+
+
+@dataclass
+class Tally:
+    """What became of the prompts. `seconds`: from the sending to the end; `busy`: in which ComfyUI ran prompts."""
+
+    seconds: list[float] = field(default_factory=list)
+    busy: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: list[Picture] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    wall: float = 0.0
+
+
+async def run_all(
+    farm: Farm,
+    orders: list[Order],
+    known: Mapping[Picture, torch.Tensor],
+    ranks: int,
+    programs: int,
+    passed: Callable[[int], None] = lambda count: None,
+) -> Tally:
+    """Sends every order by so many programs at a time; `passed` is told how many have ended."""
+    tally, waiting = Tally(), iter(orders)
+    began = time.monotonic()
+    await asyncio.gather(*(_program(farm, waiting, known, ranks, tally, passed) for _ in range(programs)))
+    tally.wall = time.monotonic() - began
+    return tally
+
+
+async def _program(
+    farm: Farm,
+    orders: Iterator[Order],
+    known: Mapping[Picture, torch.Tensor],
+    ranks: int,
+    tally: Tally,
+    passed: Callable[[int], None],
+) -> None:
+    for order in orders:
+        async with farm.client() as client:
+            sent = time.time()  # as ComfyUI's own times of its history
+            prompt_id = await _send(client, order, ranks)
+            if order.cancelled:
+                await _cancel(client, prompt_id)
+            entry = await _wait(client, prompt_id, cancelled=order.cancelled)
+            await _judge(client, order, prompt_id, entry, sent, known, tally)
+            async with client.post("/history", json={"delete": [prompt_id]}):
+                pass  # as a program does that has its picture; ComfyUI keeps thousands
+        passed(tally.ends.total())
+
+
+async def _send(client: aiohttp.ClientSession, order: Order, ranks: int) -> str:
+    body = {"prompt": graph_of(order.picture, order.number, ranks), "prompt_id": str(uuid.uuid4())}
+    while True:
+        async with client.post("/prompt", json=body) as answer:
+            if answer.status == 200:
+                return (await answer.json())["prompt_id"]
+            if answer.status != 429:
+                raise RuntimeError(f"a prompt was refused with {answer.status}: {await answer.text()}")
+            await asyncio.sleep(float(answer.headers.get("Retry-After", "1")))
+
+
+async def _cancel(client: aiohttp.ClientSession, prompt_id: str) -> None:
+    """Whether it waits or runs; what has ended stays as it is."""
+    await asyncio.sleep(_POLL)
+    async with client.post("/queue", json={"delete": [prompt_id]}):
+        pass
+    async with client.post("/interrupt", json={"prompt_id": prompt_id}):
+        pass
+
+
+async def _wait(client: aiohttp.ClientSession, prompt_id: str, *, cancelled: bool) -> dict | None:
+    """Its history once it has ended; None where no one knows it any more."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        async with client.get("/queue") as answer:
+            queue = await answer.json()
+        async with client.get(f"/history/{prompt_id}") as answer:
+            history = await answer.json()
+        if prompt_id in history:
+            return history[prompt_id]
+        if prompt_id not in {item[1] for items in queue.values() for item in items}:
+            return None  # looked up before the history was: it cannot have ended in between
+        await asyncio.sleep(_POLL)
+    return None
+
+
+async def _judge(
+    client: aiohttp.ClientSession,
+    order: Order,
+    prompt_id: str,
+    entry: dict | None,
+    sent: float,
+    known: Mapping[Picture, torch.Tensor],
+    tally: Tally,
+) -> None:
+    if entry is None:
+        tally.ends["cancelled" if order.cancelled else "lost"] += 1
+        if not order.cancelled:
+            tally.lost.append(prompt_id)
+        return
+    at = {kind: data["timestamp"] / 1e3 for kind, data in entry["status"]["messages"]}
+    ended = max(at.values())
+    tally.busy += ended - at["execution_start"]
+    if "execution_interrupted" in at and order.cancelled:
+        tally.ends["cancelled"] += 1
+        return
+    if "execution_success" not in at:
+        tally.ends["failed"] += 1
+        tally.lost.append(prompt_id)
+        return
+    tally.ends["done"] += 1
+    tally.seconds.append(ended - sent)
+    if order.picture in known and differs(await latent_of(client, entry), known[order.picture]):
+        tally.wrong.append(order.picture)
+
+
+async def latent_of(client: aiohttp.ClientSession, entry: dict) -> torch.Tensor:
+    """That a prompt has saved."""
+    async with client.get("/view", params=saved_latent(entry["outputs"])) as answer:
+        return load(await answer.read())["latent_tensor"]
+
+
+def differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """By more than the order of a sum explains."""
+    if found.shape != expected.shape:
+        return True
+    return not bool((found - expected).abs().max() <= EXACT * expected.abs().max())
+
+
+async def references(farm: Farm, pictures: tuple[Picture, ...], ranks: int) -> dict[Picture, torch.Tensor]:
+    """The latent of each, computed by one device of the first ComfyUI alone."""
+    found = {}
+    async with aiohttp.ClientSession(next(iter(farm.servers.values())).url) as client:
+        for number, picture in enumerate(pictures):
+            # Other numbers than the orders have: else ComfyUI would answer an order from its cache.
+            prompt_id = await _send(client, Order(-1 - number, picture, cancelled=False), ranks)
+            entry = await _wait(client, prompt_id, cancelled=False)
+            if entry is None or not entry["status"]["completed"]:
+                raise RuntimeError(f"no reference for {picture}: {entry and entry['status']}")
+            found[picture] = await latent_of(client, entry)
+    return found

@@ -1,0 +1,1 @@
+"""Loads a model on the devices ahead of the first prompt that needs it."""

@@ -1,0 +1,139 @@
+"""The model that a loader node of a prompt names, as its own execution would; and its load ahead of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.observability.preview.form import SelectorInputs, read_inputs
+from ...parallel_backend.options import AUTO
+from ...parallel_backend.planner.job import Job
+from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.requests import WEIGHT_DTYPES, LoadInfo
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.strategy import ParallelStrategy
+from ..demo_loader import MODEL as DEMO_MODEL
+from ..flux_loader import ParallelFluxLoader, load_parallel_model
+from ..host.calls import plan_by_rule
+from ..host.memory import keep_ahead
+from ..host.settings import default_settings
+from ..links import ParallelModel
+from ..parallel_model_loader import DTYPES, ParallelModelLoader, name_model
+from .tail import Prompt, links
+
+# Of loaders that name a file: the input with its name, and the dtypes that it can be read in.
+_OWN = {
+    "ParallelFluxLoader": (ParallelFluxLoader, "unet_name", WEIGHT_DTYPES),
+    "ParallelModelLoader": (ParallelModelLoader, "model_name", DTYPES),
+}
+# Of ComfyUI's own loaders: the folder, and the input with the file's name.
+_STOCK = {
+    "UNETLoader": ("diffusion_models", "unet_name"),
+    "CheckpointLoaderSimple": ("checkpoints", "ckpt_name"),
+}
+_SELECTOR = tuple(field.name for field in fields(SelectorInputs))
+
+
+def preload(prompt: Prompt, node: str) -> tuple[LoadInfo, tuple[str, ...]]:
+    """Loads the model that the loader `node` names; on which devices. Raises ParallelError where that cannot be, and
+    costs nothing then."""
+    model, settings = named_model(prompt, node)
+    devices, strategy = _placed(model, settings)
+    info = pool.preload(devices, model.spec, strategy)
+    keep_ahead(model.spec, model.patcher.model.diffusion_model)
+    return info, devices
+
+
+def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySettings]:
+    """What the node's execution would give, and the strategy that its sampler would use. Reads headers only. Raises
+    RequestError for what only a run of the prompt can tell."""
+    kind, inputs = _node(prompt, node)
+    settings = _settings(prompt, inputs.get("strategy")) or default_settings()
+    try:
+        if kind == "ParallelModel":
+            model = _behind(prompt, inputs.get("model"), settings)
+        elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
+            model, _ = load_parallel_model(str(DEMO_MODEL), "auto", settings)
+        elif kind in _OWN:
+            loader, name, dtypes = _OWN[kind]
+            file = {name: str(_literal(inputs, name))}
+            output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
+            model = next(result for result in output.args if isinstance(result, ParallelModel))
+        else:
+            raise RequestError(f"{kind} names no model for the devices.")
+    except FileNotFoundError as error:
+        raise RequestError(f"Nothing was loaded: {error}") from None
+    return model, _settings(prompt, _samplers(prompt, node)) or settings
+
+
+def _behind(prompt: Prompt, link: object, settings: StrategySettings) -> ParallelModel:
+    """The model of one of ComfyUI's own loaders, past nodes that change its MODEL: LoRAs come with the first prompt."""
+    seen: set[str] = set()
+    while isinstance(link, list) and len(link) == 2 and str(link[0]) not in seen:
+        seen.add(str(link[0]))
+        kind, inputs = _node(prompt, str(link[0]))
+        if kind in _STOCK:
+            folder, name = _STOCK[kind]
+            return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, AUTO)
+        link = inputs.get("model")
+    raise RequestError(
+        "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or Load "
+        "Checkpoint leads to it directly. Its first prompt loads it."
+    )
+
+
+def _samplers(prompt: Prompt, node: str) -> object:
+    """The strategy's link of a sampler that takes this loader's model and has one of its own."""
+    for other in prompt.values():
+        if any(n == "parallel_model" and origin == node for n, origin, _ in links(other["inputs"])):
+            return other["inputs"].get("strategy")
+    return None
+
+
+def _settings(prompt: Prompt, link: object) -> StrategySettings | None:
+    """Of the Strategy Selector at the other end; None without one."""
+    if not (isinstance(link, list) and len(link) == 2):
+        return None
+    kind, inputs = _node(prompt, str(link[0]))
+    if kind != "StrategySelector":
+        raise RequestError(f"The strategy comes from {kind}, which has to run first.")
+    known = {name: _literal(inputs, name) for name in _SELECTOR if name in inputs}
+    return read_inputs(json.dumps({"inputs": known}).encode())[0].settings()
+
+
+def _node(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
+    found = prompt.get(node)
+    if found is None:
+        raise RequestError(f"The prompt has no node {node}.")
+    return found["class_type"], found["inputs"]
+
+
+def _literal(inputs: Mapping[str, Any], name: str) -> Any:
+    """Its value. Raises RequestError for one that another node gives, or that is none."""
+    value = inputs.get(name)
+    if not isinstance(value, (str, int, float, bool)):
+        raise RequestError(f"{name} comes from another node, which has to run first.")
+    return value
+
+
+def _dtype(inputs: Mapping[str, Any], dtypes: Sequence[str]) -> str:
+    """The input weight_dtype, the first of these where there is none."""
+    found = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else dtypes[0]
+    if found not in dtypes:
+        raise RequestError(f"weight_dtype is {found!r}; it must be one of {', '.join(dtypes)}.")
+    return str(found)
+
+
+def _placed(model: ParallelModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
+    """(devices, strategy) of a usual job. How weights lie on devices seldom depends on more; where it does, the first
+    prompt loads the model anew."""
+    plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
+    strategy, devices = plan.decision.strategy, plan.devices
+    warm = pool.running_within(devices) if settings.mode == "auto" else None
+    if warm is not None and strategy.weights == ParallelStrategy():  # the same whole weights on each
+        devices = warm.devices
+    return devices, strategy

@@ -1,0 +1,87 @@
+"""*Preload* in the menu of loaders: a model of the graph is loaded on the devices ahead of its first prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ...parallel_backend.errors import ParallelError, RequestError
+from ...parallel_backend.sidecar.events import listen
+from ...parallel_backend.wire.strict_json import parse
+from ..host import memory
+from ..host.settings import setting
+from ..preload.named_model import preload
+from ..preload.next_prompt import NextPrompt, uses_ranks
+from ..preload.tail import Prompt
+from .http import NOT_YOURS, is_same_origin, read_body, refuse
+
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
+
+ROUTE = "/parallel_sampling/preload"
+MOST_BYTES = 4 * 1024 * 1024  # of a body; a large graph has a tenth of it
+_FREE = ("/free", "/api/free")  # ComfyUI's
+_BUSY = "a prompt that uses the devices is running; its turn comes first"
+
+
+def begin(server: PromptServer) -> None:
+    """Adds the route, and has the next waiting prompt's model loaded early where the setting says so.
+
+    POST of {"prompt", "node"}, a graph in ComfyUI's API format and a loader in it, answers {"model", "devices",
+    "was_there", "seconds"}, or {"error"} with 400, 403 or 409: then nothing has changed.
+    """
+    queue = server.prompt_queue
+    listen(memory.on_event)
+    listen(NextPrompt(queue, lambda: bool(setting("preload_next"))).on_event)
+
+    @web.middleware
+    async def give_back(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.method == "POST" and request.path in _FREE:
+            await asyncio.to_thread(memory.drop_ahead)
+        return answer
+
+    server.app.middlewares.append(give_back)
+
+    @server.routes.post(ROUTE)
+    async def load(request: web.Request) -> web.Response:
+        if not is_same_origin(request):
+            return refuse(NOT_YOURS, 403)
+        try:
+            prompt, node = _read(await read_body(request, MOST_BYTES))
+        except RequestError as error:
+            return refuse(error, 400)
+        if uses_ranks(queue):
+            return refuse(_BUSY, 409)
+        try:
+            info, devices = await asyncio.to_thread(preload, prompt, node)
+        except ParallelError as error:
+            return refuse(error, 409)
+        told = {"model": info.model, "devices": devices, "was_there": info.cached, "seconds": info.seconds}
+        return web.json_response(told)
+
+
+def _read(body: bytes) -> tuple[Prompt, str]:
+    """Raises RequestError for anything but a graph and the id of a node."""
+    if len(body) > MOST_BYTES:
+        raise RequestError(f"the body has more than {MOST_BYTES} bytes")
+    try:
+        said = parse(body.decode())
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not understood: it is no JSON") from None
+    if not isinstance(said, dict) or set(said) != {"prompt", "node"} or not isinstance(said["node"], str):
+        raise RequestError('the body must be {"prompt": a graph in API format, "node": the id of a loader}')
+    if not isinstance(said["prompt"], dict) or not all(map(_is_node, said["prompt"].values())):
+        raise RequestError("the prompt is no graph in API format")
+    return said["prompt"], said["node"]
+
+
+def _is_node(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("class_type"), str)
+        and isinstance(value.get("inputs"), dict)
+    )

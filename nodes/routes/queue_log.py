@@ -1,0 +1,42 @@
+"""Has the queue log note each prompt that ComfyUI accepts, before whoever sent it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ...parallel_backend.observability import queue_log
+
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
+
+_PROMPT = ("/prompt", "/api/prompt")
+
+
+def begin(server: PromptServer) -> None:
+    """Where the log is asked for; otherwise nothing."""
+
+    def queued() -> set[str]:
+        running, waiting = server.prompt_queue.get_current_queue_volatile()
+        return {item[1] for item in (*running, *waiting)}
+
+    log = queue_log.begin(queued)
+    if log is None:
+        return
+
+    @web.middleware
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.method == "POST" and request.path in _PROMPT and answer.status == 200:
+            assert isinstance(answer, web.Response)
+            told, body = json.loads(answer.text or ""), await request.read()
+            await asyncio.to_thread(
+                lambda: log.accept(told["prompt_id"], float(told["number"]), json.loads(body))
+            )
+        return answer
+
+    server.app.middlewares.append(note)

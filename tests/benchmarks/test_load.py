@@ -1,0 +1,66 @@
+"""The load test's judgement: whether a latent is that of its seed, memory grows, and how long most prompts took."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from adversaries.soak import MIB, Usage
+from load_test.mix import ALL, MODELS, graph_of, orders
+from load_test.programs import EXACT, differs
+from load_test.readings import grown_mib, leaks, percentile
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([0.5, 0.95, 1.0]))
+def test_percentiles_are_of_the_nearest_rank(values, share):
+    found = percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= math.floor(len(values) * share)
+    assert sum(value < found for value in values) < math.ceil(len(values) * share)
+
+
+def test_a_latent_is_its_seed_s_up_to_rounding_and_no_other():
+    latent = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    nearly = latent + latent.abs().max() * EXACT / 2
+    assert not differs(nearly, latent)
+    assert differs(latent + latent.abs().max() * EXACT * 2, latent)
+    assert differs(latent[..., :4], latent) and differs(torch.full_like(latent, float("nan")), latent)
+
+
+def usages(memory, descriptors=lambda n: 30, threads=lambda n: 9):
+    return [Usage(int(memory(n) * MIB), descriptors(n), threads(n)) for n in range(30)]
+
+
+def test_what_grows_over_the_prompts_is_seen_and_what_levels_off_is_not():
+    level = {
+        "ComfyUI a": usages(lambda n: 400 + min(n, 8)),
+        "rank 0 of a": usages(lambda n: 90, threads=lambda n: n),
+    }
+    assert grown_mib(level) == 0 and leaks(level) == []
+    grown = {
+        **level,
+        "rank 1 of a": usages(lambda n: 90 + n),
+        "ComfyUI b": usages(lambda n: 90, lambda n: 30 + n),
+    }
+    assert grown_mib(grown) == pytest.approx(10)
+    assert [words.partition(":")[0] for words in leaks(grown)] == ["rank 1 of a", "ComfyUI b"]
+    assert grown_mib({}) == grown_mib({"a": usages(lambda n: n)[:2]}) == 0
+
+
+def test_the_mix_has_every_model_and_size_and_cancels_and_is_the_same_each_time():
+    mixed = orders(1000, alternate=False)
+    assert mixed == orders(1000, alternate=False)
+    assert {order.picture for order in mixed} == set(ALL)
+    assert 20 < sum(order.cancelled for order in mixed) < 100
+    turns = orders(10, alternate=True)
+    assert [order.picture.model for order in turns] == [*MODELS[1:]] * 5 and not any(
+        o.cancelled for o in turns
+    )
+    first, second = (graph_of(mixed[0].picture, number, ranks=2) for number in (1, 2))
+    assert first != second  # else ComfyUI would answer from its cache

@@ -1,0 +1,231 @@
+"""A model that is loaded ahead of its first prompt: by a person, and in the tail of the prompt before it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from safetensors.torch import load_file
+
+from comfy_harness import relative_difference
+from comfyui_client import PromptInterrupted
+from graphs import STOCK, Graph
+from waiting import wait_until
+
+ROUTE = "/parallel_sampling/preload"
+FILES = ("hot_a.safetensors", "hot_b.safetensors")
+EXACT = 1e-5  # of the largest value
+ROUNDS = 5  # in which each model has a prompt
+
+
+def _ask(comfy, body: object, **headers: str) -> tuple[int, dict]:
+    """(status, what the answer says)."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    address = urlsplit(comfy.server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    try:
+        connection.request("POST", ROUTE, body=data, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text.startswith(b"{") else {}
+    finally:
+        connection.close()
+
+
+def _files(comfy) -> tuple[str, ...]:
+    return tuple(comfy.write_flux(name, single_blocks=2 + number) for number, name in enumerate(FILES))
+
+
+def _sampled(loader: str | None, file: str, seed: int) -> tuple[Graph, list]:
+    """`loader`: ours, or None for ComfyUI's own two nodes."""
+    graph = Graph()
+    request = graph.text(1), graph.text(2), graph.latent()
+    if loader is None:
+        return graph, graph.ksampler(graph.model(STOCK, file), *request, seed=seed)
+    if loader == "ParallelModel":
+        stock = [graph.add("UNETLoader", unet_name=file, weight_dtype="default"), 0]
+        changed = [graph.add("ModelSamplingFlux", model=stock, max_shift=1.15, base_shift=0.5,
+                             width=128, height=96), 0]  # fmt: skip
+        model = [graph.add("ParallelModel", model=changed, strategy=graph.strategy("cpu:2", ulysses=2)), 1]
+    elif loader == "ParallelModelLoader":
+        strategy = graph.strategy("cpu:2")
+        model = [graph.add(loader, model_name=file, weight_dtype="default", strategy=strategy), 1]
+    else:
+        model = [graph.parallel_loader(file, "cpu:2", ulysses=2), 0]
+    return graph, graph.parallel_sampler(model, *request, seed=seed)
+
+
+def _node(graph: Graph, kind: str) -> str:
+    return next(name for name, node in graph.prompt.items() if node["class_type"] == kind)
+
+
+class _Log:
+    """What the ranks do from now on, in the order in which it happens."""
+
+    def __init__(self, comfy) -> None:
+        self._path = comfy.server.base_directory / "ranks.jsonl"
+        self._skipped = len(self._lines())
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text().splitlines() if self._path.exists() else []
+
+    def requests(self, count: int) -> list[tuple[str, bool]]:
+        """Of the first `count` samplings and preloads: (what, whether it loaded a model itself)."""
+
+        def read() -> list[tuple[str, bool]]:
+            found, loaded = [], False
+            for line in map(json.loads, self._lines()[self._skipped :]):
+                loaded |= line["event"] == "loaded"
+                if line["event"] == "ended" and line["request"] in ("sample", "preload"):
+                    found.append((line["request"], loaded))
+                    loaded = False
+            return found
+
+        wait_until(lambda: len(read()) >= count)
+        return read()[:count]
+
+
+@pytest.fixture
+def idle(comfy):
+    """Ranks that hold nothing, and a ComfyUI whose nodes do neither."""
+    comfy.client.free()
+    wait_until(lambda: not any(_held(comfy)))
+    return comfy
+
+
+def _held(comfy) -> list[list[str]]:
+    address = urlsplit(comfy.server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    try:
+        connection.request("GET", "/parallel_sampling/ranks")
+        groups = json.loads(connection.getresponse().read())["groups"]
+        return [group["models"] for group in groups]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"])
+def test_a_preloaded_model_s_first_prompt_does_not_load_it(idle, loader):
+    _, file = _files(idle)
+    log = _Log(idle)
+    graph, latent = _sampled(loader, file, seed=len(loader))
+    status, told = _ask(idle, {"prompt": graph.prompt, "node": _node(graph, loader)})
+    assert (status, told["model"], told["devices"], told["was_there"]) == (
+        200,
+        file,
+        ["cpu:0", "cpu:1"],
+        False,
+    )
+    status, told = _ask(idle, {"prompt": graph.prompt, "node": _node(graph, loader)})
+    assert (status, told["was_there"], told["seconds"]) == (200, True, 0.0)
+    assert idle.sample(graph.prompt, latent).isfinite().all()
+    assert log.requests(3) == [("preload", True), ("preload", False), ("sample", False)]
+
+
+def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
+    file, other = _files(idle)
+    graph, latent = _sampled("ParallelFluxLoader", file, seed=40)
+    loader = _node(graph, "ParallelFluxLoader")
+    assert _ask(idle, {"prompt": graph.prompt, "node": loader})[0] == 200
+
+    def refused(change, node: str = loader) -> str:
+        prompt = json.loads(json.dumps(graph.prompt))
+        change(prompt)
+        status, told = _ask(idle, {"prompt": prompt, "node": node})
+        assert status == 409, told
+        return told["error"]
+
+    def inputs(**changes):
+        return lambda prompt: prompt[loader]["inputs"].update(changes)
+
+    assert "nowhere.safetensors" in refused(inputs(unet_name="nowhere.safetensors"))
+    assert "unet_name comes from another node" in refused(inputs(unet_name=["12", 0]))
+    assert "weight_dtype is 'float3'" in refused(inputs(weight_dtype="float3"))
+    assert "The strategy comes from UNETLoader" in refused(
+        lambda prompt: prompt[_node(graph, "StrategySelector")].update(class_type="UNETLoader")
+    )
+    assert "This strategy cannot run" in refused(
+        lambda prompt: prompt[_node(graph, "StrategySelector")]["inputs"].update(ulysses_degree=3)
+    )
+    assert "no node 99" in refused(lambda prompt: None, node="99")
+    assert "names no model" in refused(lambda prompt: None, node=latent[0])
+    behind, _ = _sampled("ParallelModel", other, seed=41)
+    behind.prompt[_node(behind, "UNETLoader")]["class_type"] = "LoaderOfSomePack"
+    status, told = _ask(idle, {"prompt": behind.prompt, "node": _node(behind, "ParallelModel")})
+    assert status == 409 and "Its first prompt loads it" in told["error"]
+    for body in (b"[", b"{}", {"prompt": {"1": {}}, "node": "1"}, {"prompt": graph.prompt, "node": 1}):
+        assert _ask(idle, body)[0] == 400
+    assert _ask(idle, b" " * (4 * 2**20 + 1))[0] == 400
+    assert _ask(idle, b"{}", Origin="https://elsewhere.example")[0] == 403
+    log = _Log(idle)
+    idle.sample(graph.prompt, latent)
+    assert log.requests(1) == [("sample", False)]
+
+
+def test_while_a_prompt_samples_nothing_is_loaded_beside_it(idle):
+    file, other = _files(idle)
+    graph, latent = _sampled("ParallelFluxLoader", file, seed=50)
+    sampler = graph.prompt[latent[0]]["inputs"]
+    sampler["steps"] = 4000
+    wanted, _ = _sampled("ParallelFluxLoader", other, seed=51)
+    body = {"prompt": wanted.prompt, "node": _node(wanted, "ParallelFluxLoader")}
+    answers = []
+
+    def ask_and_end_it() -> None:
+        answers.append(_ask(idle, body))
+        idle.client.interrupt()
+
+    with idle.amid(latent[0], ask_and_end_it), pytest.raises(PromptInterrupted):
+        idle.sample(graph.prompt, latent)
+    assert answers == [(409, {"error": "a prompt that uses the devices is running; its turn comes first"})]
+
+
+def test_waiting_prompts_switch_models_and_none_of_them_loads_or_fails(idle):
+    """Each prompt's tail lasts until the next one's model is there, as a decode of a large picture would."""
+    files = _files(idle)
+    wanted = [(files[number % 2], 60 + number) for number in range(2 * ROUNDS)]
+    expected = []
+    for file, seed in wanted:
+        stock, latent = _sampled(None, file, seed)
+        expected.append(idle.sample(stock.prompt, latent))
+    log = _Log(idle)
+    graphs = []
+    for number, (file, seed) in enumerate(wanted):
+        graph, latent = _sampled("ParallelFluxLoader", file, seed)
+        if number + 1 < len(wanted):
+            latent = [graph.add("TestUntilHeld", latent=latent, file=wanted[number + 1][0]), 0]
+        graph.save(latent, f"hot-{number}.safetensors")
+        graphs.append(graph)
+    for entry in [
+        idle.client.wait(name) for name in list(map(idle.client.queue, (g.prompt for g in graphs)))
+    ]:
+        assert entry["status"]["status_str"] == "success"
+    for number, latent in enumerate(expected):
+        found = load_file(idle.output(f"hot-{number}.safetensors"))["samples"]
+        assert relative_difference(found, latent) < EXACT
+    assert relative_difference(expected[0], expected[2]) > 1000 * EXACT  # another seed is no match
+    requests = log.requests(2 * len(wanted) - 1)
+    samplings = [loaded for request, loaded in requests if request == "sample"]
+    assert samplings == [True] + [False] * (len(wanted) - 1)
+    assert sum(loaded for request, loaded in requests if request == "preload") == len(wanted) - 1
+
+
+def test_without_the_setting_the_next_prompt_loads_its_own_model(idle):
+    settings = idle.server.base_directory / "user" / "default" / "comfy.settings.json"
+    before = settings.read_text() if settings.exists() else "{}"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps({**json.loads(before), "parallel_sampling.preload_next": False}))
+    try:
+        log = _Log(idle)
+        names = []
+        for number, file in enumerate(_files(idle)):
+            graph, latent = _sampled("ParallelFluxLoader", file, seed=80 + number)
+            graph.save(latent, "cold.safetensors")
+            names.append(idle.client.queue(graph.prompt))
+        for name in names:
+            idle.client.wait(name)
+        assert log.requests(2) == [("sample", True), ("sample", True)]
+    finally:
+        settings.write_text(before)

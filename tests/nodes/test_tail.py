@@ -1,0 +1,74 @@
+"""Which nodes of a prompt use the ranks: when they have run, the ranks are idle until the next prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs import OURS, Graph
+from pack_nodes import import_node_module
+
+tail = import_node_module("nodes.preload.tail")
+
+TYPES = {
+    "ParallelFluxLoader": ("PARALLEL_MODEL", "MODEL"),
+    "ParallelDemoLoader": ("PARALLEL_MODEL", "MODEL", "CLIP", "VAE"),
+    "ParallelModel": ("MODEL", "PARALLEL_MODEL"),
+    "StrategySelector": ("PARALLEL_STRATEGY", "STRING"),
+    "ParallelSampler": ("LATENT", "STRING"),
+    "KSampler": ("LATENT",),
+    "BasicGuider": ("GUIDER",),
+    "SamplerCustomAdvanced": ("LATENT", "LATENT"),
+    "VAEDecode": ("IMAGE",),
+    "ParallelVAEDecode": ("IMAGE",),
+    "UNETLoader": ("MODEL",),
+}
+
+
+def _on_ranks(graph: Graph, *outputs: str) -> set[str]:
+    found = tail.nodes_on_ranks(graph.prompt, outputs, lambda kind: TYPES.get(kind, ()))
+    return {graph.prompt[node]["class_type"] for node in found}
+
+
+def _picture(graph: Graph, latent: list, decode: str = "VAEDecode", vae: list | None = None) -> str:
+    image = [graph.add(decode, samples=latent, vae=vae or [graph.add("VAELoader"), 0]), 0]
+    return graph.add("SaveImage", images=image)
+
+
+def test_a_sampler_is_on_them_and_what_follows_is_the_tail():
+    graph = Graph()
+    latent = graph.parallel_sampler(
+        graph.parallel_loader("a", "cpu:2"), graph.text(1), graph.text(2), graph.latent()
+    )
+    assert _on_ranks(graph, _picture(graph, latent)) == {"ParallelFluxLoader", "ParallelSampler"}
+
+
+def test_models_go_on_through_links_of_any_type_and_the_demo_s_text_and_pictures_do_not():
+    graph = Graph()
+    loader = graph.add("ParallelDemoLoader")
+    text = [graph.add("CLIPTextEncode", clip=[loader, 2]), 0]
+    wrapped = [graph.add("PipeOfSomePack", model=[loader, 1], positive=text), 0]
+    guider = [graph.add("BasicGuider", model=wrapped, conditioning=text), 0]
+    latent = [graph.add("SamplerCustomAdvanced", guider=guider, latent_image=graph.latent()), 0]
+    names = _on_ranks(graph, _picture(graph, latent, vae=[loader, 3]))
+    assert names == {"ParallelDemoLoader", "PipeOfSomePack", "BasicGuider", "SamplerCustomAdvanced"}
+
+
+def test_a_decode_on_the_ranks_is_no_tail_and_what_no_output_needs_is_not_waited_for():
+    graph = Graph()
+    first = graph.model(OURS, "a")
+    latent = graph.ksampler(first, graph.text(1), graph.text(2), graph.latent())
+    unused = graph.ksampler(graph.model(OURS, "b"), graph.text(1), graph.text(2), latent)
+    saved = _picture(graph, latent, "ParallelVAEDecode")
+    found = tail.nodes_on_ranks(graph.prompt, [saved], lambda kind: TYPES.get(kind, ()))
+    assert unused[0] not in found and latent[0] in found
+    assert _on_ranks(graph, saved) == {"ParallelFluxLoader", "KSampler", "ParallelVAEDecode"}
+    assert [graph.prompt[node]["inputs"]["unet_name"] for node in tail.loaders(graph.prompt, [saved])] == [
+        "a"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["KSampler", "NobodyKnowsIt"])
+def test_a_prompt_of_stock_nodes_has_none(kind):
+    graph = Graph()
+    latent = [graph.add(kind, model=[graph.add("UNETLoader", unet_name="a"), 0]), 0]
+    assert _on_ranks(graph, _picture(graph, latent)) == set()

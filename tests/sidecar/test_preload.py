@@ -1,0 +1,167 @@
+"""A model that is loaded ahead of its first request: beside what ranks hold, in place of nothing, or not at all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from parallel_backend.errors import CheckpointError, RankFailed, RequestError
+from parallel_backend.requests import ModelSpec
+from parallel_backend.sidecar import holdings, pool
+from parallel_backend.sidecar.events import Ended, Loaded, listen
+from parallel_backend.sidecar.held_models import MOST_MAPPED, Room
+from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.strategy import ParallelStrategy
+from scripted import CRASH, SLOW, predict_request, scripted_request, scripted_weights, two_ranks
+from waiting import wait_until
+
+X = torch.ones(1, 4, 6, 6)
+WHOLE = ParallelStrategy()
+
+
+@pytest.fixture
+def events():
+    found = []
+    stop = listen(found.append)
+    yield found
+    stop()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """By scale: a file whose velocity is x times that."""
+
+    def written(scale: float, script: str = "good") -> ModelSpec:
+        return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
+
+    return written
+
+
+def scale_of(sidecar, spec):
+    """What the ranks multiply by, and whether the model was there already."""
+    velocity, info = sidecar.predict(spec, predict_request(x=X), two_ranks())
+    return velocity[0, 0, 0, 0].item(), info.load.cached
+
+
+def test_the_first_request_finds_the_model_there(sidecar, make, events):
+    first, second = make(2.0), make(3.0)
+    assert not sidecar.preload(first).cached and sidecar.state is State.READY  # ranks started for it
+    assert scale_of(sidecar, first) == (2.0, True)
+    assert not sidecar.preload(second).cached
+    assert sidecar.preload(second).cached and sidecar.preload(first).cached  # again: nothing to do
+    assert scale_of(sidecar, first) == (2.0, True) and scale_of(sidecar, second) == (3.0, True)
+    assert sum(isinstance(event, Loaded) for event in events) == 2
+    ended = [event for event in events if isinstance(event, Ended) and event.request == "preload"]
+    assert [event.result for event in ended] == ["done"] * 4 and ended[0].spec == first
+
+
+def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, make, monkeypatch):
+    """Room for 20 bytes on each rank. A file has 14, as much as is guessed; its weights take 8."""
+    monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
+    room = 20
+    monkeypatch.setattr(
+        holdings, "free_room", lambda ranks: Room(tuple(room - 8 * len(rank.models) for rank in ranks))
+    )
+    first, second = make(1.0, "  weighs 8"), make(2.0, "  weighs 8")
+    sidecar.preload(first)
+    with pytest.raises(RequestError, match=r"2.safetensors was not .*: 1.safetensors would .*lack of memory"):
+        sidecar.preload(second)
+    assert sidecar.models == (first,) and scale_of(sidecar, first) == (1.0, True)
+    room = 30  # as a job that loads it would have it
+    sidecar.preload(second)
+    assert scale_of(sidecar, first) == (1.0, True) and scale_of(sidecar, second) == (2.0, True)
+    room = 10  # other programs took the rest, and no model of ours would help
+    sidecar.drop(first)
+    sidecar.drop(second)
+    third = make(3.0, "  weighs 8")
+    with pytest.raises(RequestError, match=r"3.safetensors was not .* GiB of memory are missing"):
+        sidecar.preload(third)
+    assert sidecar.state is State.READY
+
+
+def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, make):
+    """The negative control: the same models, asked for by jobs, and the oldest goes."""
+    specs = [make(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
+    for spec in specs[:-1]:
+        sidecar.preload(spec)
+    with pytest.raises(RequestError, match=r"1.safetensors would have to go \(4 are the most\)"):
+        sidecar.preload(specs[-1])
+    assert set(sidecar.models) == set(specs[:-1])
+    assert scale_of(sidecar, specs[-1]) == (5.0, False) and specs[0] not in sidecar.models
+
+
+def test_memory_that_ends_on_the_way_costs_the_others_nothing(sidecar, make, events):
+    first, second = make(1.0), make(2.0)
+    sidecar.load(first)
+    sidecar.load(second)
+    pids = sidecar.pids
+    with pytest.raises(RequestError, match=r"memory ended on the way\. What was loaded stays"):
+        sidecar.preload(make(3.0, "no-memory 1"))
+    assert scale_of(sidecar, first) == (1.0, True) and scale_of(sidecar, second) == (2.0, True)
+    assert sidecar.pids == pids and sum(isinstance(event, Loaded) for event in events) == 2
+
+
+def test_a_file_that_is_not_there_or_is_refused_costs_nothing(sidecar, make):
+    first = make(1.0)
+    sidecar.load(first)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        sidecar.preload(ModelSpec("/nowhere/at all.safetensors"))
+    with pytest.raises(CheckpointError, match="refused by rank 1"):
+        sidecar.preload(make(2.0, "refused 1"))
+    assert scale_of(sidecar, first) == (1.0, True)
+
+
+def test_one_that_is_split_another_way_stays_as_it_is(sidecar, make):
+    first = make(1.0, "  weighs 8")
+    sidecar.load(first)
+    with pytest.raises(RequestError, match="split another way"):
+        sidecar.preload(first, ParallelStrategy(pipefusion_degree=2))
+    assert scale_of(sidecar, first) == (1.0, True)
+
+
+def test_a_request_that_runs_is_not_waited_for(sidecar, make):
+    first, second = make(1.0), make(2.0)
+    steps = []
+    job = threading.Thread(
+        target=lambda: sidecar.sample(
+            first, scripted_request(SLOW, steps=20), two_ranks(), on_step=lambda *step: steps.append(step)
+        )
+    )
+    job.start()
+    wait_until(lambda: steps)
+    with pytest.raises(RequestError, match="a prompt is using the devices"):
+        sidecar.preload(second)
+    assert len(steps) < 20
+    job.join()
+    assert len(steps) == 20 and sidecar.models == (first,)
+
+
+def test_ranks_that_failed_too_often_are_not_started(sidecar, make):
+    first = make(1.0)
+    for _ in range(3):
+        with pytest.raises(RankFailed):
+            sidecar.sample(first, scripted_request(CRASH), two_ranks())
+    assert sidecar.state is State.BROKEN
+    with pytest.raises(RankFailed, match="Try again"):
+        sidecar.preload(first)
+    assert sidecar.pids == ()
+
+
+def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, make, monkeypatch):
+    monkeypatch.setattr(
+        pool,
+        "Sidecar",
+        lambda devices, exclusive: Sidecar(
+            devices, rank_module="tests.support.rank_programs.scripted_rank", resumes=False
+        ),
+    )
+    try:
+        first = make(1.0)
+        pool.preload(("cpu:0", "cpu:1"), first, WHOLE)
+        with pytest.raises(RequestError, match="ranks on cpu:0, cpu:1 would end"):
+            pool.preload(("cpu:1", "cpu:2"), first, WHOLE)
+        assert [sidecar.models for sidecar in pool.all_sidecars()] == [(first,)]
+    finally:
+        pool.stop_all()

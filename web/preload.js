@@ -1,0 +1,35 @@
+// "Preload" in the menu of loaders: the devices load the model now, ahead of its first prompt.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { nodeOf } from "./lib/graph.js";
+import { say } from "./lib/words.js";
+
+const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
+const LIFE = 8000; // ms
+
+function tell(severity, detail) {
+  app.extensionManager.toast.add({ severity, summary: say("preload"), detail, life: LIFE });
+}
+
+async function preload(node) {
+  const { output: prompt } = await app.graphToPrompt();
+  const id = Object.keys(prompt).find((key) => nodeOf(key) === node);
+  if (!id) return tell("warn", say("preload_off"));
+  try {
+    const body = JSON.stringify({ prompt, node: id });
+    const answer = await api.fetchApi("/parallel_sampling/preload", { method: "POST", body });
+    const { error, model, devices, was_there: wasThere } = await answer.json();
+    if (error) return tell("warn", error);
+    tell("success", say(wasThere ? "preload_held" : "preloaded", { model, devices: devices.join(", ") }));
+  } catch (error) {
+    tell("error", error.message);
+  }
+}
+
+app.registerExtension({
+  name: "parallel_sampling.preload",
+
+  getNodeMenuItems(node) {
+    return LOADERS.includes(node.comfyClass) ? [{ content: say("preload"), callback: () => preload(node) }] : [];
+  },
+});
