@@ -15,6 +15,7 @@ from functools import partial
 
 from ..errors import Cancelled, ParallelError
 from ..requests import ModelSpec
+from . import clusters
 from .device_health import FAILING
 from .lease import State
 from .sidecar import Sidecar
@@ -89,6 +90,7 @@ def reset() -> tuple[tuple[str, ...], ...]:
     """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
     the groups that were BROKEN."""
     FAILING.clear()
+    clusters.forget_absent()
     broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
     for sidecar in broken:
         sidecar.stop()  # which forgets its failures
