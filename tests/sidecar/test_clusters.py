@@ -1,4 +1,4 @@
-"""The head of a cluster at its door: who may come in, what a peer can do that means harm, and who is said to be there."""
+"""The head of a cluster at its door: who may come in, what a hostile peer can do, and who is said to be there."""
 
 import logging
 import socket
@@ -18,6 +18,7 @@ from parallel_backend.errors import DeviceError, PlatformError
 from parallel_backend.sidecar import clusters
 from parallel_backend.sidecar.device_health import FailingDevices, left_out
 from parallel_backend.wire import deadlines
+from parallel_backend.wire.protocol import Envelope, Progress, Wake, encode
 from waiting import wait_until
 
 FRAME = clusters.receive_first.__globals__["_HEADER"]
@@ -175,13 +176,10 @@ BAD = {
     "a payload where none may be": FRAME.pack(Kind.BEAT, 0, 0, 5),
     "a text that is no JSON": frame(Kind.MESSAGE, b"\x80\x04\x95."),
     "a message that nobody knows": frame(
-        Kind.MESSAGE, b'{"version":11,"epoch":1,"request":1,"op":"Eval","body":{}}'
+        Kind.MESSAGE, encode(Envelope(1, 1, Wake())).replace(b"Wake", b"Eval")
     ),
     "a sign of life of another size": frame(Kind.BEAT, b"x" * 13),
-    "a payload that never came": frame(
-        Kind.AGAIN,
-        b'{"version":11,"epoch":1,"request":1,"op":"Progress","body":{"step":1,"steps":1,"seconds":1.0,"strategy":0}}',
-    ),
+    "a payload that never came": frame(Kind.AGAIN, encode(Envelope(1, 1, Progress(1, 1, 1.0)))),
 }
 
 
