@@ -58,6 +58,7 @@ def _told(name: str, args: argparse.Namespace) -> str:
     return f"""ComfyUI's half stays here: {head_file(name)}
 The machines' half goes to each machine by a safe way (scp), and stays secret there: {secret}
 On each machine, in this pack's folder, with its own address for ADDRESS, and the same machine's for FIRST on all:
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   torchrun --nnodes N --nproc-per-node gpu --max-restarts 1000000 --local-addr ADDRESS \\
     --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id {name} \\
     -m parallel_backend.rank --join {args.address or "HEAD"}:{args.port} --secret-file {secret.name} \\

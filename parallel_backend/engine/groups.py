@@ -72,13 +72,10 @@ def _open_store(path: str, world_size: int) -> Any:
     the stores, but not to type checkers.)"""
     if not path.startswith(SHARED_STORE):
         return dist.FileStore(path, world_size)  # type: ignore[attr-defined]
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=not served and os.environ.get("RANK") == "0",
-        wait_for_workers=False,
-        multi_tenant=True,
+        is_master=False,  # the agent, or torchrun's first process (rank/join.py)
     )
     return dist.PrefixStore(path.removeprefix(SHARED_STORE), store)  # type: ignore[attr-defined]
 

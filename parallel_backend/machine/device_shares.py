@@ -69,8 +69,8 @@ def _memory(topology: Topology) -> dict[str, int]:
 def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:
     if is_cpu(devices):
         return ()  # ranks on the CPU share one memory
-    by_name = _memory(topology)
-    unknown = [name for name in devices if not by_name.get(name)]
+    by_name = dict(zip(devices, device_memory(devices, topology), strict=True))
+    unknown = [name for name in devices if not by_name[name]]
     if unknown:
         raise StrategyError(
             f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16.",

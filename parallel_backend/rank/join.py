@@ -8,6 +8,7 @@ A group that ends, for whatever reason, ends these processes, and torchrun start
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import socket
@@ -102,6 +103,7 @@ def _wait_for_start(
     from .joined_worker import OwnFiles
     from .machine_relay import LocalHello, LocalStart
 
+    _hosted_store()
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     memory = torch.cuda.get_device_properties(local).total_memory if kind == "cuda" else 0
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,6 +132,18 @@ def _wait_for_start(
         descriptors[0],
         OwnFiles(machine, tuple(arguments.models), arguments.comfyui),
     )
+
+
+@functools.cache  # it is served as long as this process lives
+def _hosted_store() -> object:
+    """The store over which the ranks of all machines meet, in torchrun's first process, whichever group that serves;
+    None elsewhere, and where torchrun's agent serves it."""
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("RANK") != "0":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _address(parent: int) -> Path:

@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..cluster.channel import DATAGRAMS, Channel, Frame, Kind
 from ..cluster.endpoint import Endpoint
@@ -108,6 +109,7 @@ class MachineRelay:
                 connection.close()
                 continue
             self._neighbours.append(_Neighbour(hello, connection, os.pidfd_open(pid)))
+        Path(self._listener.getsockname()).unlink(missing_ok=True)  # nobody else comes
         self._neighbours.sort(key=lambda neighbour: neighbour.hello.local)
 
     def _dial(self) -> ssl.SSLSocket:

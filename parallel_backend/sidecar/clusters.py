@@ -107,14 +107,15 @@ class ClusterHead:
                     break
                 self._changed.wait(deadlines.POLL)
         if missing and not cancelled():
-            raise DeviceError(
-                f"Machine {missing[0]} of the cluster {self.endpoint.cluster} {self._why(missing[0])}"
-            )
+            raise self._missing(missing)
 
     def _is_free(self, name: str) -> bool:
         return name in self._machines and not self._machines[name].busy
 
-    def _missing(self, name: str) -> DeviceError:
+    def _missing(self, names: Sequence[str]) -> DeviceError:
+        """Names one: one that was cut off, rather than those whose processes only ended with its own."""
+        cut_off = [name for name in names if name in self._gone and self._gone[name].silent]
+        name = (cut_off or names)[0]
         return DeviceError(f"Machine {name} of the cluster {self.endpoint.cluster} {self._why(name)}")
 
     def _why(self, name: str) -> str:
@@ -135,9 +136,7 @@ class ClusterHead:
         with self._changed:
             missing = [name for name in names if not self._is_free(name)]
             if missing:
-                raise DeviceError(
-                    f"Machine {missing[0]} of the cluster {self.endpoint.cluster} {self._why(missing[0])}"
-                )
+                raise self._missing(missing)
             machines = tuple(self._machines[name] for name in names)
             for machine in machines:
                 machine.busy = True

@@ -89,7 +89,7 @@ class Torchrun:
             self.process = subprocess.Popen(
                 command,
                 cwd=PACK_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
