@@ -143,5 +143,13 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
     assert head.until("strategy")["devices"] == everyone
     head.until("done")
     check()
-    if hosts.delayed:
-        pytest.skip(f"all of this passed, but without latency and loss on the cables: {hosts.delayed}")
+
+
+def test_the_cables_are_slow_and_lose_packets(hosts):
+    """Else the test above says little of networks."""
+    if hosts.not_delayed:
+        pytest.skip(hosts.not_delayed)
+    for name in NAMES:
+        command = [*hosts.within(name), "tc", "qdisc", "show", "dev", "cable"]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "delay 2ms" in shown and "loss 0.5%" in shown

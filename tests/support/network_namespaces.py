@@ -30,7 +30,7 @@ class Hosts:
         except BaseException:
             self.remove()
             raise
-        self.delayed = self._delay()
+        self.not_delayed = self._delay()
 
     def _open(self, host: str) -> None:
         _ip("netns", "add", self._space(host))
