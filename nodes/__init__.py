@@ -5,6 +5,7 @@ from __future__ import annotations
 import comfy.model_management
 
 from ..parallel_backend.devices import use_only_cpu
+from ..parallel_backend.sidecar import clusters
 from .compare_with_one_device import CompareWithOneDevice
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader
@@ -31,3 +32,4 @@ NODES = [
 
 if comfy.model_management.cpu_state == comfy.model_management.CPUState.CPU:
     use_only_cpu()
+clusters.serve_known()

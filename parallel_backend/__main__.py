@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from .cluster import command as cluster
 from .errors import ParallelError
 from .observability import costs_command as costs
 from .observability import plan_command as plan
@@ -14,7 +15,14 @@ from .observability.bench import command as bench
 from .observability.doctor import command as doctor
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
-COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench, "costs": costs, "resend": resend}
+COMMANDS = {
+    "plan": plan,
+    "doctor": doctor,
+    "bench": bench,
+    "costs": costs,
+    "resend": resend,
+    "cluster": cluster,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,12 @@ _MOST_LETTERS = 1000  # far more than any list of devices takes, and few enough 
 _GPUS = r"(?:cuda:)?([0-9]+)(?:\s*-\s*(?:cuda:)?([0-9]+))?"  # one, or from one to another
 _BETWEEN = r"(?:\s*[,;]\s*|\s+)"
 
+# A device of another machine: its name there, the cluster, the machine.
+_REMOTE = re.compile(r"(?:cuda|cpu):[0-9]+@([a-z0-9_.-]+)/([a-z0-9_.-]+)")
+_CLUSTER = "cluster:"
+
 _only_cpu = False
+_clusters: Clusters | None = None
 
 
 def use_only_cpu() -> None:
@@ -25,13 +31,39 @@ def use_only_cpu() -> None:
     _only_cpu = True
 
 
+class Clusters(Protocol):
+    """The clusters of which this process is the head."""
+
+    def devices_of(self, cluster: str) -> tuple[str, ...]:
+        """Of all machines, machine by machine. Raises DeviceError where there are none."""
+
+    def memory_of(self, device: str) -> int:
+        """Bytes; 0 where nobody could tell."""
+
+
+def find_clusters_by(clusters: Clusters) -> None:
+    """From now on cluster:NAME is a set of devices."""
+    global _clusters
+    _clusters = clusters
+
+
+def memory_elsewhere(device: str) -> int:
+    """Bytes of a device of another machine; 0 where nobody could tell."""
+    return 0 if _clusters is None else _clusters.memory_of(device)
+
+
 def resolve_devices(text: str) -> tuple[str, ...]:
     """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
 
     `all`: every GPU, or one CPU rank where there is none; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
-    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's. Raises
+    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's;
+    `cluster:NAME`: those of other machines, machine by machine, such as cuda:0@NAME/MACHINE, or by these names. Raises
     DeviceError naming what does not exist.
     """
+    if (cluster := text.strip().lower()).startswith(_CLUSTER):
+        return _of_cluster(cluster.removeprefix(_CLUSTER))
+    if "@" in text:
+        return _remote(text)
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
     wanted = text.strip().lower()
@@ -70,6 +102,35 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in indices)
 
 
+def _of_cluster(name: str) -> tuple[str, ...]:
+    if _clusters is None:
+        raise _refuse(f"'cluster:{name}': clusters are used from within ComfyUI only.")
+    return _clusters.devices_of(name)
+
+
+def _remote(text: str) -> tuple[str, ...]:
+    named = [part for part in re.split(r"[\s,;]+", text.strip().lower()) if part]
+    found = [_REMOTE.fullmatch(part) for part in named]
+    clusters = {match[1] for match in found if match is not None}
+    if len(clusters) != 1 or not all(found):
+        raise _refuse(f"{text[:80]!r} is not understood; write cluster:NAME for all devices of a cluster.")
+    missing = set(named) - set(_of_cluster(*clusters))
+    if missing or len(set(named)) < len(named):
+        where = f"{_CLUSTER}{clusters.pop()}"
+        raise _refuse(f"{text[:80]!r}: {where} has no {', '.join(sorted(missing)) or 'device twice'}.", where)
+    return tuple(named)
+
+
+def machine_of(device: str) -> str:
+    """CLUSTER/MACHINE of a device of another machine; "" for one of this computer."""
+    return device.partition("@")[2]
+
+
+def local_name(device: str) -> str:
+    """How a device is called on the machine that has it."""
+    return device.partition("@")[0]
+
+
 def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
     if len(set(indices)) != len(indices) or max(indices) >= MAX_CPU_RANKS:
         last = MAX_CPU_RANKS - 1
@@ -80,6 +141,8 @@ def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
 
 def name_devices(devices: Sequence[str]) -> str:
     """The text that resolve_devices reads as these, which came from it."""
+    if any(map(machine_of, devices)):
+        return ",".join(devices)
     if is_cpu(devices):
         first = tuple(f"cpu:{rank}" for rank in range(len(devices)))
         return f"cpu:{len(devices)}" if tuple(devices) == first else ",".join(devices)

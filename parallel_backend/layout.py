@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from .devices import machine_of
 from .strategy import DEGREES, ParallelStrategy
 
 # Axes of the rank layout, slowest first, in the order of ParallelStrategy's degrees.
@@ -67,6 +69,14 @@ class RankCoordinates(NamedTuple):
     def split_tokens(self, strategy: ParallelStrategy, total: int) -> tuple[int, ...]:
         """`total` tokens over the sequence axis, by device_shares where there are any."""
         return split_sizes(total, strategy.sequence_degree, self.sequence_shares(strategy))
+
+
+def crosses_machines(strategy: ParallelStrategy, devices: Sequence[str]) -> bool:
+    """Whether ranks that exchange tokens or parts of layers in each block, many times a step, would sit on several
+    machines. CFG, data and PipeFusion exchange little, and are the outer axes. `devices`: one per rank."""
+    inner = strategy.sequence_degree * strategy.tensor_degree
+    groups = (devices[first : first + inner] for first in range(0, strategy.world_size, inner))
+    return any(len(set(map(machine_of, group))) > 1 for group in groups)
 
 
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:

@@ -52,6 +52,14 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class FileContent:
+    """What tells a weights file from others, wherever it lies. `digest`: SHA-256 of its header and some of its data."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class InputShapes:
     """The widths that a model takes, from its file's header. `context`, `pooled`: of a prompt; `channels_in`,
     `channels_out`: of the latent that a call takes and gives. For people: `model` is its file's name, `text_encoders`

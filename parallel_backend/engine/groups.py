@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from ..errors import PlatformError, RequestError
 from ..layout import ALIKE_AXES, AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
 from ..strategy import ParallelStrategy
 from ..wire.heartbeat import heartbeat
+from ..wire.protocol import SHARED_STORE
 from .numa import stay_near
 from .operators import SliceMeeting
 from .traffic_counter import Traffic
@@ -50,8 +53,7 @@ class World:
             stay_near(device)
             heartbeat.follow(partial(torch.cuda.Event, enable_timing=True))
         if world_size > 1:
-            # torch exports it, but not to type checkers
-            store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+            store = _open_store(store_path, world_size)
             try:
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
                 self.group = dist.group.WORLD
@@ -63,6 +65,19 @@ class World:
                     "The ranks meet over this machine's loopback network interface, and lo is down or missing. Bring "
                     "it up (ip link set lo up), or start the container or sandbox with one."
                 ) from error
+
+
+def _open_store(path: str, world_size: int) -> Any:
+    """A file, or a prefix in the store of torchrun's agents, which the ranks of several machines reach. (torch exports
+    the stores, but not to type checkers.)"""
+    if not path.startswith(SHARED_STORE):
+        return dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,  # the agent, or torchrun's first process (rank/join.py)
+    )
+    return dist.PrefixStore(path.removeprefix(SHARED_STORE), store)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..devices import is_cpu
+from ..devices import is_cpu, memory_elsewhere
 from ..errors import StrategyError
 from .probe import visible_topology
 from .topology import Topology
@@ -59,7 +59,7 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
 def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
     """Bytes of memory of each device; 0 where nobody could tell."""
     by_name = _memory(topology or visible_topology())
-    return tuple(by_name.get(name, 0) for name in devices)
+    return tuple(by_name.get(name) or memory_elsewhere(name) for name in devices)
 
 
 def _memory(topology: Topology) -> dict[str, int]:
@@ -69,8 +69,8 @@ def _memory(topology: Topology) -> dict[str, int]:
 def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:
     if is_cpu(devices):
         return ()  # ranks on the CPU share one memory
-    by_name = _memory(topology)
-    unknown = [name for name in devices if not by_name.get(name)]
+    by_name = dict(zip(devices, device_memory(devices, topology), strict=True))
+    unknown = [name for name in devices if not by_name[name]]
     if unknown:
         raise StrategyError(
             f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16.",

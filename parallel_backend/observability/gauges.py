@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from types import ModuleType
 
-from ..devices import is_cpu
+from ..devices import is_cpu, machine_of
 from ..host_memory import available_memory, host_memory
 from ..machine.fingerprint import cpu_name
 from ..machine.probe import ask, visible_topology
@@ -47,9 +47,9 @@ class DeviceGauges:
     def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
         """By device name; those that nobody knows are left out. Never raises for a driver."""
         found: dict[str, Gauge] = {}
-        if any(is_cpu((device,)) for device in devices):
-            host = _host()
-            found |= {device: host for device in devices if is_cpu((device,))}
+        own_cpu = [device for device in devices if is_cpu((device,)) and not machine_of(device)]
+        if own_cpu:
+            found |= dict.fromkeys(own_cpu, _host())
         if len(found) < len(devices):
             seen = self._topology or visible_topology()
             for index, known in enumerate(seen.devices):

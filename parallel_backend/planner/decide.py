@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..devices import is_cpu, resolve_devices
 from ..errors import StrategyError
+from ..layout import crosses_machines
 from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
 from ..requests import RESIDENT_SAMPLERS, SampleRequest
 from ..sidecar.device_health import FAILING, left_out
@@ -152,7 +153,8 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Every strategy that this version runs on some of `devices`, with what is known of it."""
     for strategy in enumerate_candidates(job, len(devices)):
-        if strategy.violations(job.model.shape, len(devices), settings.engine):
+        violations = strategy.violations(job.model.shape, len(devices), settings.engine)
+        if violations or crosses_machines(strategy, devices):
             continue
         check = MemoryCheck(job, strategy, devices[: strategy.world_size])
         memory = fullest_rank(check.memories).private_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import StrategyError
+from ..layout import crosses_machines
 from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
 from .candidates import APPROXIMATION, Ranking, queries_pay
@@ -179,6 +180,11 @@ def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
             f"num_pipeline_patch {strategy.pipeline_patches} is less than pipefusion_degree "
             f"{strategy.pipefusion_degree}: some devices wait at every step; "
             f"{strategy.pipefusion_degree} or more keep all busy."
+        )
+    if crosses_machines(strategy, devices):
+        remarks.append(
+            "Ulysses, Ring or tensor parallelism crosses machines, and each block waits for the link between them; "
+            "these inside, and CFG, data or PipeFusion across machines, send far less."
         )
     if not strategy.device_shares and (remark := unequal_remark(devices[: strategy.world_size])):
         remarks.append(remark)

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,12 +28,19 @@ if TYPE_CHECKING:  # what takes a second to import comes later
     MakeWorker = Callable[[Setup], RankWorker]
 
 
+_BEFORE_ANOTHER = 5.0  # s before torchrun may start another process in the place of one that cannot run
+
+
 def main(make_worker: MakeWorker | None = None) -> None:
     """Greets the parent, joins the group, serves requests until the link ends.
 
     `make_worker(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
     """
     begun = time.perf_counter()
+    faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
+    if any(word.startswith("--join") for word in sys.argv[1:]):
+        _serve_elsewhere(begun)
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True, help="the inherited control link")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
@@ -41,8 +49,6 @@ def main(make_worker: MakeWorker | None = None) -> None:
     )
     parser.add_argument("--heartbeat", type=int, required=True, help="the inherited page of heartbeats")
     arguments = parser.parse_args()
-    faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
     die_with_parent(arguments.parent)
     signal.signal(
         signal.SIGCHLD, signal.SIG_DFL
@@ -63,7 +69,31 @@ def main(make_worker: MakeWorker | None = None) -> None:
         _exit(1)
 
 
-def _exit(code: int) -> None:
+def _serve_elsewhere(begun: float) -> NoReturn:
+    """The same for a ComfyUI on another computer. torchrun starts another rank in the place of this one, so its end is
+    never a success."""
+    from functools import partial
+
+    from ..errors import ParallelError
+    from .join import join
+
+    try:
+        link, epoch, page, own = join(sys.argv[1:])
+        from ..wire.transport import LinkClosed
+        from .joined_worker import JoinedWorker
+
+        with suppress(LinkClosed):
+            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), begun, page))
+    except ParallelError as error:
+        sys.stderr.write(f"parallel sampling: {error}\n")
+        sys.stderr.flush()
+        time.sleep(_BEFORE_ANOTHER)
+    except BaseException:
+        traceback.print_exc()
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
     """Ends at once: interpreter shutdown would wait for collectives that have lost their peers."""
     sys.stdout.flush()
     sys.stderr.flush()

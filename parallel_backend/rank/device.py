@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..devices import local_name
 from ..errors import DeviceError
 from ..requests import Conditioning
 
@@ -21,7 +22,7 @@ def on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
 
 def device_of(name: str) -> torch.device:
     """cpu:0, cpu:1, … name ranks; to torch there is one CPU. Raises DeviceError for a device that has gone."""
-    device = torch.device("cpu" if name.startswith("cpu") else name)
+    device = torch.device("cpu" if name.startswith("cpu") else local_name(name))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(
             f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "

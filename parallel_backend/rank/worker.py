@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ..devices import machine_of
 from ..engine.groups import Layouts, World
 from ..errors import RequestError
 from ..options import check_step_cache
@@ -72,9 +73,9 @@ class RankWorker:
             device=device_of(setup.devices[setup.rank]),
             backend=setup.backend,
             store_path=setup.rendezvous,
-            devices=tuple(device_of(name) for name in setup.devices),
+            devices=tuple(device_of(name) for name in _seen_from(setup)),
         )
-        self.vae = VaeWorker(self.world, lambda error: self._agree(error) == _GOOD)
+        self.vae = VaeWorker(self.world, self._all_good)
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
@@ -88,12 +89,13 @@ class RankWorker:
         """
         begun, device = time.perf_counter(), self.world.device
         self.models.keep(message.keep)
-        held, error = self._try_load(message.spec, message.strategy)
+        spec = self._locate(message)
+        held, error = self._try_load(spec, message.strategy)
         worst = self._agree(error)
         while worst == _NO_MEMORY and self.models and not message.yields:
             held = error = None
             self.models.drop_first()  # it was in the way
-            held, error = self._try_load(message.spec, message.strategy)
+            held, error = self._try_load(spec, message.strategy)
             worst = self._agree(error)
         if worst != _GOOD or held is None:
             held = None
@@ -114,6 +116,10 @@ class RankWorker:
             device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
             host_bytes=0 if shares is None else weight_bytes(model.chunks, torch.device("cpu")),
         )
+
+    def _locate(self, message: Load) -> ModelSpec:
+        """The model as this rank finds it: where the parent does, on the same computer. Collective elsewhere."""
+        return message.spec
 
     def keep_models(self, message: KeepModels) -> RankModels:
         """Drops all others."""
@@ -343,7 +349,7 @@ class RankWorker:
             heartbeat.loading(0.0)
             model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
-            return HeldModel(model, inputs, lambda error: self._agree(error) == _GOOD), None
+            return HeldModel(model, inputs, self._all_good), None
         except Exception as error:
             return None, error
 
@@ -361,6 +367,9 @@ class RankWorker:
 
         return load_under(spec, self._layouts, strategy)
 
+    def _all_good(self, error: Exception | None) -> bool:
+        return self._agree(error) == _GOOD
+
     def _agree(self, error: Exception | None) -> int:
         mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
         flag = torch.tensor([mine], dtype=torch.int32)
@@ -368,6 +377,13 @@ class RankWorker:
             with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
+
+
+def _seen_from(setup: Setup) -> tuple[str, ...]:
+    """The devices of all ranks. Those of other machines cannot be looked at from here, and are taken to be of the kind
+    of this rank's own."""
+    own = setup.devices[setup.rank]
+    return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
 
 
 def _watched(forward: F, on_compile: OnCompile) -> F:

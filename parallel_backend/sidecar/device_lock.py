@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 import torch
 
+from ..devices import machine_of
 from ..errors import DeviceError
 from ..wire import deadlines
 from .rendezvous import lives
@@ -84,6 +85,8 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
 def _file_name(device: str, cpu_too: bool) -> str | None:
     """None for what is not locked."""
     kind, _, index = device.partition(":")
+    if machine_of(device):  # a machine serves one head, and this one knows
+        return None
     if kind == "cpu":
         return f"cpu-{index}.lock" if cpu_too else None
     try:

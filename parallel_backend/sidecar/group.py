@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ..wire import deadlines
 from ..wire.protocol import Done
+from . import clusters
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .device_lock import lock_devices
 from .events import Changed, Ended, Released, RequestFailed, Started, emit
@@ -288,6 +289,7 @@ class RankGroupRunner:
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} rank{'s' if count > 1 else ''}"))
+        clusters.wait_for(self.devices, lease.cancelled)
         locks = lock_devices(self.devices) if self._exclusive else None
         self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
         try:

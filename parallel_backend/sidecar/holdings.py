@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ..devices import is_cpu
+from ..cluster.model_files import content_of
+from ..devices import is_cpu, machine_of
 from ..errors import Cancelled, CheckpointError, OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
@@ -180,9 +181,9 @@ class RankHoldings:
         number = next(self._numbers)
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(
-            Load(key.spec, key.weights, number, tuple(model.number for model in self._held), yields)
-        )
+        keep = tuple(model.number for model in self._held)
+        content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
+        exchange.send(Load(key.spec, key.weights, number, keep, yields, content))
         try:
             done = exchange.wait(lambda: deadlines.load_budget(size))
         except OutOfMemory:

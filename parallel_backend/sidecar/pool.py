@@ -16,6 +16,7 @@ from functools import partial
 from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
+from . import clusters
 from .device_health import FAILING
 from .lease import State
 from .sidecar import Sidecar
@@ -104,6 +105,7 @@ def reset() -> tuple[tuple[str, ...], ...]:
     """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
     the groups that were BROKEN."""
     FAILING.clear()
+    clusters.forget_absent()
     broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
     for sidecar in broken:
         sidecar.stop()  # which forgets its failures

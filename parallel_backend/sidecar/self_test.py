@@ -18,7 +18,8 @@ from ..wire.self_test import SelfTest
 from ..wire.strict_json import from_json, parse
 from .environment import interpreter_flags, rank_environment
 from .exit_status import describe_exit
-from .supervisor import OUTPUT_KEPT, PACK_ROOT, require_linux
+from .rank_process import OUTPUT_KEPT
+from .supervisor import PACK_ROOT, require_linux
 
 MODULE = "parallel_backend.rank.self_test"
 _RANKS = ("cpu:0", "cpu:1")

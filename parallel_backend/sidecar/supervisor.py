@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -23,21 +24,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..devices import machine_of
 from ..errors import PlatformError, RankFailed
 from ..wire import deadlines
 from ..wire.arena import ArenaReader, ArenaWriter
 from ..wire.heartbeat import Page
+from ..wire.protocol import SHARED_STORE
 from ..wire.transport import Link, link_pair
+from . import clusters
 from .device_lock import DeviceLocks
 from .environment import interpreter_flags, rank_environment
-from .exit_status import ExitStatus, count_oom_kills, describe_exit
+from .exit_status import ExitStatus
+from .rank_process import RankProcess
+from .remote_machine import Departure, RemoteMachine
 from .rendezvous import RendezvousFolder
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
 RANK_MODULE = "parallel_backend.rank"
 _FRAMES = 8  # of a rank that hangs
-OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
-_READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
 
 log = logging.getLogger("parallel_backend.ranks")
 
@@ -60,69 +64,6 @@ class Death:
         )
 
 
-class RankProcess:
-    """One rank as the supervisor sees it. Owned by the supervisor's thread."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None  # _popen pipes it
-        self.rank = rank
-        self.process = process
-        self.stdout = process.stdout
-        self.pid = process.pid
-        self.pidfd = os.pidfd_open(process.pid)
-        self.output = bytearray()
-        self._oom_kills = count_oom_kills()
-        self._line = b""
-        os.set_blocking(self.stdout.fileno(), False)
-
-    def drain(self, limit: int = _READ) -> bool:
-        """Reads up to `limit` bytes of output; False at end of file."""
-        try:
-            data = os.read(self.stdout.fileno(), limit)
-        except BlockingIOError:
-            return True
-        self.output += data
-        del self.output[:-OUTPUT_KEPT]
-        *lines, self._line = (self._line + data).split(b"\n")
-        for line in lines:
-            log.info("rank %d: %s", self.rank, line.decode(errors="replace"))
-        self._line = self._line[-OUTPUT_KEPT:]
-        return bool(data)
-
-    def signal(self, number: int) -> None:
-        """Signals the rank and what it started (it leads its own session). Safe until it is reaped."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
-    def reap(self) -> ExitStatus:
-        """Collects the ended process and closes what belonged to it; says how it ended."""
-        self.signal(signal.SIGKILL)  # compile workers and the like
-        try:
-            code, peak_bytes = self._collect()
-            # Not until end of file: a grandchild may have kept the pipe.
-            for _ in range(OUTPUT_KEPT // _READ + 1):
-                if not self.drain():
-                    break
-            oom_kills = count_oom_kills()
-            if oom_kills is not None and self._oom_kills is not None:
-                oom_kills -= self._oom_kills
-            return describe_exit(code, bytes(self.output), oom_kills=oom_kills, peak_bytes=peak_bytes)
-        finally:
-            self.stdout.close()
-            os.close(self.pidfd)
-
-    def _collect(self) -> tuple[int | None, int]:
-        """(exit code, bytes of host memory that it held). No code where something else in this process has collected
-        it: another thread that waits for any child, or the kernel, since SIGCHLD is ignored."""
-        try:
-            _, status, usage = os.wait4(self.pid, 0)
-        except ChildProcessError:
-            self.process.returncode = 0  # as subprocess has it then
-            return None, 0
-        self.process.returncode = code = os.waitstatus_to_exitcode(status)
-        return code, usage.ru_maxrss * 1024
-
-
 class RankGroup:
     """The ranks of one start. The supervisor owns the processes; the caller that spawned it owns the links."""
 
@@ -142,6 +83,10 @@ class RankGroup:
             half_made.pop_all()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
+        self.machines: tuple[
+            RemoteMachine, ...
+        ] = ()  # whose processes the ranks are, where they are not this one's
+        self._token = secrets.token_hex(8)  # of this start, in a store that others may have used
         self.death: Death | None = None
         self.ended = threading.Event()  # one rank died, or the group is being stopped
         self.gone = threading.Event()  # every rank is reaped
@@ -154,7 +99,7 @@ class RankGroup:
 
     @property
     def rendezvous(self) -> str:
-        return self.folder.store
+        return f"{SHARED_STORE}{self._token}" if self.machines else self.folder.store
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -274,6 +219,9 @@ class Supervisor:
         group = RankGroup(next(self._epochs), devices, locks)
         self._groups.add(group)
         try:
+            if any(map(machine_of, devices)):
+                self._take_machines(group)
+                return group
             for rank in range(len(devices)):
                 ours, theirs = link_pair()
                 group.links.append(ours)
@@ -296,6 +244,26 @@ class Supervisor:
                 self._bury(group)
             raise
         return group
+
+    def _take_machines(self, group: RankGroup) -> None:
+        def departed(departure: Departure) -> None:
+            self._submit(lambda: self._departed(group, departure))
+
+        group.machines, links = clusters.take(group.devices, group.epoch, group.heartbeat, departed)
+        group.links = [links[rank] for rank in range(group.world_size)]
+
+    def _departed(self, group: RankGroup, departure: Departure) -> None:
+        """A machine has gone; what its ranks' peers wait for will not come."""
+        if group.gone.is_set():
+            return
+        words = f"the machine has left the cluster: {departure.words}"
+        group.end(Death(departure.rank or 0, ExitStatus(words, "hang" if departure.silent else "link")))
+        self._let_machines_go(group)
+
+    def _let_machines_go(self, group: RankGroup) -> None:
+        for machine in group.machines:
+            machine.end("its group ended")
+        self._bury(group)
 
     def _watch(self, group: RankGroup, member: RankProcess) -> None:
         def output() -> None:
@@ -328,6 +296,9 @@ class Supervisor:
         if group.gone.is_set():
             return
         group.end(None)
+        if group.machines:
+            self._let_machines_go(group)
+            return
         _signal_all(group, signal.SIGTERM if grace else signal.SIGKILL)
         group.kill_at = time.monotonic() + grace
 

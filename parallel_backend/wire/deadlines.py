@@ -25,6 +25,13 @@ POLL = 0.05  # s between two looks at `should_cancel` while waiting
 PAUSE = 1.0  # s between two such looks, after which this process was held up, and ranks cannot be blamed
 IDLE = 1.0  # s without a request, after which a rank gives back what torch keeps of its device's memory
 SEND = 10.0  # s for a rank to take a request from its link's buffer
+BEAT = 0.5  # s between two signs of life of a machine of a cluster, and of its head
+SILENCE = (
+    15.0  # s without one, after which it is cut off; a process that is busy importing is silent for a few
+)
+ADMIT = 10.0  # s for a machine's TLS handshake, and again for its first frame
+MACHINES = 60.0  # s for machines whose ranks ended to come back: torchrun's rendezvous and an import of torch
+REDIAL = 1.0  # s between two attempts of a machine to reach its head
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
 BACK_OFF = (
     1.0  # s before ranks that failed twice within that window start again, doubled with each more failure

@@ -49,7 +49,8 @@ LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
 _BEAT = struct.Struct("<BBHIQQdQQQ")
-assert _BEAT.size * MOST_RANKS <= PAGE_BYTES
+BEAT_BYTES = _BEAT.size
+assert BEAT_BYTES * MOST_RANKS <= PAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,17 @@ class Page:
             working_bytes=holds[1],
             sent_bytes=holds[2],
         )
+
+    def copy_out(self, rank: int) -> bytes:
+        """What a rank wrote down, for the head of a cluster: its time as an age."""
+        *beat, since, weights, working, sent = _BEAT.unpack_from(self._page, rank * _BEAT.size)
+        return _BEAT.pack(*beat, time.monotonic() - since, weights, working, sent)
+
+    def copy_in(self, rank: int, beat: bytes) -> None:
+        """Writes down what `copy_out` of another machine gave. Raises struct.error for another size."""
+        *before, age, weights, working, sent = _BEAT.unpack(beat)
+        since = time.monotonic() - max(age, 0.0)
+        _BEAT.pack_into(self._page, rank * _BEAT.size, *before, since, weights, working, sent)
 
     def close(self) -> None:
         self._page.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import ComfyUISource, LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
@@ -38,7 +38,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: who you are. `rendezvous`: path of the FileStore; `devices`: all of them, in rank order;
+    """Parent to rank: who you are. `rendezvous`: path of the FileStore, or SHARED_STORE and a prefix of their own in
+    torchrun's store where ranks sit on several machines; `devices`: all of them, in rank order;
     `deterministic`: as torch is set in the parent (ComfyUI's --deterministic)."""
 
     rank: int
@@ -47,6 +48,9 @@ class Setup:
     rendezvous: str
     backend: str
     deterministic: bool = False
+
+
+SHARED_STORE = "torchrun:"
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,15 @@ class Ready:
 class Load:
     """Parent to all ranks: hold this model under the number `model`, each rank the part of it that `strategy.weights`
     gives it. `keep`: the models to hold beside it; others go before the load, these only where memory ends, the first
-    one first. `yields`: where memory ends they stay, and the load fails."""
+    one first. `yields`: where memory ends they stay, and the load fails. `content`: for ranks of other machines, which
+    look for the file in their own folders."""
 
     spec: ModelSpec
     strategy: ParallelStrategy
     model: int
     keep: tuple[int, ...]
     yields: bool = False
+    content: FileContent | None = None
 
 
 @dataclass(frozen=True)

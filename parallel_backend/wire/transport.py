@@ -51,7 +51,11 @@ _NO_ROOM = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LinkClosed(TransportError):
-    """The other end is gone."""
+    """The other end is gone. `silent`: it may be there, and cannot be reached."""
+
+    def __init__(self, message: str, *, silent: bool = False) -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 class LinkFull(TransportError):

@@ -13,10 +13,12 @@ import torch
 
 from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, EVERYTHING_PAUSES, REAPING_THREAD, run_script
 from parallel_backend.errors import PlatformError, RankFailed
+from parallel_backend.sidecar import rank_process
 from parallel_backend.sidecar import supervisor as supervisor_module
 from parallel_backend.sidecar.environment import rank_environment
 from parallel_backend.sidecar.exchange import Exchange
 from parallel_backend.sidecar.handshake import join_ranks
+from parallel_backend.sidecar.rank_process import OUTPUT_KEPT
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.sidecar.supervisor import PACK_ROOT, Supervisor, get_supervisor
 from parallel_backend.wire import deadlines
@@ -73,8 +75,8 @@ def test_only_the_end_of_a_flood_is_kept(spawn):
     member = group.ranks[0]
     kept, drain = [], member.drain
     member.drain = lambda *limit: (drain(*limit), kept.append(len(member.output)))[0]
-    wait_until(lambda: len(kept) > 50 and kept[-1] == supervisor_module.OUTPUT_KEPT)
-    assert max(kept) == supervisor_module.OUTPUT_KEPT
+    wait_until(lambda: len(kept) > 50 and kept[-1] == OUTPUT_KEPT)
+    assert max(kept) == OUTPUT_KEPT
 
 
 def test_the_first_death_is_the_reason_and_the_others_are_killed(spawn):
@@ -113,7 +115,7 @@ def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, mo
     def fails(*arguments, **others):
         raise OSError("no file descriptors are left")
 
-    monkeypatch.setattr(supervisor_module, "describe_exit", fails)
+    monkeypatch.setattr(rank_process, "describe_exit", fails)
     group = spawn("tests.support.rank_programs.flooding_rank")
     os.kill(group.pids[0], signal.SIGSEGV)
     assert group.gone.wait(PATIENCE)

@@ -18,7 +18,8 @@ from typing import IO
 from ....errors import RankFailed, TransportError
 from ....sidecar.environment import interpreter_flags
 from ....sidecar.exit_status import describe_exit
-from ....sidecar.supervisor import OUTPUT_KEPT, PACK_ROOT
+from ....sidecar.rank_process import OUTPUT_KEPT
+from ....sidecar.supervisor import PACK_ROOT
 from ....wire import deadlines
 from ....wire.gpu_check import SHOW_STACK, Answer, Subject
 from ....wire.strict_json import from_json, parse, to_json

@@ -1,0 +1,195 @@
+"""Frames over the encrypted connection of one machine: messages of its ranks with their tensors, and signs of life.
+
+A frame is a header, a text (a rank's datagram as on a local link, or what the kind says) and a payload (the tensors
+that a local link would pass as a descriptor). What comes is checked before anyone acts on it, and a frame that is not
+allowed ends the connection. Nothing here blocks; one thread uses a channel.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import os
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import TransportError
+from ..wire.protocol import MAX_MESSAGE_BYTES, Envelope, decode
+from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed
+from .payload import Extents, IncomingPayload, extents_of
+
+_HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
+_CHUNK = 64 * 1024  # bytes given to TLS at once
+_MOST_READS = 64  # in one turn, so that a flood does not keep the other way waiting
+
+
+class Kind(enum.IntEnum):
+    """Of a frame. Datagrams and BEAT go both ways, JOIN and LEFT to the head, the others to a machine."""
+
+    JOIN = 1  # the machine and its devices (handshake.Join)
+    WELCOME = 2
+    REFUSED = 3  # the reason in words
+    BEAT = 4  # a sign of life, of a machine with the heartbeats of its ranks
+    START = 5  # which ranks this machine's processes are (handshake.Start)
+    MESSAGE = 6  # a datagram, from or to the rank in the header
+    CARRYING = 7  # a datagram with a payload
+    AGAIN = 8  # a datagram with the payload of the one before
+    LEFT = 9  # the rank in the header closed its link
+
+
+@dataclass(frozen=True)
+class Frame:
+    """`envelope`: the text of a datagram, read; `payload`: the tensors' descriptor, which the taker closes."""
+
+    kind: Kind
+    rank: int
+    text: bytes
+    envelope: Envelope | None = None
+    payload: int | None = None
+
+
+@dataclass
+class _Outgoing:
+    """What is left to send of a frame. `descriptor`: of the payload, -1 for none; closed once it is sent."""
+
+    head: memoryview
+    descriptor: int
+    extents: Extents
+
+
+DATAGRAMS = frozenset({Kind.MESSAGE, Kind.CARRYING, Kind.AGAIN})
+
+
+class Channel:
+    """One end of a machine's connection, `accepts` the kinds that may come. It owns its socket."""
+
+    def __init__(self, sock: ssl.SSLSocket, accepts: frozenset[Kind]) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._accepts = accepts
+        self._outgoing: collections.deque[_Outgoing] = collections.deque()
+        self._buffer = bytearray(_CHUNK)
+        self._held = bytearray()  # of a header and text that is not whole yet
+        self._incoming: IncomingPayload | None = None
+        self._frame: Frame | None = None  # whose payload comes
+        self.heard = time.monotonic()  # when anything came last
+        self.waiting = False  # more has come than one turn reads
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def backlog(self) -> int:
+        """Frames that are not sent yet."""
+        return len(self._outgoing)
+
+    def send(
+        self, kind: Kind, rank: int = 0, text: bytes = b"", descriptor: int = -1, extents: Extents = ()
+    ) -> None:
+        """Puts a frame behind those that wait; `flush` sends them. `descriptor`: where the payload's `extents` lie,
+        which stays the caller's."""
+        size = sum(length for _, length in extents)
+        head = memoryview(_HEADER.pack(kind, rank, len(text), size) + text)
+        self._outgoing.append(_Outgoing(head, os.dup(descriptor) if size else -1, extents))
+
+    def flush(self) -> None:
+        """Sends as much as the connection takes. Raises LinkClosed."""
+        while self._outgoing:
+            first = self._outgoing[0]
+            if not first.head and first.extents:
+                (offset, length), *rest = first.extents
+                size = min(length, _CHUNK)
+                first.head = memoryview(os.pread(first.descriptor, size, offset))
+                left = ((offset + size, length - size),) if length > size else ()
+                first.extents = (*left, *rest)
+            if first.head:
+                try:
+                    sent = self._socket.send(first.head)
+                except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                    return
+                except OSError as error:
+                    raise LinkClosed(f"the connection ended ({error})") from None
+                first.head = first.head[sent:]
+            if not first.head and not first.extents:
+                self._drop_first()
+
+    def _drop_first(self) -> None:
+        done = self._outgoing.popleft()
+        if done.descriptor >= 0:
+            os.close(done.descriptor)
+
+    def read(self) -> Iterator[Frame]:
+        """The frames that have come whole. Raises LinkClosed, TransportError for what is not allowed."""
+        self.waiting = False
+        for _ in range(_MOST_READS):
+            try:
+                size = self._socket.recv_into(self._buffer)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
+            except OSError as error:
+                raise LinkClosed(f"the connection ended ({error})") from None
+            if not size:
+                raise LinkClosed("the connection was closed")
+            self.heard = time.monotonic()
+            yield from self._parse(memoryview(bytes(self._buffer[:size])))
+        self.waiting = True
+
+    def _parse(self, view: memoryview) -> Iterator[Frame]:
+        while view:
+            if self._incoming is not None:
+                view = view[self._incoming.write(view) :]
+            else:
+                view = view[self._take_head(view) :]
+            if self._frame is None or (self._incoming is not None and self._incoming.missing):
+                continue
+            frame, self._frame = self._frame, None
+            if self._incoming is not None:
+                incoming, self._incoming = self._incoming, None
+                yield Frame(frame.kind, frame.rank, frame.text, frame.envelope, incoming.finish())
+            else:
+                yield frame
+
+    def _take_head(self, view: memoryview) -> int:
+        """Adds to the header and text that come; how much of `view` belonged to them."""
+        wanted = _HEADER.size
+        if len(self._held) >= wanted:
+            wanted += _read_header(self._held, self._accepts)[2]
+        taken = min(wanted - len(self._held), len(view))
+        self._held += view[:taken]
+        if len(self._held) < _HEADER.size:
+            return taken
+        kind, rank, length, size = _read_header(self._held, self._accepts)
+        if len(self._held) < _HEADER.size + length:
+            return taken
+        text = bytes(self._held[_HEADER.size :])
+        self._held.clear()
+        envelope = None
+        if kind in DATAGRAMS:
+            envelope = decode(text, int(kind is not Kind.MESSAGE))
+        self._frame = Frame(kind, rank, text, envelope)
+        if kind is Kind.CARRYING and envelope is not None:
+            self._incoming = IncomingPayload(extents_of(envelope.message, size))
+        return taken
+
+    def close(self) -> None:
+        """Gives up what was not sent or has not come whole."""
+        while self._outgoing:
+            self._drop_first()
+        if self._incoming is not None:
+            self._incoming.close()
+            self._incoming = None
+        self._socket.close()
+
+
+def _read_header(data: bytearray, accepts: frozenset[Kind]) -> tuple[Kind, int, int, int]:
+    kind, rank, length, size = _HEADER.unpack_from(data)
+    if kind not in accepts:
+        raise TransportError(f"a frame of the unknown or here forbidden kind {kind} came")
+    if length > MAX_MESSAGE_BYTES:
+        raise TransportError(f"a frame has {length} bytes of text; the limit is {MAX_MESSAGE_BYTES}")
+    if size > (MAX_PAYLOAD_BYTES if kind == Kind.CARRYING else 0):
+        raise TransportError(f"a frame of kind {kind} has a payload of {size} bytes, which is not allowed")
+    return Kind(kind), rank, length, size

@@ -1,0 +1,62 @@
+"""Weights files by content: what tells one from another, and the same one in a machine's own model folders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+from ..errors import CheckpointError
+from ..requests import FileContent
+
+_MOST_HEADER = 100 * 1000**2  # bytes, safetensors' own limit
+# Two models of one family have the same header, so a little of the data counts as well.
+_SAMPLES, _SAMPLE = 32, 4096
+
+
+def content_of(path: Path) -> FileContent:
+    """Reads the header and 128 KiB of the data, whatever the size. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(8)
+            (length,) = struct.unpack("<Q", head) if len(head) == 8 else (0,)
+            digest = hashlib.sha256(head + file.read(min(length, _MOST_HEADER)))
+            first = file.tell()
+            for sample in range(_SAMPLES):
+                file.seek(first + (size - first) * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    return FileContent(size, digest.hexdigest())
+
+
+def find_model(folders: Sequence[Path], path: PurePath, content: FileContent, machine: str) -> Path:
+    """The file with this content that is called as `path` is at its end, as many folders deep as it can be. Raises
+    CheckpointError naming the machine."""
+    if not folders:
+        raise CheckpointError(
+            f"Machine {machine} was started without --models, so it has no folder to look for {path.name} in."
+        )
+    searched = ", ".join(map(str, folders))
+    different: Path | None = None
+    for count in range(len(path.parts) - 1, 0, -1):
+        for folder in folders:
+            found = folder.joinpath(*path.parts[-count:])
+            if not found.is_file():
+                continue
+            if found.stat().st_size == content.size and content_of(found) == content:
+                return found
+            different = different or found
+    if different is not None:
+        raise CheckpointError(
+            f"Machine {machine} has another file under the name {path.name}: {different}, of "
+            f"{different.stat().st_size:,} bytes, where the one chosen in ComfyUI has {content.size:,} or other "
+            f"contents. Copy that one to {machine}."
+        )
+    raise CheckpointError(
+        f"Machine {machine} has no {path.name} (searched {searched}). Copy it there, in the folder that it has under "
+        f"ComfyUI's models or in any above, or start torchrun there with --models for the folder that has it."
+    )

@@ -1,0 +1,45 @@
+"""TLS 1.3 between a head and its machines: both show a certificate, and each accepts the one that it was given."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+
+from ..errors import TransportError
+from .endpoint import HEAD, Endpoint
+
+
+def make_context(endpoint: Endpoint) -> ssl.SSLContext:
+    """Of one end. No session is resumed: every handshake is a whole one, which a recording of another cannot answer."""
+    server = endpoint.role == HEAD
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the certificate itself is pinned, whatever the address is called
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_TICKET
+    if server:
+        context.num_tickets = 0
+    context.load_verify_locations(cadata=endpoint.peer)
+    descriptor = os.memfd_create("parallel-backend-key", os.MFD_CLOEXEC)  # ssl reads keys from files only
+    try:
+        os.write(descriptor, (endpoint.key + endpoint.certificate).encode())
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    return context
+
+
+def secure(sock: socket.socket, endpoint: Endpoint, context: ssl.SSLContext, seconds: float) -> ssl.SSLSocket:
+    """The connection after a handshake of at most so many seconds; takes `sock` over. Raises OSError (TLS's errors are
+    some of those), TransportError for another certificate."""
+    sock.settimeout(seconds)  # for the whole handshake, however slowly its bytes come
+    try:
+        wrapped = context.wrap_socket(sock, server_side=endpoint.role == HEAD)
+    except BaseException:
+        sock.close()
+        raise
+    if wrapped.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(endpoint.peer):
+        wrapped.close()
+        raise TransportError("the other end showed another certificate than the pinned one")
+    return wrapped

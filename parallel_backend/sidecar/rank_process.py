@@ -1,0 +1,79 @@
+"""One rank's process on this computer: what it prints, its end, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+
+from .exit_status import ExitStatus, count_oom_kills, describe_exit
+
+OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
+_READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
+
+log = logging.getLogger("parallel_backend.ranks")
+
+
+class RankProcess:
+    """One rank as the supervisor sees it. Owned by the supervisor's thread."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None  # _popen pipes it
+        self.rank = rank
+        self.process = process
+        self.stdout = process.stdout
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self.output = bytearray()
+        self._oom_kills = count_oom_kills()
+        self._line = b""
+        os.set_blocking(self.stdout.fileno(), False)
+
+    def drain(self, limit: int = _READ) -> bool:
+        """Reads up to `limit` bytes of output; False at end of file."""
+        try:
+            data = os.read(self.stdout.fileno(), limit)
+        except BlockingIOError:
+            return True
+        self.output += data
+        del self.output[:-OUTPUT_KEPT]
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            log.info("rank %d: %s", self.rank, line.decode(errors="replace"))
+        self._line = self._line[-OUTPUT_KEPT:]
+        return bool(data)
+
+    def signal(self, number: int) -> None:
+        """Signals the rank and what it started (it leads its own session). Safe until it is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> ExitStatus:
+        """Collects the ended process and closes what belonged to it; says how it ended."""
+        self.signal(signal.SIGKILL)  # compile workers and the like
+        try:
+            code, peak_bytes = self._collect()
+            # Not until end of file: a grandchild may have kept the pipe.
+            for _ in range(OUTPUT_KEPT // _READ + 1):
+                if not self.drain():
+                    break
+            oom_kills = count_oom_kills()
+            if oom_kills is not None and self._oom_kills is not None:
+                oom_kills -= self._oom_kills
+            return describe_exit(code, bytes(self.output), oom_kills=oom_kills, peak_bytes=peak_bytes)
+        finally:
+            self.stdout.close()
+            os.close(self.pidfd)
+
+    def _collect(self) -> tuple[int | None, int]:
+        """(exit code, bytes of host memory that it held). No code where something else in this process has collected
+        it: another thread that waits for any child, or the kernel, since SIGCHLD is ignored."""
+        try:
+            _, status, usage = os.wait4(self.pid, 0)
+        except ChildProcessError:
+            self.process.returncode = 0  # as subprocess has it then
+            return None, 0
+        self.process.returncode = code = os.waitstatus_to_exitcode(status)
+        return code, usage.ru_maxrss * 1024

@@ -1,0 +1,122 @@
+"""Relays between two local links over an encrypted connection: what goes in at one end comes out at the other."""
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from cluster_machines import make_cluster
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.cluster.channel import DATAGRAMS, Channel, Kind
+from parallel_backend.cluster.relay import Relay
+from parallel_backend.cluster.tls import make_context, secure
+from parallel_backend.requests import Placement
+from parallel_backend.wire.arena import ArenaReader, ArenaWriter
+from parallel_backend.wire.protocol import Call, Done, Envelope, LoadVae, Predict, Wake
+from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
+
+WAIT = 30.0
+
+
+@contextmanager
+def relayed(folder, ranks):
+    """Pairs of links (head's, rank's) by rank, joined by two relays, which end with the block; and those relays."""
+    secret = make_cluster(folder)
+    head = endpoints.find_head("lab")
+    machine = endpoints.read_endpoint(secret, endpoints.MACHINE)
+    ours, theirs = socket.socketpair()
+    ends = []
+    other = threading.Thread(target=lambda: ends.append(secure(theirs, machine, make_context(machine), WAIT)))
+    other.start()
+    ends.insert(0, secure(ours, head, make_context(head), WAIT))
+    other.join()
+    accepts = DATAGRAMS | {Kind.BEAT, Kind.LEFT}
+    relays = [
+        Relay(Channel(end, accepts), lambda frame: None, lambda rank: None, lambda: b"") for end in ends
+    ]
+    pairs = {}
+    for rank in range(ranks):
+        (head_end, inner), (outer, rank_end) = link_pair(), link_pair()
+        relays[0].links[rank], relays[1].links[rank] = inner, outer
+        pairs[rank] = head_end, rank_end
+    threads = [threading.Thread(target=relay.run) for relay in relays]
+    for thread in threads:
+        thread.start()
+    yield pairs, relays
+    for pair in pairs.values():
+        for link in pair:
+            link.close()
+
+    def end():
+        raise endpoints.TransportError("the test ends")
+
+    relays[0].submit(end)
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(endpoints.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def tensors(size=1000):
+    return {"latent": torch.randn(3, size), "ids": torch.arange(5), "mask": torch.tensor([True, False])}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks):
+    with relayed(folder, 2) as (pairs, relays):
+        sent = Envelope(3, 4, LoadVae("a VAE"))
+        big = tensors(3_000_000)  # 36 MB: many turns of both loops
+        payload = pack_tensors(big)
+        before = relays[0].channel._outgoing
+        for rank in (0, 1):  # the same to both: it travels once
+            pairs[rank][0].send(sent, (payload,), WAIT)
+        os.close(payload)
+        for rank in (0, 1):
+            envelope, descriptors = pairs[rank][1].receive(WAIT)
+            assert envelope == sent
+            assert_same(unpack_tensors(*descriptors), big)
+            close_all(descriptors)
+        assert not before
+        pairs[0][0].send(Envelope(3, 5, Wake()))
+        assert pairs[0][1].receive(WAIT) == (Envelope(3, 5, Wake()), ())
+        answer = pack_tensors(tensors())
+        expected = unpack_tensors(answer)
+        pairs[1][1].send(Envelope(3, 5, Done()), (answer,))
+        os.close(answer)
+        envelope, descriptors = pairs[1][0].receive(WAIT)
+        assert envelope == Envelope(3, 5, Done())
+        assert_same(unpack_tensors(*descriptors), expected)
+        close_all(descriptors)
+
+
+def test_arenas_arrive_as_they_are_at_each_message(folder, no_leaks):
+    """The file is the same from call to call and its contents are not."""
+    writer, reader = ArenaWriter(), ArenaReader()
+    with relayed(folder, 1) as (pairs, _):
+        for request in (1, 2):
+            placed = tensors(100 * request)
+            message = Predict(Placement(), 0, (), 0, placed=writer.place(placed))
+            pairs[0][0].send(Envelope(1, request, message), (writer.descriptor,))
+            envelope, descriptors = pairs[0][1].receive(WAIT)
+            assert envelope.message == message
+            assert_same(reader.read(descriptors[0], envelope.message.placed), placed)
+            close_all(descriptors)
+        nothing = Call(Placement(), "forward", 1, "rows", 0)
+        pairs[0][0].send(Envelope(1, 3, nothing), (writer.descriptor,))
+        envelope, descriptors = pairs[0][1].receive(WAIT)
+        assert envelope.message == nothing and len(descriptors) == 1
+        assert reader.read(descriptors[0], ()) == {}
+        close_all(descriptors)
+        reader.release()
+    writer.release()

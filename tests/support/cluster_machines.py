@@ -1,0 +1,117 @@
+"""Machines of a cluster for tests: the head's secret files, a machine that is only a connection, and real torchruns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.cluster.channel import Kind
+from parallel_backend.cluster.command import make
+from parallel_backend.cluster.handshake import Join, pack, receive_first, send_first, versions
+from parallel_backend.cluster.tls import make_context, secure
+from parallel_backend.sidecar import clusters
+from parallel_backend.sidecar.supervisor import PACK_ROOT
+
+
+def make_cluster(folder: Path, name: str = "lab", address: str = "127.0.0.1", port: int = 0) -> Path:
+    """The machines' secret file. The folder must be endpoints.VARIABLE's."""
+    assert Path(os.environ[endpoints.VARIABLE]) == folder
+    return make(name, address, port)[1]
+
+
+def connect(head: clusters.ClusterHead, source: str = "127.0.0.1") -> socket.socket:
+    """A plain connection to the head from this loopback address."""
+    return socket.create_connection(("127.0.0.1", head.port), 20, (source, 0))
+
+
+class BareMachine:
+    """A machine without ranks. `welcomed`: whether the head took it; `words`: why not."""
+
+    def __init__(
+        self, head: clusters.ClusterHead, secret: Path, *, source: str = "127.0.0.1", **join
+    ) -> None:
+        endpoint = endpoints.read_endpoint(secret, endpoints.MACHINE)
+        self.socket = secure(connect(head, source), endpoint, make_context(endpoint), 20)
+        fields = dict(zip(("protocol", "python", "torch"), versions(), strict=True))
+        fields |= {"machine": "bare", "devices": ("cpu:0",), "memory": (0,)} | join
+        send_first(self.socket, Kind.JOIN, pack(Join(**fields)))
+        kind, text = receive_first(self.socket, 20)
+        self.welcomed, self.words = kind is Kind.WELCOME, text.decode()
+
+    def is_ended(self) -> bool:
+        """Whether the head has closed the connection; waits for that."""
+        self.socket.settimeout(20)
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.create_server((address, 0)) as sock:
+        return sock.getsockname()[1]
+
+
+class Torchrun:
+    """torchrun on one machine, which it leaves as a host that is switched off does."""
+
+    def __init__(
+        self,
+        machine: str,
+        secret: Path,
+        head: str,
+        meeting: str,
+        *,
+        models: Path,
+        local: str = "127.0.0.1",
+        nodes: str = "2",
+        log: Path,
+        within: tuple[str, ...] = (),
+        settings: str = "",
+        comfyui: Path | None = None,
+    ) -> None:
+        command = [*within, sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
+        command += ["--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-backend", "c10d"]
+        command += ["--rdzv-endpoint", meeting, "--rdzv-id", "lab", "--local-addr", local]
+        command += ["--rdzv-conf", settings] if settings else []
+        command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]
+        command += ["--models", str(models), "--machine", machine, "--device", "cpu"]
+        command += ["--comfyui", str(comfyui)] if comfyui else []
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=PACK_ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"parallel_backend.rank" in _command_line(pid)]
+
+    def stop(self) -> None:
+        """Ends it and its ranks, which die with it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
