@@ -61,14 +61,9 @@ class CompileChoice:
         told = f"compiling takes about {COMPILE_SECONDS:.0f} s once and should save about {saved:.1f} s of this job"
         if missed:
             told += f", {missed:.1f} s of those before"
-        return (
-            (on, f"compile: auto compiles: {told}")
-            if pays
-            else (
-                off,
-                f"compile: auto left the blocks as they are: {told}",
-            )
-        )
+        if pays:
+            return on, f"compile: auto compiles: {told}"
+        return off, f"compile: auto left the blocks as they are: {told}"
 
 
 def _why_never(devices: tuple[str, ...], topology: Topology) -> str | None:

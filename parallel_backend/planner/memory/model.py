@@ -21,12 +21,7 @@ from .rank_memory import CPU_BASE_BYTES, RankMemory
 
 
 def predict_memory(
-    file: ModelFile,
-    strategy: ParallelStrategy,
-    job: Job,
-    *,
-    weight_dtype: str = "auto",
-    on_cpu: bool = False,
+    file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
 ) -> tuple[RankMemory, ...]:
     """Of every rank of `strategy`, in rank order."""
     dtypes = Dtypes.of(weight_dtype, file.dtype, on_cpu)
