@@ -216,7 +216,7 @@ def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     assert compute_share(job(unet, (1, 4, 36, 64)), ParallelStrategy(ulysses_degree=2)) == pytest.approx(
         5 / 9
     )
-    large = job(unet, (1, 4, 256, 256))
+    large = job(unet, (1, 4, 1024, 1024))
     one, two = (
         fullest_rank(large.model.memory(large, s)).private_bytes
         for s in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2))
