@@ -69,6 +69,9 @@ class Relay:
             return error
         except OSError as error:
             return LinkClosed(f"the connection ended ({error})")
+        except Exception as error:  # whoever waits for these ranks must learn of its end all the same
+            log.exception("a relay met an error and ends")
+            return TransportError(f"{type(error).__name__}: {error}")
         finally:
             self._close()
 

@@ -23,7 +23,7 @@ from ..cluster.endpoint import NAME, Endpoint, find_head, known_clusters
 from ..cluster.handshake import Join, receive_first, send_first, unpack, versions
 from ..cluster.tls import make_context, secure
 from ..devices import find_clusters_by, machine_of
-from ..errors import DeviceError, ParallelError, TransportError
+from ..errors import Cancelled, DeviceError, ParallelError, TransportError
 from ..wire import deadlines
 from ..wire.heartbeat import MOST_RANKS, Page
 from ..wire.transport import Link
@@ -99,15 +99,15 @@ class ClusterHead:
             self._gone = {name: gone for name, gone in self._gone.items() if not gone.is_absent}
 
     def wait_for(self, machines: Sequence[str], cancelled: Callable[[], bool]) -> None:
-        """Until all are there and serve no group; after deadlines.MACHINES raises DeviceError naming one."""
+        """Until all are there and serve no group. Raises DeviceError naming one after deadlines.MACHINES, Cancelled."""
         until = time.monotonic() + deadlines.MACHINES
         with self._changed:
             while missing := [name for name in machines if not self._is_free(name)]:
-                if cancelled() or time.monotonic() > until:
-                    break
+                if cancelled():
+                    raise Cancelled("The request was cancelled while it waited for machines.")
+                if time.monotonic() > until:
+                    raise self._missing(missing)
                 self._changed.wait(deadlines.POLL)
-        if missing and not cancelled():
-            raise self._missing(missing)
 
     def _is_free(self, name: str) -> bool:
         return name in self._machines and not self._machines[name].busy
@@ -342,6 +342,10 @@ def take(
     clusters = _by_cluster(devices)
     if len(clusters) != 1 or not all(map(machine_of, devices)):
         raise DeviceError(f"{', '.join(devices)}: one group has devices of one cluster and no others.")
+    if len(devices) > MOST_RANKS:
+        raise DeviceError(
+            f"{len(devices)} devices: a group has {MOST_RANKS} at most; name some of them, with commas."
+        )
     return open_head(next(iter(clusters))).take(devices, epoch, page, on_departure)
 
 

@@ -78,6 +78,7 @@ class Torchrun:
         log: Path,
         within: tuple[str, ...] = (),
         settings: str = "",
+        comfyui: Path | None = None,
     ) -> None:
         command = [*within, sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
         command += ["--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-backend", "c10d"]
@@ -85,6 +86,7 @@ class Torchrun:
         command += ["--rdzv-conf", settings] if settings else []
         command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]
         command += ["--models", str(models), "--machine", machine, "--device", "cpu"]
+        command += ["--comfyui", str(comfyui)] if comfyui else []
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
