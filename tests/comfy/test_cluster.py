@@ -20,6 +20,7 @@ def _stock(unet):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_graph_runs_on_two_machines_by_either_provider(tmp_path, monkeypatch):
     secrets = tmp_path / "secrets"
     monkeypatch.setenv(endpoints.VARIABLE, str(secrets))
@@ -65,7 +66,7 @@ def test_a_graph_runs_on_two_machines_by_either_provider(tmp_path, monkeypatch):
                     )
                 )
             joined = [tmp_path / f"{name}.log" for name in ("a", "b")]
-            wait_until(lambda: all("joined the cluster lab" in log.read_text() for log in joined))
+            wait_until(lambda: all("joined the cluster lab" in log.read_text() for log in joined), 240.0)
             for build in (flux, any_model):
                 found, report = sample(build)
                 assert relative_difference(found, expected) <= 1e-5
