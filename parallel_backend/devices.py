@@ -60,13 +60,13 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     `cluster:NAME`: those of other machines, machine by machine, such as cuda:0@NAME/MACHINE, or by these names. Raises
     DeviceError naming what does not exist.
     """
-    if (cluster := text.strip().lower()).startswith(_CLUSTER):
-        return _of_cluster(cluster.removeprefix(_CLUSTER))
-    if "@" in text:
-        return _remote(text)
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
     wanted = text.strip().lower()
+    if wanted.startswith(_CLUSTER):
+        return _of_cluster(wanted.removeprefix(_CLUSTER))
+    if "@" in wanted:
+        return _remote(wanted)
     gpus = 0 if _only_cpu else torch.cuda.device_count()
     if wanted in ("", "all"):
         return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu:0",)
@@ -109,15 +109,16 @@ def _of_cluster(name: str) -> tuple[str, ...]:
 
 
 def _remote(text: str) -> tuple[str, ...]:
-    named = [part for part in re.split(r"[\s,;]+", text.strip().lower()) if part]
+    named = [part for part in re.split(r"[\s,;]+", text) if part]
     found = [_REMOTE.fullmatch(part) for part in named]
     clusters = {match[1] for match in found if match is not None}
     if len(clusters) != 1 or not all(found):
         raise _refuse(f"{text[:80]!r} is not understood; write cluster:NAME for all devices of a cluster.")
-    missing = set(named) - set(_of_cluster(*clusters))
+    cluster = clusters.pop()
+    missing = sorted(set(named) - set(_of_cluster(cluster)))
     if missing or len(set(named)) < len(named):
-        where = f"{_CLUSTER}{clusters.pop()}"
-        raise _refuse(f"{text[:80]!r}: {where} has no {', '.join(sorted(missing)) or 'device twice'}.", where)
+        wrong = f"{_CLUSTER}{cluster} has no {', '.join(missing)}" if missing else "each device is named once"
+        raise _refuse(f"{text[:80]!r}: {wrong}.", f"{_CLUSTER}{cluster}")
     return tuple(named)
 
 

@@ -57,10 +57,11 @@ def _told(name: str, args: argparse.Namespace) -> str:
     secret = machine_file(name)
     return f"""ComfyUI's half stays here: {head_file(name)}
 The machines' half goes to each machine by a safe way (scp), and stays secret there: {secret}
-On each machine, in this pack's folder, with its own address for ADDRESS, and the same machine's for FIRST on all:
+On each machine, in this pack's folder, with its own address for ADDRESS, one machine's for FIRST on all of them, and
+is_host=1 on that one alone:
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   torchrun --nnodes N --nproc-per-node gpu --max-restarts 1000000 --local-addr ADDRESS \\
-    --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id {name} \\
+    --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id {name} --rdzv-conf is_host=0,last_call_timeout=5 \\
     -m parallel_backend.rank --join {args.address or "HEAD"}:{args.port} --secret-file {secret.name} \\
     --models MODELS --comfyui COMFYUI
 Then restart ComfyUI, which listens from now on; in the graph: devices cluster:{name} in Strategy Selector.

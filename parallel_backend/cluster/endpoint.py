@@ -70,7 +70,10 @@ def find_head(cluster: str) -> Endpoint:
             f"`python -m parallel_backend cluster init {cluster}`; docs/deployment.md has all steps.",
             nearest=(("devices", "all"),),
         )
-    return read_endpoint(head_file(cluster), HEAD)
+    try:
+        return read_endpoint(head_file(cluster), HEAD)
+    except PlatformError as error:
+        raise DeviceError(f"devices 'cluster:{cluster}': {error}", nearest=(("devices", "all"),)) from None
 
 
 def read_endpoint(path: Path, role: str) -> Endpoint:

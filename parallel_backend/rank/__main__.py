@@ -79,15 +79,18 @@ def _serve_elsewhere(begun: float) -> NoReturn:
 
     try:
         link, epoch, page, own = join(sys.argv[1:])
-        from ..wire.transport import LinkClosed
-        from .joined_worker import JoinedWorker
-
-        with suppress(LinkClosed):
-            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), begun, page))
-    except ParallelError as error:
-        sys.stderr.write(f"parallel sampling: {error}\n")
+    except BaseException as error:
+        known = isinstance(error, ParallelError)
+        sys.stderr.write(f"parallel sampling: {error}\n" if known else traceback.format_exc())
         sys.stderr.flush()
         time.sleep(_BEFORE_ANOTHER)
+        _exit(1)
+    from ..wire.transport import LinkClosed
+    from .joined_worker import JoinedWorker
+
+    try:
+        with suppress(LinkClosed):
+            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), begun, page))
     except BaseException:
         traceback.print_exc()
     _exit(1)

@@ -19,10 +19,13 @@ from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar import clusters
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
 from tiny_flux import write_tiny_flux
 from waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark.timeout(1200)]
+
+PATIENCE = 240.0  # s for torchrun and an import of torch in each rank, on a machine that is busy
 
 JOB = request((10, 14), 4.0, 1, steps=4)
 CFG = Placement(ParallelStrategy(cfg_degree=2))
@@ -35,6 +38,7 @@ def lab(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(endpoints.VARIABLE, str(folder / "secrets"))
         patch.setattr(devices, "_clusters", None)
+        patch.setattr(deadlines, "MACHINES", PATIENCE)
         secret = make_cluster(folder / "secrets")
         clusters.serve_known()
         head = clusters.open_head("lab")
@@ -55,7 +59,7 @@ def lab(tmp_path_factory):
                 log=folder / f"{name}.log",
             )
         try:
-            wait_until(lambda: len(head.devices()) == 2)
+            wait_until(lambda: len(head.devices()) == 2, PATIENCE)
             sidecar = Sidecar(devices.resolve_devices("cluster:lab"))
             yield sidecar, ModelSpec(str(model)), machines
             sidecar.stop()

@@ -18,7 +18,7 @@ from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.sidecar.supervisor import PACK_ROOT
 from tiny_flux import write_tiny_flux
 
-pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = ("a", "b", "c")
 JOB = request((10, 14), 1.0, 3, steps=12)  # as the head's program has it
@@ -124,14 +124,14 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
     head.until("step")
     hosts.cut_off("c")
     error = head.until("error")["error"]
-    assert error.startswith("DeviceError: Machine c of the cluster lab is not there (no word for 4 s")
+    assert error.startswith("DeviceError: Machine c of the cluster lab is not there (no word for 10 s")
     machines["c"].stop()  # its torchrun has lost its rendezvous as well
 
-    head.tell("patience", 60.0)
+    head.tell("patience", 240.0)
     head.tell("sample", model, str(latent))
     plan = head.until("strategy")
     assert plan["devices"] == everyone[:2]
-    assert any("machine lab/c left out until it is back: no word for 4 s" in note for note in plan["notes"])
+    assert any("machine lab/c left out until it is back: no word for 10 s" in note for note in plan["notes"])
     head.until("done")
     check()
 

@@ -40,7 +40,7 @@ def sample(path, latent):
 
 
 def main():
-    deadlines.SILENCE = 4.0
+    deadlines.SILENCE = 10.0
     clusters.serve_known()
     head = clusters.open_head("lab")
     answer(port=head.port)
@@ -50,7 +50,7 @@ def main():
             if what == "sample":
                 sample(*words)
             elif what == "wait for":
-                wait_until(lambda count=words[0]: len(head._machines) == count)
+                wait_until(lambda count=words[0]: len(head._machines) == count, 240.0)
                 answer(devices=devices.resolve_devices("cluster:lab"))
             elif what == "patience":
                 deadlines.MACHINES = words[0]
