@@ -137,7 +137,8 @@ class Panel {
       }
       this.cards.get(key).update(group);
       if (this.states.get(key) !== group.state) {
-        if (this.states.has(key)) this.announced.textContent = `${group.devices.join(", ")}: ${translate(group.words)}. ${translate(group.reason)}`;
+        const words = `${translate(group.words)}. ${translate(group.reason)}`;
+        if (this.states.has(key)) this.announced.textContent = `${group.devices.join(", ")}: ${words}`;
         this.states.set(key, group.state);
       }
     });

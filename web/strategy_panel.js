@@ -157,8 +157,8 @@ class Panel {
   }
 
   show({ problems = [], nearest = {}, decided = [], basis = "", layout = [], notes = [], memory = "" }) {
-    this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", this.inWords(message))), ...this.remedy(nearest));
-    this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => element("p", "", this.inWords(note))));
+    this.problems.replaceChildren(...problems.map(({ message }) => this.inWords(message)), ...this.remedy(nearest));
+    this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => this.inWords(note)));
     this.foreseen = { basis, layout };
     this.drawLayout();
     if (!problems.length) forgetRefusal(this.node);
@@ -172,10 +172,13 @@ class Panel {
     this.node.setDirtyCanvas(true, true);
   }
 
-  // With inputs called as they are labelled.
+  // With inputs called as they are labelled, but for names that are words as well, such as devices.
   inWords(message) {
-    const words = translate(message);
-    return ownWidgets(this.node).reduce((text, { name }) => text.replaceAll(new RegExp(`\\b${name}\\b(?=[ ,.;])`, "g"), labelOf(this.node, name)), words);
+    let words = translate(message);
+    for (const { name } of ownWidgets(this.node)) {
+      if (name.includes("_")) words = words.replaceAll(new RegExp(`\\b${name}\\b`, "g"), () => labelOf(this.node, name));
+    }
+    return element("p", "", words);
   }
 
   // A button that makes the changes which lead to the nearest settings that can run.

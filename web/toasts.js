@@ -16,7 +16,8 @@ app.registerExtension({
     api.addEventListener("parallel_sampling.toast", ({ detail: { severity, summary, detail, life, about } }) => {
       const { toast } = app.extensionManager;
       if (shown.has(about)) toast.remove(shown.get(about));
-      const message = { severity, summary: translate(summary), detail: translate(detail), styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
+      const words = { summary: translate(summary), detail: translate(detail) };
+      const message = { severity, ...words, styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
       toast.add(message);
       if (about) shown.set(about, message);
     });

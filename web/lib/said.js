@@ -13,7 +13,8 @@ const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
 function patternOf(sentence) {
   const parts = sentence.split(/\{(\w+)\}/); // texts, and names between them
-  return new RegExp(`^${parts.map((part, at) => (at % 2 ? `(?<${part}>${part === "n" ? "[0-9.]+" : ".+?"})` : escaped(part))).join("")}$`);
+  const gap = (name) => `(?<${name}>${name === "n" ? "[0-9.]+" : ".+?"})`;
+  return new RegExp(`^${parts.map((part, at) => (at % 2 ? gap(part) : escaped(part))).join("")}$`);
 }
 
 const rules = said.map(([english, ...others]) => ({ pattern: patternOf(english), others }));
