@@ -7,6 +7,7 @@ import { nodeOf } from "./lib/graph.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { openReport } from "./lib/report.js";
 import { say } from "./lib/words.js";
+import { translate } from "./lib/said.js";
 
 const SAMPLERS = ["ParallelSampler", "CompareWithOneDevice"];
 const MANY = 4; // more ranks than these are told as one
@@ -26,14 +27,14 @@ function wordsOf(node) {
   const { strategy, seconds, unit, speed_up: times } = told;
   const time = `${Number(seconds.toPrecision(3))} ${say(unit === "step" ? "per_step" : "per_call")}`;
   const won = times === null ? [] : [times ? `${Number(times.toPrecision(2))} ×` : "–"];
-  return [strategy, time, ...won].join(" · ");
+  return [translate(strategy), time, ...won].join(" · ");
 }
 
 const inPercent = (progress) => `${Math.round(100 * progress)} %`;
 
 function progressOf(ranks) {
   const counted = ranks.filter(({ progress }) => progress !== null);
-  if (!counted.length) return ranks[0].words;
+  if (!counted.length) return translate(ranks[0].words);
   const least = Math.min(...counted.map(({ progress }) => progress));
   if (ranks.length > MANY) return `${ranks.length} × ${inPercent(least)}`;
   return counted.map(({ device, progress }) => `${device} ${inPercent(progress)}`).join(" · ");

@@ -3,6 +3,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { openDialog } from "./lib/dialog.js";
+import { translate } from "./lib/said.js";
 
 const COMMAND = "parallel_sampling.gpu_check";
 const BEFORE = `Tries everything that a GPU is for, with the demo model: kernels, memory, every way to split a picture, faults.
@@ -47,23 +48,23 @@ async function run(text, buttons, signal) {
     }
     text.textContent = markdown;
     text.scrollTop = 0;
-    buttons.append(button("Save Markdown", () => save("gpu-check.md", markdown)));
-    buttons.append(button("Save JSON", () => save("gpu-check.json", JSON.stringify(report, null, 1))));
+    buttons.append(button(translate("Save Markdown"), () => save("gpu-check.md", markdown)));
+    buttons.append(button(translate("Save JSON"), () => save("gpu-check.json", JSON.stringify(report, null, 1))));
   }
 }
 
 function open() {
-  const { dialog, text, buttons } = openDialog("GPU check of Parallel Sampling", BEFORE);
+  const { dialog, text, buttons } = openDialog(translate("GPU check of Parallel Sampling"), translate(BEFORE));
   const ending = new AbortController();
   dialog.addEventListener("close", () => ending.abort());
-  const start = button("Run", async () => {
+  const start = button(translate("Run"), async () => {
     start.remove();
     buttons.querySelector("button").focus(); // else Escape would go to the page below
-    text.textContent = "Starting …";
+    text.textContent = translate("Starting …");
     try {
       await run(text, buttons, ending.signal);
     } catch (error) {
-      text.textContent += `\nComfyUI did not answer: ${error}`;
+      text.textContent += translate(`\nComfyUI did not answer: ${error}`);
     }
   });
   buttons.prepend(start);

@@ -3,6 +3,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
 import { nodeOf } from "./lib/graph.js";
+import { translate } from "./lib/said.js";
 
 const PANEL = "report_panel";
 const MANY = 4; // more ranks than these get short words, since the node is small
@@ -23,7 +24,7 @@ function barsOf(node) {
   const found = panel.querySelector(".parallel-bars");
   if (found) return found;
   const made = element("ul", "parallel-bars");
-  made.setAttribute("aria-label", "Progress of each rank");
+  made.setAttribute("aria-label", translate("Progress of each rank"));
   panel.prepend(made);
   return made;
 }
@@ -41,7 +42,7 @@ function draw(bars, ranks) {
     const bar = bars.children[at];
     const percent = Math.round(100 * (progress ?? 0));
     bar.firstChild.style.width = `${percent}%`;
-    bar.title = `${device} ${words}`;
+    bar.title = `${device} ${translate(words)}`;
     bar.lastChild.textContent = many && progress !== null ? `${device} ${percent} %` : bar.title;
     bar.setAttribute("aria-label", bar.title);
     if (progress === null) bar.removeAttribute("aria-valuenow");

@@ -8,6 +8,7 @@ import { watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
 import { drawTimeline } from "./lib/timeline.js";
 import { say } from "./lib/words.js";
+import { translate } from "./lib/said.js";
 
 const SAMPLER = "ParallelSampler";
 const COMPARE = "CompareWithOneDevice";
@@ -49,9 +50,9 @@ function mark(node, state) {
   if (state === "failed" || state === "cancelled") panel.run = null;
   const run = state === "done" ? panel.run : null;
   const report = panel.querySelector(".parallel-report");
-  report.textContent = INSTEAD[state] ?? ([].concat(run?.text ?? []).join("\n\n") || EMPTY);
+  report.textContent = translate(INSTEAD[state] ?? ([].concat(run?.text ?? []).join("\n\n") || EMPTY));
   report.classList.toggle("empty", !run);
-  panel.querySelector(".parallel-headline").textContent = run?.parallel_headline?.[0] ?? "";
+  panel.querySelector(".parallel-headline").textContent = translate(run?.parallel_headline?.[0] ?? "");
   panel.querySelector(".parallel-comparison")?.remove();
   panel.querySelector(".parallel-timeline")?.remove();
   const timeline = run?.parallel_timeline?.[0];
@@ -71,7 +72,7 @@ app.registerExtension({
   nodeCreated(node) {
     const compares = node.comfyClass === COMPARE;
     if (!compares && node.comfyClass !== SAMPLER) return;
-    const report = makeScrollable(element("pre", "parallel-report empty", EMPTY), "Report of the latest run");
+    const report = makeScrollable(element("pre", "parallel-report empty", translate(EMPTY)), say("open_report"));
     const header = element("header", "", element("div", "parallel-headline"));
     const panel = element("div", "parallel-run", header, report);
     if (!compares) {

@@ -5,6 +5,7 @@ import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { addStyle, element } from "./lib/dom.js";
 import { groupCard } from "./lib/rank_cards.js";
+import { translate } from "./lib/said.js";
 
 const NAME = "parallel_sampling.status_panel";
 const TAB = "parallel-sampling";
@@ -45,7 +46,7 @@ class Panel {
   constructor(container) {
     this.cards = new Map(); // devices -> card
     this.states = new Map(); // devices -> state that was announced
-    this.empty = element("p", "", "Asking ComfyUI …");
+    this.empty = element("p", "", translate("Asking ComfyUI …"));
     this.problem = element("p", "problem");
     this.problem.setAttribute("role", "alert");
     this.problem.hidden = true;
@@ -57,15 +58,15 @@ class Panel {
     this.announced = element("div", "unseen");
     this.announced.setAttribute("role", "status"); // read aloud as it changes; the steps of a job are not
     this.groups = element("div", "groups");
-    const doctor = button("Run the doctor", () => app.extensionManager.command.execute("parallel_sampling.doctor"));
-    doctor.title = "Examine the installation, the devices and the links between them; takes about half a minute";
-    const gpu = button("Run the GPU check", () => app.extensionManager.command.execute("parallel_sampling.gpu_check"));
-    gpu.title = "Try kernels, memory, every way to split and faults, and write a report; takes minutes";
-    const title = element("h2", "", "Parallel Sampling");
+    const doctor = button(translate("Run the doctor"), () => app.extensionManager.command.execute("parallel_sampling.doctor"));
+    doctor.title = translate("Examine the installation, the devices and the links between them; takes about half a minute");
+    const gpu = button(translate("Run the GPU check"), () => app.extensionManager.command.execute("parallel_sampling.gpu_check"));
+    gpu.title = translate("Try kernels, memory, every way to split and faults, and write a report; takes minutes");
+    const title = element("h2", "", translate("Parallel Sampling"));
     this.root = element("div", "parallel-status", element("header", "", title, element("div", "buttons", doctor, gpu)));
     this.root.append(this.silent, this.problem, this.leftOut, this.settings, this.empty, this.groups, this.announced);
     this.root.setAttribute("role", "region");
-    this.root.setAttribute("aria-label", "Status of Parallel Sampling");
+    this.root.setAttribute("aria-label", translate("Status of Parallel Sampling"));
     container.replaceChildren(this.root);
 
     this.ending = new AbortController();
@@ -114,7 +115,7 @@ class Panel {
   isSilent(silent) {
     if (this.ending.signal.aborted) return;
     this.silent.hidden = !silent;
-    this.silent.textContent = silent ? SILENT : "";
+    this.silent.textContent = silent ? translate(SILENT) : "";
     this.groups.classList.toggle("silent", silent);
   }
 
@@ -136,24 +137,25 @@ class Panel {
       }
       this.cards.get(key).update(group);
       if (this.states.get(key) !== group.state) {
-        if (this.states.has(key)) this.announced.textContent = `${group.devices.join(", ")}: ${group.words}. ${group.reason}`;
+        const words = `${translate(group.words)}. ${translate(group.reason)}`;
+        if (this.states.has(key)) this.announced.textContent = `${group.devices.join(", ")}: ${words}`;
         this.states.set(key, group.state);
       }
     });
     const started = groups.some((group) => group.state !== "down");
     this.empty.hidden = started;
-    this.empty.textContent = NO_GROUPS;
+    this.empty.textContent = translate(NO_GROUPS);
     this.showLeftOut(leftOut);
-    this.settings.textContent = settings.join("\n");
+    this.settings.textContent = translate(settings.join("\n"));
     this.settings.hidden = !settings.length;
   }
 
   showLeftOut(devices) {
-    const text = devices.length && `${devices.join(", ")} left out by auto: ranks there failed more than once lately. `;
+    const text = devices.length && translate(`${devices.join(", ")} left out by auto: ranks there failed more than once lately. `);
     if (this.leftOut.dataset.text === String(text)) return;
     this.leftOut.dataset.text = text;
     this.leftOut.hidden = !text;
-    this.leftOut.replaceChildren(text || "", text ? button("Take back", () => this.ask("reset", [])) : "");
+    this.leftOut.replaceChildren(text || "", text ? button(translate("Take back"), () => this.ask("reset", [])) : "");
   }
 
   async ask(action, devices) {
@@ -164,7 +166,7 @@ class Panel {
     } catch (error) {
       text = `ComfyUI did not answer: ${error.message}`;
     }
-    this.problem.textContent = text;
+    this.problem.textContent = translate(text);
     this.problem.hidden = !text;
   }
 }

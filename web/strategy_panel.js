@@ -11,6 +11,7 @@ import { measureRows } from "./lib/measure.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
 import { say } from "./lib/words.js";
+import { translate } from "./lib/said.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
@@ -125,7 +126,7 @@ class Panel {
     this.notes = element("div", "notes");
     this.candidates = element("div", "parallel-candidates");
     this.root = element("div", "parallel-strategy", this.problems, this.basis, this.layout, this.notes, this.candidates);
-    makeScrollable(this.root, "How the devices share the work");
+    makeScrollable(this.root, translate("How the devices share the work"));
     drawCandidates(this.candidates, []);
     this.asked = null; // the question whose answer is shown or under way
     this.run = null; // the layout of the latest run, with the inputs that it had
@@ -156,8 +157,8 @@ class Panel {
   }
 
   show({ problems = [], nearest = {}, decided = [], basis = "", layout = [], notes = [], memory = "" }) {
-    this.problems.replaceChildren(...problems.map(({ message }) => element("p", "", message)), ...this.remedy(nearest));
-    this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => element("p", "", note)));
+    this.problems.replaceChildren(...problems.map(({ message }) => this.inWords(message)), ...this.remedy(nearest));
+    this.notes.replaceChildren(...[...notes, memory].filter(Boolean).map((note) => this.inWords(note)));
     this.foreseen = { basis, layout };
     this.drawLayout();
     if (!problems.length) forgetRefusal(this.node);
@@ -171,11 +172,20 @@ class Panel {
     this.node.setDirtyCanvas(true, true);
   }
 
+  // With inputs called as they are labelled, but for names that are words as well, such as devices.
+  inWords(message) {
+    let words = translate(message);
+    for (const { name } of ownWidgets(this.node)) {
+      if (name.includes("_")) words = words.replaceAll(new RegExp(`\\b${name}\\b`, "g"), () => labelOf(this.node, name));
+    }
+    return element("p", "", words);
+  }
+
   // A button that makes the changes which lead to the nearest settings that can run.
   remedy(nearest) {
     const words = Object.entries(nearest).map(([name, value]) => `${labelOf(this.node, name)} ${value}`);
     if (!words.length) return [];
-    return [button(`Apply ${words.join(", ")}`, () => this.apply(nearest))];
+    return [button(translate(`Apply ${words.join(", ")}`), () => this.apply(nearest))];
   }
 
   // In one step that undo takes back.
@@ -234,7 +244,7 @@ class Panel {
     const own = inputsOf(this.node);
     const current = this.run && Object.entries(this.run.inputs).every(([name, value]) => own[name] === value);
     this.candidates.classList.toggle("outdated", Boolean(this.run) && !current);
-    this.basis.textContent = current ? "The latest run" : this.foreseen.basis;
+    this.basis.textContent = translate(current ? "The latest run" : this.foreseen.basis);
     drawCases(this.layout, current ? [this.run] : this.foreseen.layout);
   }
 }

@@ -2,6 +2,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle } from "./lib/dom.js";
+import { translate } from "./lib/said.js";
 
 // Beside the card on which ComfyUI shows errors, which is as wide as that and has the same corner.
 const STYLE = `body:has([data-testid="error-overlay"]) .parallel-toast { position: relative; right: 496px; }`;
@@ -15,7 +16,8 @@ app.registerExtension({
     api.addEventListener("parallel_sampling.toast", ({ detail: { severity, summary, detail, life, about } }) => {
       const { toast } = app.extensionManager;
       if (shown.has(about)) toast.remove(shown.get(about));
-      const message = { severity, summary, detail, styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
+      const words = { summary: translate(summary), detail: translate(detail) };
+      const message = { severity, ...words, styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
       toast.add(message);
       if (about) shown.set(about, message);
     });

@@ -7,8 +7,23 @@ import json
 import pytest
 
 from comfy_harness import ROOT
+from graphs import Graph
+from pages import show_prompt
 
+UNET = "tiny_languages.safetensors"
+REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
+# Of the node's own panel, the strategies, and the sidebar.
+SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strategy', '.parallel-status'].map(
+  c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
+ENGLISH_REPORT = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=1')).json()).flatMap(
+  run => Object.values(run.outputs).flatMap(output => output.text ?? []))[0]"""
 COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=9)
 
 
 @pytest.fixture
@@ -50,3 +65,65 @@ def test_every_command_of_ours_has_a_label_in_each_language(page, language):
         "() => app.extensionManager.command.commands.map(c => c.id).filter(id => id.startsWith('parallel_sampling'))"
     )
     assert {command.replace(".", "_") for command in commands} == set(labels)
+
+
+@pytest.mark.parametrize("language", ["es", "zh"])
+def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they_are_labelled(
+    page, speak, language
+):
+    speak(language)
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2")
+    latent = graph.parallel_sampler(
+        loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0, seed=ord(language[0])
+    )
+    graph.save(latent, "languages.safetensors")
+    show_prompt(page, graph.prompt, "ParallelSampler")
+    page.evaluate("() => app.extensionManager.command.execute('parallel_sampling.status_panel')")
+    said = {
+        one: dict(zip(("es", "zh"), others, strict=True))
+        for one, *others in json.loads((ROOT / "web" / "said.json").read_text("utf-8"))["said"]
+    }
+    page.wait_for_function(
+        f"words => ({REPORT})() === words",
+        arg=said["After a run: what ran, where, why, and how long."][language],
+        timeout=60_000,
+    )
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    head = said["strategy: {why}"][language].split("{")[0]
+    page.wait_for_function(f"head => ({REPORT})().startsWith(head)", arg=head, timeout=120_000)
+    english = page.evaluate(ENGLISH_REPORT).splitlines()
+    shown = page.evaluate(REPORT).splitlines()
+    assert len(shown) == len(english) > 8 and english[0].startswith(
+        "strategy: "
+    )  # the graph's own stays English
+    assert [line for line in shown if line in english] == []
+    words = page.evaluate(SHOWN)
+    for sentence in ("not tried", "exact", "A step of the latest run, by strategy", "Run the doctor"):
+        assert said[sentence][language] in words
+    # "ready" is told once the ranks are.
+    page.wait_for_function(f"word => ({SHOWN})().includes(word)", arg=said["ready"][language], timeout=20_000)
+    assert not any(
+        sentence in page.evaluate(SHOWN) for sentence in ("not tried", "By the rule", "Run the", "measured")
+    )
+
+    page.evaluate(
+        """() => {
+          const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
+          for (const [name, value] of [['mode', 'manual'], ['ulysses_degree', 4]]) {
+            const widget = node.widgets.find(w => w.name === name);
+            widget.value = value;
+            widget.callback(value);
+          }
+        }"""
+    )
+    label = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text("utf-8"))[
+        "StrategySelector"
+    ]["inputs"]["ulysses_degree"]["name"]
+    alert = page.locator(".parallel-strategy [role=alert]").first
+    page.wait_for_function(
+        "label => document.querySelector('.parallel-strategy [role=alert]').innerText.includes(label)",
+        arg=label,
+        timeout=20_000,
+    )
+    assert "ulysses_degree" not in alert.inner_text() and "devices" not in alert.inner_text()

@@ -1,5 +1,6 @@
 // Buttons that look alike in the pack's panels and dialogs.
 import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
 
 addStyle(`
 .parallel-button { color: var(--input-text); background: var(--comfy-input-bg); border: 1px solid var(--border-color);
@@ -19,5 +20,5 @@ export function button(text, onClick) {
 // Why it would do nothing now, "" when it makes sense. It keeps the focus either way, and says why in its title.
 export function explain(made, whyNot, title) {
   made.setAttribute("aria-disabled", String(Boolean(whyNot)));
-  made.title = whyNot ? `Not now: ${whyNot}` : title;
+  made.title = whyNot ? translate(`Not now: ${whyNot}`) : title;
 }

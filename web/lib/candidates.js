@@ -3,6 +3,7 @@
 import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
 import { say } from "./words.js";
+import { translate } from "./said.js";
 
 const EMPTY = "After a run: step time and memory of each way to split it.";
 addStyle(`
@@ -45,30 +46,31 @@ function cell(row, text, detail) {
 export function drawCandidates(into, rows, { apply, measure, progress = "" } = {}) {
   into.replaceChildren();
   if (!rows.length) {
-    into.append(element("p", "", EMPTY));
+    into.append(element("p", "", translate(EMPTY)));
     return;
   }
   const table = document.createElement("table");
-  table.createCaption().textContent = "A step of the latest run, by strategy";
+  table.createCaption().textContent = translate("A step of the latest run, by strategy");
   const slowest = Math.max(...rows.map((r) => r.seconds ?? 0));
   for (const r of ordered(rows)) {
     const tr = table.insertRow();
     tr.className = r.chosen ? "chosen" : r.possible ? "" : "impossible";
     if (r.chosen) tr.setAttribute("aria-current", "true");
-    const name = element("button", "", (r.chosen ? "→ " : "") + r.strategy);
+    const strategy = translate(r.strategy);
+    const name = element("button", "", (r.chosen ? "→ " : "") + strategy);
     name.type = "button";
-    cell(tr, name, r.result);
+    cell(tr, name, translate(r.result));
     if (r.possible || r.chosen) {
-      tr.title = say("apply_row", { strategy: r.strategy });
+      tr.title = say("apply_row", { strategy });
       tr.addEventListener("click", () => apply?.(r)); // the button's click comes here too
     } else name.disabled = true;
-    const time = cell(tr, r.step, r.how);
+    const time = cell(tr, r.step, translate(r.how));
     if (r.seconds !== null) {
       const meter = document.createElement("meter");
-      Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: `${r.step} a step` });
+      Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: translate(`${r.step} a step`) });
       time.prepend(meter);
     }
-    cell(tr, r.memory);
+    cell(tr, translate(r.memory));
   }
   into.append(table);
   const rest = unmeasured(rows);

@@ -2,6 +2,7 @@
 import { api } from "../../../scripts/api.js";
 import { addStyle, element } from "./dom.js";
 import { say } from "./words.js";
+import { translate } from "./said.js";
 
 addStyle(`
 .parallel-comparison { margin: 0; display: flex; flex-direction: column; gap: 4px; min-height: 0; min-width: 0; }
@@ -34,13 +35,13 @@ const inSeconds = (seconds) => `${seconds.toPrecision(3)} s`;
 export function drawComparison({ titles, seconds, pictures, speed_up: times, levels, exact }) {
   const box = element("div", "pictures", ...pictures.map(picture));
   const slider = Object.assign(document.createElement("input"), { type: "range", min: 0, max: 100, value: HALF });
-  slider.setAttribute("aria-label", say("slider", { one: titles[0], all: titles[1] }));
+  slider.setAttribute("aria-label", say("slider", { one: translate(titles[0]), all: translate(titles[1]) }));
   const move = () => box.style.setProperty("--at", `${slider.value}%`);
   slider.addEventListener("input", move);
   for (const event of ["keydown", "pointerdown"]) slider.addEventListener(event, (e) => e.key === "Escape" || e.stopPropagation());
   move();
   box.append(slider, element("div", "line"));
-  const names = titles.map((title, at) => element("span", "", `${title}: ${inSeconds(seconds[at])}`));
+  const names = titles.map((title, at) => element("span", "", `${translate(title)}: ${inSeconds(seconds[at])}`));
   const facts = [
     say("speed_up", { times: times.toPrecision(2) }),
     say("largest_difference", { levels }),

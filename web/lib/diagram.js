@@ -1,5 +1,6 @@
 // Which device does what, as nested boxes: one level for each axis that is split, the devices in the innermost.
 import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
 
 const EXTRA = "share"; // said in a device's own box, never a level
 addStyle(`
@@ -18,8 +19,8 @@ addStyle(`
 function device(seat, axis) {
   const own = seat.roles.filter((role) => role.axis === axis || role.axis === EXTRA || seat.rank === null);
   const box = element("li", seat.rank === null ? "device idle" : "device", element("b", "", seat.device));
-  box.append(own.map((role) => role.text).join(", "));
-  box.title = seat.text;
+  box.append(own.map((role) => translate(role.text)).join(", "));
+  box.title = translate(seat.text);
   return box;
 }
 
@@ -35,7 +36,7 @@ function level(seats, axes) {
     groups.set(text, [...(groups.get(text) ?? []), seat]);
   }
   for (const [text, members] of groups) {
-    list.append(element("li", "group", element("span", "", text), level(members, axes.slice(1))));
+    list.append(element("li", "group", element("span", "", translate(text)), level(members, axes.slice(1))));
   }
   return list;
 }
@@ -48,7 +49,7 @@ export function drawCases(into, cases) {
       const axes = (busy[0]?.roles ?? []).map((role) => role.axis).filter((axis) => axis !== EXTRA);
       const drawn = level(busy, axes);
       drawn.append(...seats.filter((seat) => seat.rank === null).map((seat) => device(seat)));
-      return element("figure", "", element("figcaption", "", title), drawn);
+      return element("figure", "", element("figcaption", "", translate(title)), drawn);
     }),
   );
 }

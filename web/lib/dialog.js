@@ -1,6 +1,7 @@
 // A dialog with a text that can be copied, and buttons below it.
 import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
 
 addStyle(`
 dialog.parallel-doctor { color: var(--input-text); background: var(--comfy-menu-bg); max-width: 95vw; max-height: 90vh;
@@ -15,8 +16,8 @@ export function openDialog(label, words) {
   const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", label);
   const text = element("pre", "", words);
-  const copy = button("Copy", () => navigator.clipboard?.writeText(text.textContent));
-  const buttons = element("div", "buttons", button("Close", () => dialog.close()), copy);
+  const copy = button(translate("Copy"), () => navigator.clipboard?.writeText(text.textContent));
+  const buttons = element("div", "buttons", button(translate("Close"), () => dialog.close()), copy);
   dialog.append(text, buttons);
   dialog.addEventListener("close", () => dialog.remove());
   dialog.addEventListener("keydown", (event) => {

@@ -4,6 +4,7 @@ import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
 import { drawComparison } from "./comparison.js";
 import { openDialog } from "./dialog.js";
 import { say } from "./words.js";
+import { translate } from "./said.js";
 
 function complain(words) {
   app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
@@ -26,7 +27,7 @@ export async function prove(node) {
 }
 
 function show({ parallel_comparison: [told], text: [report] }) {
-  const { text } = openDialog(say("proof"), report);
+  const { text } = openDialog(say("proof"), translate(report));
   text.before(drawComparison(told));
   text.style.maxHeight = "15vh";
 }

@@ -2,6 +2,7 @@
 // Elements are made once and then only changed, so that the focus stays where it is.
 import { button, explain } from "./button.js";
 import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
 
 const ACTIONS = [
   ["sleep", "Sleep", "Give the devices' memory back; the ranks stay, and the next prompt loads the weights again"],
@@ -57,7 +58,7 @@ function show(made, text) {
 function gaugeWords(gauge) {
   if (!gauge) return "";
   const words = [];
-  if (gauge.utilisation !== null) words.push(`${Math.round(gauge.utilisation * 100)} % busy`);
+  if (gauge.utilisation !== null) words.push(translate(`${Math.round(gauge.utilisation * 100)} % busy`));
   if (gauge.temperature !== null) words.push(`${gauge.temperature} °C`);
   if (gauge.power !== null) {
     words.push(`${Math.round(gauge.power)}${gauge.power_limit === null ? "" : ` of ${Math.round(gauge.power_limit)}`} W`);
@@ -83,14 +84,16 @@ function memoryBar() {
     const free = gauge?.free_bytes ?? 0;
     const sizes = [weights, working, Math.max(0, total - free - weights - working), free];
     const whole = Math.max(1, total, weights + working);
-    const words = sizes.map((size, at) => `${PARTS[at]} ${inBytes(size)}${at === 3 ? ` of ${inBytes(total)}` : ""}`);
+    const words = sizes.map((size, at) =>
+      translate(`${PARTS[at]} ${inBytes(size)}${at === 3 ? ` of ${inBytes(total)}` : ""}`),
+    );
     parts.forEach(({ piece, text, entry }, at) => {
       piece.style.width = `${(100 * sizes[at]) / whole}%`;
       show(text, words[at]);
       entry.hidden = (at > 1 && !total) || (at === 2 && !sizes[at]);
     });
-    bar.setAttribute("aria-label", `Memory of ${rank.device}: ${words.join(", ")}`);
-    if (gauge?.shared) bar.title = key.title = "The machine's memory, which all ranks on the CPU share";
+    bar.setAttribute("aria-label", translate(`Memory of ${rank.device}: ${words.join(", ")}`));
+    if (gauge?.shared) bar.title = key.title = translate("The machine's memory, which all ranks on the CPU share");
   };
   return { bar, key, update };
 }
@@ -106,17 +109,17 @@ function rankRow() {
   const root = element("li", "parallel-rank", element("div", "line", device, words), name, progress, memory.bar, memory.key);
   root.append(gauges, sent);
   const update = (rank) => {
-    show(device, `rank ${rank.rank} · ${rank.device}`);
-    show(words, rank.words);
+    show(device, translate(`rank ${rank.rank} · ${rank.device}`));
+    show(words, translate(rank.words));
     show(name, rank.gauge?.name ?? "");
     progress.hidden = rank.progress === null;
     if (rank.progress !== null) {
       progress.value = rank.progress;
-      progress.setAttribute("aria-label", `Rank ${rank.rank}: ${rank.words}`);
+      progress.setAttribute("aria-label", `${rank.device}: ${translate(rank.words)}`);
     }
     memory.update(rank);
     show(gauges, gaugeWords(rank.gauge));
-    show(sent, rank.pid === null ? "" : `${inBytes(rank.bytes_sent)} sent to other ranks · process ${rank.pid}`);
+    show(sent, rank.pid === null ? "" : translate(`${inBytes(rank.bytes_sent)} sent to other ranks · process ${rank.pid}`));
   };
   return { root, update };
 }
@@ -142,8 +145,9 @@ function sparkline() {
     const across = 100 / (seconds.length - 1);
     line.setAttribute("points", seconds.map((s, at) => `${(at * across).toFixed(1)},${(23 - (22 * s) / most).toFixed(1)}`).join(" "));
     const median = [...seconds].sort((a, b) => a - b)[seconds.length >> 1];
-    show(text, `${inSeconds(median)} a step`);
-    svg.setAttribute("aria-label", `Times of the latest ${seconds.length} steps, ${inSeconds(median)} in the middle, at most ${inSeconds(most)}`);
+    show(text, translate(`${inSeconds(median)} a step`));
+    const told = `Times of the latest ${seconds.length} steps, ${inSeconds(median)} in the middle, at most ${inSeconds(most)}`;
+    svg.setAttribute("aria-label", translate(told));
   };
   return { root, update };
 }
@@ -160,7 +164,7 @@ export function groupCard(ask) {
   const root = element("section", "parallel-group", title, state, reason, model, actions, steps.root, list);
   let devices = [];
   const buttons = ACTIONS.map(([name, text, hint]) => {
-    const made = button(text, () => ask(name, devices));
+    const made = button(translate(text), () => ask(name, devices));
     actions.append(made);
     return { name, text, hint, made };
   });
@@ -168,15 +172,15 @@ export function groupCard(ask) {
   const update = (group) => {
     devices = group.devices;
     show(title, group.devices.join(", "));
-    root.setAttribute("aria-label", `Ranks on ${group.devices.join(", ")}`);
+    root.setAttribute("aria-label", translate(`Ranks on ${group.devices.join(", ")}`));
     root.dataset.state = group.state;
-    show(state, group.words);
-    show(reason, group.reason);
-    show(model, group.models.length ? `holds ${group.models.join(", ")}` : "");
+    show(state, translate(group.words));
+    show(reason, translate(group.reason));
+    show(model, group.models.length ? translate(`holds ${group.models.join(", ")}`) : "");
     for (const { name, text, hint, made } of buttons) {
       const starts = name === "restart" && NOT_STARTED.includes(group.state);
-      show(made, starts ? "Start" : text);
-      explain(made, group.why_not[name], starts ? "Start the ranks now, not with the next prompt" : hint);
+      show(made, translate(starts ? "Start" : text));
+      explain(made, group.why_not[name], translate(starts ? "Start the ranks now, not with the next prompt" : hint));
     }
     steps.update(group.step_seconds);
     for (const rank of group.ranks) {

@@ -3,11 +3,12 @@ import { openDialog } from "./dialog.js";
 import { element } from "./dom.js";
 import { drawTimeline } from "./timeline.js";
 import { say } from "./words.js";
+import { translate } from "./said.js";
 
 // `output`: as nodes/run_ui.py makes it.
 export function openReport(node, output) {
-  const { text } = openDialog(`${say("open_report")}: ${node.title}`, output.text.join("\n\n"));
-  text.before(element("h3", "parallel-headline", output.parallel_headline?.[0] ?? ""));
+  const { text } = openDialog(`${say("open_report")}: ${node.title}`, translate(output.text.join("\n\n")));
+  text.before(element("h3", "parallel-headline", translate(output.parallel_headline?.[0] ?? "")));
   const timeline = output.parallel_timeline?.[0];
   if (timeline) text.before(drawTimeline(timeline));
 }

@@ -1,0 +1,106 @@
+"""The sentences of web/said.json: each one is said somewhere, and each language says it with the same things in it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAID = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
+NAMES = re.compile(r"\{(\w+)\}")
+LEAST = 3  # letters that a sentence in the sources must have to be one
+# Of whatever is put together.
+JOINED = {
+    "{strategy}: {count} steps in {time} s, median {median} s",
+    "{a} · {b}",
+    "{a}; {b}",
+    "{a}: {b}",
+    "{a}, {b}",
+}
+
+
+def _python() -> list[list[str]]:
+    """The texts of each string, apart where something is put between them."""
+    found = []
+    for folder in ("nodes", "parallel_backend"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.split(r"\{\w*\}", node.value))
+                elif isinstance(node, ast.JoinedStr):
+                    found.append(_parts(node))
+    return found
+
+
+def _parts(joined: ast.JoinedStr) -> list[str]:
+    parts = [""]
+    for value in joined.values:
+        if isinstance(value, ast.Constant):
+            parts[-1] += value.value
+        else:
+            parts.append("")
+    return [part for text in parts for part in re.split(r"\{\w*\}", text)]
+
+
+def _page() -> list[list[str]]:
+    found = []
+    for path in (ROOT / "web").rglob("*.js"):
+        text = path.read_text("utf-8")
+        found += [[line] for line in re.findall(r'"((?:[^"\\\n]|\\.)*)"', text)]
+        found += [
+            re.split(r"\$\{(?:[^{}]|\{[^{}]*\}|`[^`]*`)*\}", line)
+            for whole in re.findall(r"`((?:[^`\\]|\\.)*)`", text)
+            for line in whole.splitlines()
+        ]
+    return found
+
+
+def _letters(text: str) -> int:
+    return sum(map(str.isalpha, text))
+
+
+class Sources:
+    """All that the pack says, to look for sentences in."""
+
+    def __init__(self) -> None:
+        texts = [parts for parts in _python() + _page() if _letters("".join(parts)) >= LEAST]
+        self._whole = [
+            (_letters("".join(parts)), re.compile(".*".join(re.escape(p.strip("\n")) for p in parts) + " ?"))
+            for parts in texts
+        ]
+        self._parts = {part for parts in texts for part in parts}
+
+    def say(self, sentence: str) -> bool:
+        """In one string, or, where words are put together of several, each part, up to a comma or the like, in one."""
+        least = _letters(NAMES.sub("", sentence)) / 2  # else what is put in might say anything
+        if any(n >= least and whole.fullmatch(NAMES.sub("7", sentence)) for n, whole in self._whole):
+            return True
+        parts = [part.strip(" .") for part in re.split(r"\{\w+\}|[,;:/()]", sentence)]
+        return all(any(part in said for said in self._parts) for part in parts if part)
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources()
+
+
+def test_each_sentence_is_said_somewhere(sources):
+    assert {english for english, *_ in SAID["said"] if not sources.say(english)} <= JOINED
+
+
+def test_a_sentence_that_nobody_says_is_found(sources):
+    assert not sources.say("the ranks are fast asleep")
+
+
+def test_each_language_says_each_sentence_once_with_the_same_things_in_it():
+    english = [sentence for sentence, *_ in SAID["said"]]
+    assert len(english) == len(set(english)) and SAID["languages"] == ["es", "zh"]
+    for sentence, *others in SAID["said"]:
+        assert len(others) == 2
+        for other in others:
+            assert sorted(NAMES.findall(other)) == sorted(NAMES.findall(sentence)), other
+            assert other != sentence or sentence.startswith("{a}"), other
