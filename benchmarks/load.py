@@ -96,6 +96,7 @@ def _print(
     count: int, tally: Tally, seen: dict[str, list[Usage]], loads: tuple[int, int], behind: bool
 ) -> None:
     ends = ", ".join(f"{number} {end}" for end, number in sorted(tally.ends.items()))
+    ends += "".join(f", {number} x {answer}" for answer, number in sorted(tally.answers.items()))
     seconds = tally.seconds
     print(
         f"{count} instance(s) {'behind the front door' if behind else 'without haproxy'}: {ends}; "

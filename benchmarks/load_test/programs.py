@@ -31,6 +31,7 @@ class Tally:
     wrong: list[Picture] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     wall: float = 0.0
+    answers: Counter[str] = field(default_factory=Counter)  # to questions that have another one
 
 
 async def run_all(
@@ -63,11 +64,23 @@ async def _program(
             prompt_id = await _send(client, order, ranks)
             if order.cancelled:
                 await _cancel(client, prompt_id)
-            entry = await _wait(client, prompt_id, cancelled=order.cancelled)
+            entry = await _wait(client, prompt_id, tally.answers)
+            if entry is None and not order.cancelled:
+                tally.answers[await _whereabouts(farm, client, prompt_id)] += 1
             await _judge(client, order, prompt_id, entry, sent, known, tally)
             async with client.post("/history", json={"delete": [prompt_id]}):
                 pass  # as a program does that has its picture; ComfyUI keeps thousands
         passed(tally.ends.total())
+
+
+async def _whereabouts(farm: Farm, client: aiohttp.ClientSession, prompt_id: str) -> str:
+    """Of a lost prompt: who knows it, and where the session asked."""
+    asked = ",".join(f"{cookie.key}={cookie.value}" for cookie in client.cookie_jar) or "anybody"
+    for name, server in farm.servers.items():
+        async with aiohttp.ClientSession(server.url) as direct:
+            if prompt_id in (await _look(direct, f"/history/{prompt_id}", Counter()) or {}):
+                return f"known to {name} where {asked[:9]} was asked"
+    return f"known to nobody where {asked[:9]} was asked"
 
 
 async def _send(client: aiohttp.ClientSession, order: Order, ranks: int) -> str:
@@ -90,20 +103,30 @@ async def _cancel(client: aiohttp.ClientSession, prompt_id: str) -> None:
         pass
 
 
-async def _wait(client: aiohttp.ClientSession, prompt_id: str, *, cancelled: bool) -> dict | None:
-    """Its history once it has ended; None where no one knows it any more."""
+async def _wait(client: aiohttp.ClientSession, prompt_id: str, answers: Counter[str]) -> dict | None:
+    """Its history once it has ended; None where the ComfyUI that took it does not know it any more. `answers`: other
+    answers than 200, counted; no ComfyUI ends here, so one that is busy is asked again."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
-        async with client.get("/queue") as answer:
-            queue = await answer.json()
-        async with client.get(f"/history/{prompt_id}") as answer:
-            history = await answer.json()
+        queue = await _look(client, "/queue", answers)
+        history = await _look(client, f"/history/{prompt_id}", answers)
+        if queue is None or history is None:
+            await asyncio.sleep(_POLL)
+            continue
         if prompt_id in history:
             return history[prompt_id]
         if prompt_id not in {item[1] for items in queue.values() for item in items}:
             return None  # looked up before the history was: it cannot have ended in between
         await asyncio.sleep(_POLL)
     return None
+
+
+async def _look(client: aiohttp.ClientSession, path: str, answers: Counter[str]) -> dict | None:
+    async with client.get(path) as answer:
+        if answer.status == 200:
+            return await answer.json()
+        answers[f"{answer.status} for {path.split('/')[1]}"] += 1
+        return None
 
 
 async def _judge(
@@ -156,7 +179,7 @@ async def references(farm: Farm, pictures: tuple[Picture, ...], ranks: int) -> d
         for number, picture in enumerate(pictures):
             # Other numbers than the orders have: else ComfyUI would answer an order from its cache.
             prompt_id = await _send(client, Order(-1 - number, picture, cancelled=False), ranks)
-            entry = await _wait(client, prompt_id, cancelled=False)
+            entry = await _wait(client, prompt_id, Counter())
             if entry is None or not entry["status"]["completed"]:
                 raise RuntimeError(f"no reference for {picture}: {entry and entry['status']}")
             found[picture] = await latent_of(client, entry)

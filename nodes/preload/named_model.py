@@ -15,6 +15,7 @@ from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import WEIGHT_DTYPES, LoadInfo
 from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
 from ..demo_loader import MODEL as DEMO_MODEL
 from ..flux_loader import ParallelFluxLoader, load_parallel_model
@@ -38,11 +39,13 @@ _STOCK = {
 _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 
 
-def preload(prompt: Prompt, node: str) -> tuple[LoadInfo, tuple[str, ...]]:
-    """Loads the model that the loader `node` names; on which devices. Raises ParallelError where that cannot be, and
-    costs nothing then."""
+def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
+    """Loads the model that the loader `node` names; on which devices. `only_warm`: not where ranks would have to start
+    for it. Raises ParallelError where that cannot be, and costs nothing then."""
     model, settings = named_model(prompt, node)
     devices, strategy = _placed(model, settings)
+    if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
+        raise RequestError(f"No ranks wait on {', '.join(devices)}.")
     info = pool.preload(devices, model.spec, strategy)
     keep_ahead(model.spec, model.patcher.model.diffusion_model)
     return info, devices

@@ -13,11 +13,9 @@ from comfy_execution.progress import NodeState, get_progress_state
 import nodes
 
 from ...parallel_backend.errors import ParallelError
-from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.events import Ended, Event
-from ...parallel_backend.sidecar.lease import State
 from .named_model import preload
-from .tail import Prompt, loaders, nodes_on_ranks
+from .tail import Prompt, in_tail, loaders, nodes_on_ranks
 
 if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's
@@ -31,7 +29,7 @@ log = logging.getLogger(__name__)
 def uses_ranks(queue: PromptQueue) -> bool:
     """Whether a prompt runs that has nodes before it, or at work, that use the ranks or may."""
     running, _ = queue.get_current_queue_volatile()
-    return any(not _on_ranks(item) <= _finished(item[1]) for item in running)
+    return any((found := _on_ranks(item)) and not _in_tail(item, found) for item in running)
 
 
 class NextPrompt:
@@ -65,7 +63,7 @@ class NextPrompt:
                 on_ranks = _on_ranks(item)
             following = min(waiting, key=lambda item: item[:2], default=None)
             is_new = following is not None and following[1] != tried
-            if is_new and on_ranks <= _finished(prompt_id) and self._wanted():
+            if is_new and _in_tail(item, on_ranks) and self._wanted():
                 tried = following[1]
                 _preload_all(following[2], following[4])
             time.sleep(_LOOK_AGAIN)
@@ -73,11 +71,9 @@ class NextPrompt:
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
     """The models of a prompt, one after the other, on ranks that run already; to start some would take cores away."""
-    for node in loaders(prompt, outputs):
-        if not any(sidecar.state is State.READY for sidecar in pool.all_sidecars()):
-            return
+    for node in loaders(prompt, outputs, _types_of):
         try:
-            info, devices = preload(prompt, node)
+            info, devices = preload(prompt, node, only_warm=True)
         except ParallelError as error:
             log.info("parallel sampling: the next prompt's model waits for its prompt: %s", error)
             return
@@ -93,12 +89,17 @@ def _on_ranks(item: tuple) -> set[str]:
     return nodes_on_ranks(item[2], item[4], _types_of)
 
 
-def _finished(prompt_id: str) -> set[str]:
-    """The nodes of the prompt that runs which have run, or need not."""
+def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
+    """Of a prompt that runs."""
     state = get_progress_state()
-    if state.prompt_id != prompt_id:
-        return set()
-    return {node for node, one in list(state.nodes.items()) if one["state"] is NodeState.Finished}
+    if state.prompt_id != item[1]:
+        return False
+    by_state: dict[NodeState, set[str]] = {}
+    for node, one in list(state.nodes.items()):
+        if node in item[2]:  # others were made by one of these
+            by_state.setdefault(one["state"], set()).add(node)
+    begun = by_state.get(NodeState.Running, set())
+    return in_tail(item[2], on_ranks, begun, by_state.get(NodeState.Finished, set()))
 
 
 def _types_of(kind: str) -> tuple[str, ...]:

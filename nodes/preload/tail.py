@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
@@ -46,24 +46,39 @@ def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
     return [node for node in prompt if node in found]
 
 
-def loaders(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
-    """Of the needed nodes, those that name a model for the ranks."""
-    return [node for node in needed(prompt, outputs) if prompt[node]["class_type"] in LOADERS]
-
-
 def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:
     """Of the needed nodes, those that use the ranks or may: all that a model of theirs reaches."""
     nodes = needed(prompt, outputs)
     found = {n for n in nodes if prompt[n]["class_type"] in (*LOADERS, *WITHOUT_A_MODEL)}
-
-    def takes_a_model(node: str) -> bool:
-        for _, origin, slot in links(prompt[node]["inputs"]):
-            if origin in found and prompt[origin]["class_type"] not in WITHOUT_A_MODEL:
-                types = types_of(prompt[origin]["class_type"])
-                if slot >= len(types) or types[slot] not in _NO_MODEL:
-                    return True
-        return False
-
-    while more := {node for node in nodes if node not in found and takes_a_model(node)}:
+    while more := {n for n in nodes if n not in found and found & set(_models(prompt, n, types_of))}:
         found |= more
     return found
+
+
+def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[str]:
+    """Of the needed nodes, those whose model the ranks will be asked for; not those that only give a text encoder."""
+    nodes = needed(prompt, outputs)
+    used = {origin for node in nodes for origin in _models(prompt, node, types_of)}
+    return [node for node in nodes if node in used and prompt[node]["class_type"] in LOADERS]
+
+
+def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
+    """The nodes that give this one something on which a model may travel."""
+    for _, origin, slot in links(prompt[node]["inputs"]):
+        kind = prompt[origin]["class_type"] if origin in prompt else ""
+        types = types_of(kind)
+        if kind not in WITHOUT_A_MODEL and (slot >= len(types) or types[slot] not in _NO_MODEL):
+            yield origin
+
+
+def in_tail(prompt: Prompt, on_ranks: set[str], begun: set[str], finished: set[str]) -> bool:
+    """Whether none of the nodes `on_ranks` will run. One that has not run will not where what takes its output has
+    begun: ComfyUI had that in its cache."""
+    done = set(finished)
+    waiting = list(begun | finished)
+    while waiting:
+        for _, origin, _ in links(prompt[waiting.pop()]["inputs"]):
+            if origin in prompt and origin not in done:
+                done.add(origin)
+                waiting.append(origin)
+    return on_ranks <= done

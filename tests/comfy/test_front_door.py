@@ -18,6 +18,8 @@ import pytest
 from front_door import NAMES, FrontDoor, front_door
 from graphs import Graph
 from own_loop import run_in_own_loop
+from parallel_backend.__main__ import main
+from parallel_backend.observability.queue_log import QueueLogFile
 from waiting import wait_until
 
 PROMPTS = 300
@@ -160,6 +162,29 @@ def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
     name = run_in_own_loop(story())
     with urllib.request.urlopen(f"{door.servers[name].url}/history", timeout=60) as answer:
         assert len(json.load(answer)) == 1
+
+
+def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path):
+    names = {str(uuid.uuid4()) for _ in range(3)}
+    log, token = QueueLogFile(tmp_path / "queue.jsonl"), tmp_path / "token"
+    for number, name in enumerate(names):
+        log.append({"accepted": name, "number": number, "left_out": [], "request": {"prompt": _picture()}})
+    log.close()
+    token.write_text(door.tokens[3])
+    command = ["resend", str(log.path), "--to", door.url, "--token-file", str(token)]
+    command += ["--certificate", str(door.folder / "certificate.pem")]
+    assert main(command) == main(command) == 0
+    assert log.path.read_text().count('"session":"') == 3  # each in a session that can be asked for it again
+
+    def ended() -> list[str]:
+        found = []
+        for server in door.servers.values():
+            with urllib.request.urlopen(f"{server.url}/history", timeout=60) as answer:
+                found += [name for name in json.load(answer) if name in names]
+        return found
+
+    wait_until(lambda: len(ended()) >= 3)
+    assert sorted(ended()) == sorted(names)
 
 
 def test_only_sense_from_here_drains_and_haproxy_gets_a_line_without_http(door):

@@ -91,6 +91,9 @@ class _Log:
 def idle(comfy):
     """Ranks that hold nothing, and a ComfyUI whose nodes do neither."""
     comfy.client.free()
+    graph = Graph()  # ComfyUI may miss the wish until its next prompt has ended
+    graph.add("TestSaveText", text="idle", path="idle.txt")
+    comfy.run(graph.prompt)
     wait_until(lambda: not any(_held(comfy)))
     return comfy
 

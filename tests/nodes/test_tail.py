@@ -29,6 +29,10 @@ def _on_ranks(graph: Graph, *outputs: str) -> set[str]:
     return {graph.prompt[node]["class_type"] for node in found}
 
 
+def _loaders(graph: Graph, *outputs: str) -> list[str]:
+    return tail.loaders(graph.prompt, outputs, lambda kind: TYPES.get(kind, ()))
+
+
 def _picture(graph: Graph, latent: list, decode: str = "VAEDecode", vae: list | None = None) -> str:
     image = [graph.add(decode, samples=latent, vae=vae or [graph.add("VAELoader"), 0]), 0]
     return graph.add("SaveImage", images=image)
@@ -51,6 +55,38 @@ def test_models_go_on_through_links_of_any_type_and_the_demo_s_text_and_pictures
     latent = [graph.add("SamplerCustomAdvanced", guider=guider, latent_image=graph.latent()), 0]
     names = _on_ranks(graph, _picture(graph, latent, vae=[loader, 3]))
     assert names == {"ParallelDemoLoader", "PipeOfSomePack", "BasicGuider", "SamplerCustomAdvanced"}
+    assert _loaders(graph, graph.add("PreviewAny", source=latent)) == [loader]
+
+
+def test_a_loader_of_which_only_the_text_encoder_is_used_is_not_loaded_ahead():
+    graph = Graph()
+    demo = graph.add("ParallelDemoLoader")
+    text = [graph.add("CLIPTextEncode", clip=[demo, 2], text="a red circle"), 0]
+    flux = graph.parallel_loader("a", "cpu:2")
+    latent = graph.parallel_sampler(flux, text, text, graph.latent())
+    assert _loaders(graph, _picture(graph, latent, vae=[demo, 3])) == [flux]
+
+
+def test_the_tail_begins_when_no_node_on_the_ranks_will_run_also_where_comfyui_has_some_in_its_cache():
+    graph = Graph()
+    loader = graph.parallel_loader("a", "cpu:2")
+    first = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    second = graph.parallel_sampler(loader, graph.text(1), graph.text(2), first)
+    saved = _picture(graph, second)
+    decode = graph.prompt[saved]["inputs"]["images"][0]
+    on_ranks = tail.nodes_on_ranks(graph.prompt, [saved], lambda kind: TYPES.get(kind, ()))
+
+    def is_tail(begun: set[str], finished: set[str]) -> bool:
+        return tail.in_tail(graph.prompt, on_ranks, begun, finished)
+
+    assert not is_tail(set(), set()) and not is_tail(set(), {loader})
+    assert not is_tail({first[0]}, {loader})
+    assert not is_tail(set(), {loader, first[0]})  # between the two
+    assert not is_tail({second[0]}, {loader, first[0]})
+    assert is_tail(set(), {loader, first[0], second[0]})
+    assert is_tail({decode}, {second[0]})  # the loader and the first sampler were cached
+    assert is_tail({decode}, set())  # all were
+    assert not is_tail({second[0]}, set())
 
 
 def test_a_decode_on_the_ranks_is_no_tail_and_what_no_output_needs_is_not_waited_for():
@@ -62,9 +98,7 @@ def test_a_decode_on_the_ranks_is_no_tail_and_what_no_output_needs_is_not_waited
     found = tail.nodes_on_ranks(graph.prompt, [saved], lambda kind: TYPES.get(kind, ()))
     assert unused[0] not in found and latent[0] in found
     assert _on_ranks(graph, saved) == {"ParallelFluxLoader", "KSampler", "ParallelVAEDecode"}
-    assert [graph.prompt[node]["inputs"]["unet_name"] for node in tail.loaders(graph.prompt, [saved])] == [
-        "a"
-    ]
+    assert [graph.prompt[node]["inputs"]["unet_name"] for node in _loaders(graph, saved)] == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["KSampler", "NobodyKnowsIt"])
