@@ -232,13 +232,14 @@ STAY, BLOCK, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "attention", "row
 @dataclass(frozen=True)
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
-    batch; `tokens`: one of TOKEN_MODES; `method`: of the module."""
+    batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `together`: its rows cannot be apart."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
     tokens: str = BLOCK
     method: str = "forward"
+    together: bool = False
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class ModuleForward:
     def __call__(self, call: ModuleCall) -> Answer:
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
-            return self._answer(call)
+            return self._answer(self.model.live(call))
 
     def _answer(self, call: ModuleCall) -> Answer:
         function = self._function(call.method)
@@ -182,13 +182,16 @@ class ModuleForward:
         axis, *others = axes
         if axis.size == 1:
             return self._by_rows(call, others, compute)
-        shares = split_rows(call, axis.size, self.model.rows_together)
+        shares = split_rows(call, axis.size, self._together(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
             mine = slice(0, max(shares))
         part = take_rows(call, mine)
         answer = self._by_rows(part, others, compute)
         return _gathered(answer, part.rows, shares, axis, self.traffic)
+
+    def _together(self, call: ModuleCall) -> bool:
+        return call.together or self.model.rows_together
 
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)
@@ -207,7 +210,7 @@ class ModuleForward:
     def _compute_queries(self, call: ModuleCall) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
-        if call.rows >= sequence.size and not self.model.rows_together:
+        if call.rows >= sequence.size and not self._together(call):
             return self._by_rows(call, (sequence,), self._compute_rows)
         said = _QUERIES.format(keys=queries.LEAST_KEYS)
         if said not in self.notes:
