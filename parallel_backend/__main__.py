@@ -8,12 +8,13 @@ import sys
 
 from .errors import ParallelError
 from .observability import costs_command as costs
+from .observability import models_command as models
 from .observability import plan_command as plan
 from .observability.bench import command as bench
 from .observability.doctor import command as doctor
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
-COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench, "costs": costs}
+COMMANDS = {"plan": plan, "doctor": doctor, "bench": bench, "costs": costs, "models": models}
 
 
 def main(argv: list[str] | None = None) -> int:
