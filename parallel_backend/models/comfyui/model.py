@@ -77,6 +77,8 @@ class ComfyUIModel:
         return str(attention.optimized_attention.__name__).removeprefix("attention_")
 
     def live(self, call: ModuleCall) -> ModuleCall:
+        if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
+            forget()  # it knows references by where they lie, and each call's copies may lie where others lay
         described = call.kwargs.get(ARGUMENT)
         if described is None:
             self._run_memory.clear()
