@@ -27,6 +27,7 @@ from .unsupported import refusal
 _PLAIN = frozenset(vars(nn.Module()))  # what every module has
 # What ComfyUI's memory manager notes on a network that it moves about.
 _MANAGED = ("device", "current_", "model_lowvram", "lowvram_", "model_loaded_", "model_offload_", "dynamic_")
+_RUNS = 4  # known at once: of two that take turns, each must find that the ranks have the other's
 _SKIP = ("comfy_extras.nodes_slg", "skip")  # in place of a block: leaves its tokens as they are
 _AFTER_INPUT = ("comfy_extras.nodes_flux", "model_input_patch")  # belongs to a cache of references
 
@@ -36,7 +37,7 @@ class CarriedPatches:
 
     def __init__(self) -> None:
         self._weights: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
-        self._run: tuple[object, int, int] = (None, 0, 0)  # what marks it, its number, calls made
+        self._runs: list[tuple[object, int, int]] = []  # the latest: what marks it, its number, calls made
 
     def described(self, options: Mapping[str, Any], latent: Tensor) -> Tree | None:
         """What a call's `transformer_options` carry for the ranks; None where that is nothing. `latent`: [R, C, …]."""
@@ -65,10 +66,10 @@ class CarriedPatches:
 
     def _next_call(self, mark: object) -> tuple[int, int]:
         """(number of the run, calls before this one). `mark`: another object in each run."""
-        known, number, calls = self._run
-        if mark is not known:
-            number, calls = secrets.randbits(60), 0
-        self._run = (mark, number, calls + 1)
+        fresh = (mark, secrets.randbits(60), 0)
+        _, number, calls = next((run for run in self._runs if run[0] is mark), fresh)
+        others = [run for run in self._runs if run[0] is not mark]
+        self._runs = [*others, (mark, number, calls + 1)][-_RUNS:]
         return number, calls
 
     def _frames(self, state: Mapping[str, Any], latent: Tensor) -> dict[str, Tree]:
@@ -93,10 +94,8 @@ class CarriedPatches:
     def _network(self, network: nn.Module) -> dict[str, Tree]:
         parts, tensors = _parts(network)
         if network not in self._weights:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # else nobody could tell that they are the same still
+            # In inference mode nobody could tell later that they are the same still.
+            with torch.inference_mode(False), torch.no_grad():
                 self._weights[network] = {
                     dtype: torch.cat([tensor.detach().cpu().flatten() for tensor in of_dtype])
                     for dtype, of_dtype in tensors.items()

@@ -204,3 +204,30 @@ def test_a_patch_of_another_pack_is_left_to_be_refused_by_name():
     left = patches.without_carried(options)
     assert left["patches"]["post_input"] and left["patches_replace"]["dit"]
     assert not patches.without_carried({"patches": _lllite()})["patches"]["post_input"]
+
+
+def test_runs_that_take_turns_keep_their_numbers():
+    own, one, other = import_node_module("nodes.model.patches").CarriedPatches(), {}, {}
+    numbers = [own._next_call(mark) for mark in (one, other, one, other)]
+    assert [call for _, call in numbers] == [0, 0, 1, 1]
+    assert numbers[0][0] == numbers[2][0] != numbers[1][0] == numbers[3][0]
+
+
+def test_a_rank_keeps_one_copy_of_a_patchs_weights():
+    from parallel_backend.rank.kept_arguments import KeptArguments
+    from parallel_backend.sidecar.tensor_cache import KnownTensors
+    from parallel_backend.wire.arguments import kept_tensors
+
+    known, rank = KnownTensors(), KeptArguments(torch.device("cpu"))
+    weights, prompt, small = torch.ones(8192), torch.zeros(8192), torch.ones(2)
+    places = []
+    for _ in range(2):
+        given = {"context": prompt, carried.ARGUMENT: {"weights": weights, "image": small}}
+        sent = known.take_out(given)
+        payload = pack_arguments(((), sent.kwargs)) | kept_tensors(sent.new)
+        _, kwargs = rank.take(payload, known.take_forgotten())
+        places.append((kwargs[carried.ARGUMENT]["weights"].data_ptr(), kwargs["context"].data_ptr()))
+        assert torch.equal(kwargs[carried.ARGUMENT]["image"], small)
+        (kept,) = (one for one in rank._kept.values() if one.data_ptr() == places[-1][0])
+        assert torch.equal(kept, weights)
+    assert places[0][0] == places[1][0] and not sent.new
