@@ -9,6 +9,7 @@ import sys
 from .cluster import command as cluster
 from .errors import ParallelError
 from .observability import costs_command as costs
+from .observability import models_command as models
 from .observability import plan_command as plan
 from .observability import resend_command as resend
 from .observability.bench import command as bench
@@ -20,6 +21,7 @@ COMMANDS = {
     "doctor": doctor,
     "bench": bench,
     "costs": costs,
+    "models": models,
     "resend": resend,
     "cluster": cluster,
 }

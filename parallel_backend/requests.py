@@ -243,7 +243,7 @@ STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
     batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `prompts`: within a job, the numbers of those whose
-    rows these are, by which a step cache keeps."""
+    rows these are, by which a step cache keeps; `together`: its rows cannot be apart."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -251,6 +251,7 @@ class ModuleCall:
     tokens: str = BLOCK
     method: str = "forward"
     prompts: tuple[int, ...] = ()
+    together: bool = False
 
 
 @dataclass(frozen=True)

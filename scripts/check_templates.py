@@ -5,7 +5,8 @@ python scripts/check_templates.py FOLDER [--json] [--write]
 
 FOLDER holds the graphs: `templates` in the package comfyui-workflow-templates-json. Judged without running them: by the
 module class of each model (docs/models.md) and by the nodes between loader and sampler (docs/compatibility.md). The
-last line with --json is {"graphs", "run", "not": {graph: reason}}; --write puts the page docs/templates.md together.
+last line with --json is {"graphs", "known", "run", "not": {graph: reason}}, known those without models and nodes that
+only a newer ComfyUI has; --write puts the page docs/templates.md together.
 """
 
 from __future__ import annotations
@@ -80,6 +81,20 @@ _CLASSES = (
     (r"sd_xl|svd|lotus|sdpose", "UNetModel"),
     (r"sam3|rt_detr", "no sampling"),
 )
+# How far tokens may be apart in calls with the patches of a node (docs/decisions/058-patches-as-data.md).
+_WITH_PATCHES = {
+    **dict.fromkeys(("AnimaLLLiteApply", "FluxKVCache", "WanInfiniteTalkToVideo"), ATTENTION),
+    **dict.fromkeys(("QwenImageDiffsynthControlnet", "ZImageFunControlnet", "USOStyleReference"), BLOCK),
+    **dict.fromkeys(("SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple", "SkipLayerGuidanceSD3"), BLOCK),
+}
+# Nodes between a loader and a sampler that ComfyUI 0.30.0 does not have.
+NEWER_NODES = {
+    "BlockSparseAttention",
+    "MiniMaxH3FunControlNetApply",
+    "ModelAttentionBackend",
+    "QwenImage21Cache",
+    "WanAnimate2Cache",
+}
 # Nodes that hand a model on, beside those that docs/compatibility.md names.
 _PASS = {
     "LoraLoader",
@@ -90,16 +105,18 @@ _PASS = {
     "ModelNoiseScale",
 }
 
+_NEWER = "needs a newer ComfyUI than the pack was proven on"  # why a graph does not run, behind what needs it
 
 _PAGE = """# The template library
 
 Written by `scripts/check_templates.py` from {package}: {graphs} graphs sample a local model.
-With **Parallel Model** behind each loader **{run}** of them run ({share}): in {stay} the tokens of an image, video or
-sound stay apart from the first block to the last, in {block} each block gathers what it gives, in {bands} devices
-compute bands of an image's rows, and in {rows} whole images and prompts are shared out ([models.md](models.md) says
-what that means). Judged by the class of each model and by the nodes between loader and sampler
-([compatibility.md](compatibility.md)), not by running them: the models themselves are too large for the machines that
-tests run on.
+**{newer}** of them use a model or a node that ComfyUI 0.30.0, on which the pack was proven, does not have. With
+**Parallel Model** behind each loader **{run}** run: {share} of all, and {known_share} of the {known} that this ComfyUI
+can run. In {stay} the tokens of an image, video or sound stay apart from the first block to the last, in {block} each
+block gathers what it gives, in {bands} devices compute bands of an image's rows, and in {rows} whole images and prompts
+or queries of attention are shared out ([models.md](models.md) says what that means). Judged by the class of each model
+and by the nodes between loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models
+themselves are too large for the machines that tests run on.
 
 | graph | why it does not |
 | --- | --- |
@@ -150,11 +167,12 @@ def class_of(file: str) -> str | None:
 
 
 def judged_nodes() -> tuple[set[str], set[str]]:
-    """(exact, refused) of docs/compatibility.md, node by node."""
+    """(exact, refused) behind Parallel Model, of docs/compatibility.md, node by node."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    lists = (re.search(rf"^\*\*{kind}:\*\* (.+)\.$", page, re.MULTILINE) for kind in ("Exact", "Refused"))
-    exact, refused = (set(found.group(1).split(", ")) if found else set() for found in lists)
-    return exact | _PASS, refused
+    kinds = ("Exact", "Exact behind Parallel Model", "Refused")
+    lists = (re.search(rf"^\*\*{kind}:\*\* (.+)\.$", page, re.MULTILINE) for kind in kinds)
+    exact, behind, refused = (set(found.group(1).split(", ")) if found else set() for found in lists)
+    return exact | behind | _PASS, refused - behind
 
 
 def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]:
@@ -164,14 +182,17 @@ def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]
         if found is None:
             return "", f"nothing is known of the model {file}"
         if found == "":
-            return "", f"{file} needs a newer ComfyUI than the pack was proven on"
+            return "", f"{file} {_NEWER}"
     for node in graph.nodes:
+        if node in NEWER_NODES:
+            return "", f"the node {node} {_NEWER}"
         if node in refused:
             return "", f"the node {node} is refused"
         if node not in exact:
             return "", f"the node {node} was not tried"
     states = [state_of(class_of(file) or "") for file in graph.models if class_of(file) != "no sampling"]
-    return min(states, key=TOKEN_MODES.index), ""
+    patched = [_WITH_PATCHES[node] for node in graph.nodes if node in _WITH_PATCHES]
+    return max(min(states, key=TOKEN_MODES.index), *patched, STAY, key=TOKEN_MODES.index), ""
 
 
 def judge(folder: Path) -> dict[str, tuple[str, str]]:
@@ -185,6 +206,11 @@ def judge(folder: Path) -> dict[str, tuple[str, str]]:
     }
 
 
+def known_graphs(found: Mapping[str, tuple[str, str]]) -> int:
+    """How many use models and nodes of the ComfyUI that the pack was proven on alone."""
+    return sum(not reason.endswith(_NEWER) for _, reason in found.values())
+
+
 def page(found: Mapping[str, tuple[str, str]], package: str) -> str:
     states = Counter(state for state, _ in found.values() if state)
     run = states.total()
@@ -194,6 +220,9 @@ def page(found: Mapping[str, tuple[str, str]], package: str) -> str:
         graphs=len(found),
         run=run,
         share=f"{run / len(found):.0%}",
+        newer=len(found) - known_graphs(found),
+        known=known_graphs(found),
+        known_share=f"{run / known_graphs(found):.0%}",
         stay=states[STAY],
         block=states[BLOCK],
         bands=states[BANDS],
@@ -217,7 +246,8 @@ def main() -> None:
         PAGE.write_text(page(found, arguments.write))
     missed = {name: reason for name, (_, reason) in found.items() if reason}
     if arguments.json:
-        print(json.dumps({"graphs": len(found), "run": len(found) - len(missed), "not": missed}))
+        run = len(found) - len(missed)
+        print(json.dumps({"graphs": len(found), "known": known_graphs(found), "run": run, "not": missed}))
         return
     for name, (state, reason) in found.items():
         print(f"{name}: {state or reason}")

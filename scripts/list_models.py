@@ -37,7 +37,12 @@ _WHY = {  # of classes that the table does not have
     "StageC": _CONVOLUTIONS,
     "AsymmDiTJoint": "crops the text inside of attention, whose tokens then are others",
     "CausalWanModel": _KEEPS,
-    "HiDreamO1Transformer": _KEEPS,
+    "GeneralDIT": (
+        "adds the whole video's positions between its blocks, whose tokens lie by frame, row and column, batch last"
+    ),
+    "HiDreamO1Transformer": (
+        "attends in two passes of its own, a text that sees what is before it and an image that sees all"
+    ),
     "ACEStepTransformer2DModel": "its linear attention sums over all tokens, without ComfyUI's attention",
     "AudioDiffusionTransformer": "its files differ in how often a block attends, and some convolve over time",
     "NaDiT": "attends in windows that lie across its tokens",

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ...parallel_backend.models.comfyui import calls
 from ...parallel_backend.models.comfyui.calls import HOST_ONLY, OPTIONS, row_count, without_made
+from ...parallel_backend.models.comfyui.patches import ARGUMENT
 from ...parallel_backend.models.comfyui.proof import Verdict
 from ...parallel_backend.requests import ROWS, ModuleCall
 from ...parallel_backend.wire.arguments import Tree
 from .options import OWN_OPTIONS
+from .patches import CarriedPatches, without_carried
 from .unsupported import has_entries, refusal, refuse_effects
 
 _ATTENTION = "ComfyUI's own flags, such as --use-sage-attention, reach the devices"
@@ -46,17 +48,23 @@ class ModuleSignature:
         return args[:_LATENT_AND_TIMESTEP], named | kwargs
 
 
-def module_call(module_class: str, verdict: Verdict, args: tuple, kwargs: Mapping[str, object]) -> ModuleCall:
+def module_call(
+    module_class: str, verdict: Verdict, args: tuple, kwargs: Mapping[str, object], patches: CarriedPatches
+) -> ModuleCall:
     """The call of a diffusion model's forward: (latent, timestep), the rest by name. `verdict`: on its class. Raises
     RequestError, naming the effect, for what the ranks cannot honour."""
     options = kwargs.get(OPTIONS) or {}
     refuse_model_options(options)
+    latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    described = patches.described(options, latent)
     sent = {
         name: as_tree(without_made(name, value), f"the argument {name!r}")
         for name, value in kwargs.items()
         if name != OPTIONS
     }
     sent[OPTIONS] = options_as_tree(options)
+    if described is not None:
+        sent[ARGUMENT] = as_tree(described, "a patch of the model")
     return calls.module_call(
         module_class, verdict, tuple(as_tree(value, "the latent or the timestep") for value in args), sent
     )
@@ -84,7 +92,7 @@ def method_call(method: str, args: tuple, kwargs: Mapping[str, object]) -> Modul
 
 def refuse_model_options(options: dict) -> None:
     """Raises RequestError for transformer_options that change what the module computes by Python of this process."""
-    refuse_effects(options, {}, attention=_ATTENTION)
+    refuse_effects(without_carried(options), {}, attention=_ATTENTION)
 
 
 def as_tree(value: object, name: str) -> Tree:

@@ -31,7 +31,8 @@ from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .arguments import ModuleSignature, method_call, module_call
-from .options import PATCHES, RECORD
+from .options import PATCHES, RECORD, REFERENCES_METHOD
+from .patches import CarriedPatches, FrameCaches
 from .plans import RunPlans
 from .shadow import shadow_of
 from .unsupported import refusal
@@ -87,6 +88,7 @@ class RemoteModule(nn.Module):
         self._own = own
         self._signature = ModuleSignature(own.forward)
         self._options = options
+        self._patches = CarriedPatches()
         watch(self, spec)
 
     def verdict_on_blocks(self) -> Verdict:
@@ -119,7 +121,9 @@ class RemoteModule(nn.Module):
         args, kwargs = self._signature.by_name(args, kwargs)
         options = kwargs.get("transformer_options") or {}
         check_module_inputs(args[0], kwargs.get("context"), self.file.inputs)
-        call = module_call(self.class_name, self.verdict, args, kwargs)
+        if REFERENCES_METHOD in options:
+            kwargs = {"ref_latents_method": options[REFERENCES_METHOD]} | kwargs
+        call = module_call(self.class_name, self.verdict, args, kwargs, self._patches)
         latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
         answer = self._on_ranks(
             call, tuple(latent.shape), _text_tokens(kwargs), options, reference_shapes(kwargs)
@@ -174,7 +178,9 @@ def remote_module(
     changed."""
     own = type(module)
     shadow = shadow_of(module)
-    methods = {name: _remote_method(name) for name in _METHODS if hasattr(own, name)}
+    methods: dict[str, Callable] = {name: _remote_method(name) for name in _METHODS if hasattr(own, name)}
+    if hasattr(own, "init_kv_caches"):
+        methods |= {"init_kv_caches": _frame_caches, "init_crossattn_caches": _no_caches}
     shadow.__class__ = type(own.__name__, (RemoteModule, own), {"__module__": own.__module__, **methods})
     shadow.stand_for(spec, file, verdict, own, options)
     return shadow
@@ -185,6 +191,17 @@ def _remote_method(name: str) -> Callable[..., Tree]:
         return self.method_on_ranks(name, args, kwargs)
 
     return call
+
+
+def _frame_caches(
+    self: RemoteModule, rows: int, tokens: int, device: torch.device, dtype: torch.dtype
+) -> FrameCaches:
+    """In place of a causal model's: the ranks have them."""
+    return FrameCaches(len(self.blocks), rows, tokens, dtype, self.patch_size)
+
+
+def _no_caches(self: RemoteModule, rows: int, device: torch.device, dtype: torch.dtype) -> list[Tree]:
+    return []
 
 
 def _text_tokens(kwargs: dict) -> int:

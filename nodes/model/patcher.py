@@ -17,7 +17,7 @@ from ...parallel_backend.planner.rules import StrategySettings
 from ..host.memory import give_cache_back, held_on, make_room
 from ..stock_run import StockRun
 from .lora import weight_patches
-from .options import COMPUTE_OPTIONS, PATCHES, RECORD, SETTINGS
+from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS
 from .unsupported import refusal
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     # By a parameter's key, or by (key, rows and columns of it): an adapter of comfy.weight_adapter, or (kind, tensors).
     PatchKey = str | tuple[object, ...]
     ComfyPatches = dict[PatchKey, object]
+
+
+# Where a model of references keeps the way in which they have their places, which every call can name as well.
+_REFERENCES_METHOD = ("diffusion_model.params.default_ref_method", "diffusion_model.default_ref_method")
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
@@ -132,6 +136,9 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         raise refusal("a wrapped weight")
 
     def add_object_patch(self, name: str, obj: object) -> None:
+        if name in _REFERENCES_METHOD and not self.model.diffusion_model.own_loop:
+            self.model_options["transformer_options"][REFERENCES_METHOD] = obj
+            return
         if name.split(".")[0] == "diffusion_model":
             raise refusal(f"a replaced part of the network ({name})")
         if name == "manual_cast_dtype" and not self._computes_in(obj):

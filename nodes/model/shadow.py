@@ -7,7 +7,8 @@ what calls a part of it would compute with weights that are not there, and is to
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +37,7 @@ def _shadow(
         raise refusal(f"a hook on part of the network ({name or 'the whole of it'})")
     shadow = type(module).__new__(type(module))
     modules[id(module)] = shadow
-    state = {
-        key: value
-        for key, value in module.__dict__.items()
-        if key not in _LOADED_STATE and not key.endswith(_LOWVRAM)
-    }
-    for key in _FUNCTIONS:
-        if key in state:
-            state[key] = []
+    state = without_loaded_state(module.__dict__)
     state["_parameters"] = {key: _outline(value, tensors) for key, value in module._parameters.items()}
     state["_buffers"] = {
         key: value.detach().cpu() if _is_small(value) else _outline(value, tensors)
@@ -57,6 +51,16 @@ def _shadow(
         state["_forward_pre_hooks"] = OrderedDict({0: _refuse_to_compute})
     shadow.__dict__.update(state)
     return shadow
+
+
+def without_loaded_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's own, as before ComfyUI's memory manager and LoRAs have put theirs beside its weights."""
+    state = {
+        key: value
+        for key, value in attributes.items()
+        if key not in _LOADED_STATE and not key.endswith(_LOWVRAM)
+    }
+    return state | {key: [] for key in _FUNCTIONS if key in state}
 
 
 def _is_small(buffer: Tensor | None) -> bool:

@@ -6,6 +6,7 @@ ComfyUI hands a module, but for what stands in `transformer_options`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -35,13 +36,8 @@ def take_rows(call: ModuleCall, wanted: slice) -> ModuleCall:
     }
     if isinstance(options := call.kwargs.get(_OPTIONS), dict):
         kwargs[_OPTIONS] = _options(options, wanted, call.rows)
-    return ModuleCall(
-        args=_taken(call.args, wanted, call.rows),
-        kwargs=kwargs,
-        rows=wanted.stop - wanted.start,
-        tokens=call.tokens,
-        method=call.method,
-    )
+    args = _taken(call.args, wanted, call.rows)
+    return replace(call, args=args, kwargs=kwargs, rows=wanted.stop - wanted.start)
 
 
 def _taken(value: Any, wanted: slice, rows: int) -> Any:

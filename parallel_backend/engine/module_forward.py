@@ -35,6 +35,9 @@ _ROWS_TOGETHER = (
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
+_PATCHED = (
+    "step_cache did nothing: nodes have changed the model, and what they compute may differ in every step"
+)
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
@@ -135,16 +138,20 @@ class ModuleForward:
         """`cache`: of the sampling job that the call belongs to."""
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
+            live = self.model.live(call)
             if cache is None or call.method != "forward" or call.tokens not in (STAY, BLOCK):
-                return self._answer(call)
+                return self._answer(live)
+            if live is not call:
+                self._say(_PATCHED)
+                return self._answer(live)
             self._blocks = self._blocks or self._block_calls()
             if not (outputs := self._blocks.kept_outputs()):
-                return self._answer(call)
+                return self._answer(live)
             key = (call.prompts, self.layout.strategy)
             shared = call.tokens == STAY and self.layout.sequence.size > 1
             meeting = Meeting(self.layout, self.traffic, shared, self._leave_out_blocks)
             with cache.call(key, outputs, meeting) as cached:
-                return self._answer(call, cached)
+                return self._answer(live, cached)
 
     def _leave_out_blocks(self) -> None:
         if self.model.byte_sharding is not None:
@@ -201,13 +208,16 @@ class ModuleForward:
         axis, *others = axes
         if axis.size == 1:
             return self._by_rows(call, others, compute)
-        shares = split_rows(call, axis.size, self.model.rows_together)
+        shares = split_rows(call, axis.size, self._together(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
             mine = slice(0, max(shares))
         part = take_rows(call, mine)
         answer = self._by_rows(part, others, compute)
         return _gathered(answer, part.rows, shares, axis, self.traffic)
+
+    def _together(self, call: ModuleCall) -> bool:
+        return call.together or self.model.rows_together
 
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)
@@ -230,7 +240,7 @@ class ModuleForward:
     def _compute_bands(self, call: ModuleCall) -> Answer:
         """Rows over the sequence axis too where they divide; else a band of rows of each image."""
         sequence = self.layout.sequence
-        if len(set(split_rows(call, sequence.size, self.model.rows_together))) == 1:
+        if len(set(split_rows(call, sequence.size, self._together(call)))) == 1:
             return self._by_rows(call, (sequence,), self._compute_rows)
         try:
             self._bands = self._bands or UNetBands(self.model, self.layout, self.traffic)
@@ -249,7 +259,7 @@ class ModuleForward:
     def _compute_queries(self, call: ModuleCall, why: str = _UNDESCRIBED) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
-        if call.rows >= sequence.size and not self.model.rows_together:
+        if call.rows >= sequence.size and not self._together(call):
             return self._by_rows(call, (sequence,), self._compute_rows)
         self._say(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..requests import Conditioning, Rows
+from ..requests import Conditioning, ModuleCall, Rows
 from ..wire.weight_patches import WeightPatch
 
 if TYPE_CHECKING:
@@ -204,6 +204,9 @@ class ModuleModel(LoadedModel, Protocol):
     @property
     def attention(self) -> str:
         """What its blocks call as ComfyUI's optimized attention, by ComfyUI's name for it."""
+
+    def live(self, call: ModuleCall) -> ModuleCall:
+        """The call with the objects that stand in it as data made anew. All ranks make it alike."""
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         """Inside, what its blocks call as ComfyUI's optimized attention is `attend(original, q, k, v, heads, …)`."""

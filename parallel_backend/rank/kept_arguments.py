@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.comfyui.patches import ARGUMENT
 from ..wire.arguments import map_tensors, take_kept, unpack_arguments
 from ..wire.payloads import Tensors
 
@@ -29,9 +30,12 @@ class KeptArguments:
             self._kept.pop(key, None)
         for key, tensor in take_kept(left).items():
             self._kept[key] = self._own(tensor)
-        args, kwargs = map_tensors(
-            unpack_arguments(left, self._kept), self._own
-        )  # modules may write into them
+        args, kwargs = unpack_arguments(left, self._kept)
+        patches = kwargs.pop(ARGUMENT, None)
+        args, kwargs = map_tensors((args, kwargs), self._own)  # modules may write into them
+        if patches is not None:  # a ControlNet's weights: they are read, and as large as a model
+            kept = {id(tensor) for tensor in self._kept.values()}
+            kwargs[ARGUMENT] = map_tensors(patches, lambda one: one if id(one) in kept else self._own(one))
         return args, kwargs
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..devices import machine_of
 from ..engine.groups import Layouts, World
 from ..errors import RequestError
+from ..models.comfyui.patches import leaves_something
 from ..options import check_step_cache
 from ..requests import InputShapes, LoadInfo, ModelSpec, ModuleCall, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
@@ -232,7 +233,8 @@ class RankWorker:
             self._module_forward(self.models.get(message.model), message.placement), on_compile
         )
         sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
-        if alone and self.world.rank > 0:  # the first rank computes, and nobody else is asked for the answer
+        # The first rank computes, and nobody else is asked for the answer; but what a run leaves, all have alike.
+        if alone and self.world.rank > 0 and not leaves_something(kwargs):
             return {}, run_record(forward, message.placement, begun, sent)
         with (
             all_threads(self.world.device) if alone else nullcontext(),

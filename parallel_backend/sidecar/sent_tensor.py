@@ -9,10 +9,10 @@ from ..wire.tensor_state import SeenTensor
 
 
 class SentTensor:
-    """`copy`: what was sent, on the device where it was, since its owner may write into its own."""
+    """`copy`: what was sent, on the device where it was, since its owner may write into its own; `own`: nobody does."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.copy = tensor.detach().clone()
+    def __init__(self, tensor: Tensor, own: bool = False) -> None:
+        self.copy = tensor.detach() if own else tensor.detach().clone()
         self._seen = SeenTensor(tensor)
 
     def equals(self, tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ LEAST_BYTES = 16 * 1024  # of a tensor that is kept: sending less costs no more 
 MOST_BYTES = 512 * 1024**2  # of all of them, where they came from and on each device
 # Arguments that are others in every step; the latent and the timestep come first and without a name.
 CHANGING = ("control", "transformer_options")
+# One that is made for the ranks alone, and into whose tensors nobody writes.
+OURS = "parallel_patches"
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,20 @@ class KnownTensors:
         new: dict[int, Tensor] = {}
         used: set[int] = set()
 
-        def kept(tensor: Tensor) -> Tensor | Kept:
+        def kept(tensor: Tensor, own: bool) -> Tensor | Kept:
             if tensor.nbytes < LEAST_BYTES:
                 return tensor
             key = self._find(tensor)
             if key is None:
                 key, self._next = self._next, self._next + 1
-                self._known[key] = SentTensor(tensor)
+                self._known[key] = SentTensor(tensor, own)
                 new[key] = self._known[key].copy
             used.add(key)
             return Kept(key)
 
         found = {
-            name: value if name in CHANGING else map_tensors(value, kept) for name, value in kwargs.items()
+            name: value if name in CHANGING else map_tensors(value, partial(kept, own=name == OURS))
+            for name, value in kwargs.items()
         }
         self._make_room(used)
         return KnownArguments(found, new)

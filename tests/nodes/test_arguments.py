@@ -17,6 +17,7 @@ from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments
 
 arguments = import_node_module("nodes.model.arguments")
+patches = import_node_module("nodes.model.patches")
 X, T = torch.zeros(2, 16, 3, 4, 4), torch.ones(2)
 USUAL = {
     "cond_or_uncond": [0, 1],
@@ -34,7 +35,7 @@ USUAL = {
 
 def call(options=None, module="WanModel", verdict=PROVEN_HERE, **kwargs):
     kwargs["transformer_options"] = {**USUAL, **(options or {})}
-    return arguments.module_call(module, verdict, (X, T), kwargs)
+    return arguments.module_call(module, verdict, (X, T), kwargs, patches.CarriedPatches())
 
 
 def test_a_usual_call_keeps_its_tensors_and_leaves_python_at_home():
@@ -57,7 +58,8 @@ def test_where_tokens_stay_is_decided_by_the_call():
 
 
 def test_a_latent_in_parts_has_the_rows_of_its_first():
-    made = arguments.module_call("LTXAVModel", PROVEN_HERE, ([X, torch.zeros(2, 8, 7, 16)], (T, T)), {})
+    latent = [X, torch.zeros(2, 8, 7, 16)]
+    made = arguments.module_call("LTXAVModel", PROVEN_HERE, (latent, (T, T)), {}, patches.CarriedPatches())
     assert made.rows == 2 and made.args[1][0] is not None
 
 

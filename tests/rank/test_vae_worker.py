@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from comfy_modules import import_comfyui_here
 from fault_injection import fault
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
 from parallel_backend.rank.vae_worker import VaeWorker
@@ -21,6 +23,7 @@ from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_flux import write_tiny_flux
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+from video_vaes import build
 
 _numbers = itertools.count()
 FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
@@ -96,6 +99,38 @@ def _decode_again_and_again(world):
 def test_a_vae_that_is_sent_again_takes_over_the_groups_of_the_one_before():
     for counts in run_ranks(_decode_again_and_again, 3):
         assert len(set(counts[1:])) == 1, counts
+
+
+def _agree(error):
+    """As a rank's worker does."""
+    failed = torch.tensor([int(error is not None)])
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    return not failed.item()
+
+
+def _load_where_one_rank_lacks_weights(world, source):
+    """In what words this rank refuses a video's VAE; what it decodes afterwards."""
+    worker, good = VaeWorker(world, _agree), dict(build("wan 2.1").state_dict())
+    lacking = {
+        key: value
+        for key, value in good.items()
+        if world.rank == 0 or key != "decoder.middle.0.residual.2.weight"
+    }
+    with pytest.raises(Exception) as refused:
+        worker.load(LoadVae("one", source), lacking)
+    with pytest.raises(RequestError, match="do not hold"):
+        worker.decode(Decode("one", ()), {"latent": torch.zeros(1, 16, 1, 2, 2)}, Steps())
+    worker.load(LoadVae("two", source), good)
+    image, run = worker.decode(Decode("two", ()), {"latent": torch.ones(1, 16, 1, 2, 2)}, Steps())
+    return str(refused.value), run.rows, None if image is None else tuple(image["image"].shape)
+
+
+def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
+    """Without a word before they try it together, the first would wait for the second."""
+    source = import_comfyui_here()
+    first, second = run_ranks(_load_where_one_rank_lacks_weights, 2, source)
+    assert first == ("another rank could not hold the VAE", 1, (1, 16, 16, 3))
+    assert "lacks" in second[0] and second[1:] == (1, None)
 
 
 def test_another_vae_takes_its_place(ranks):

@@ -67,6 +67,8 @@ MODELS = {
     "lens": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "padding": 2},
     "joyimage": {"latent": "{b},16,1,7,9", "text": {"width": 4096}, "reference": "1,16,1,4,6"},
     "hunyuan_3d": {"latent": "{b},64,21", "text": {"width": 48}},
+    "wan_causal": {"latent": "{b},16,3,10,6", "text": {"width": 4096}},
+    "wan_talk": {"latent": "{b},16,3,10,6", "text": {"width": 4096}},
     "wan_fp8": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
     "cogvideo": {"latent": "{b},16,3,10,6", "text": {"width": 48}},
     "qwen_image": {"latent": "{b},16,1,7,9", "text": {"width": 3584}, "reference": "1,16,1,4,6"},

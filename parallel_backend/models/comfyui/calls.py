@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...requests import ModuleCall
+from ...requests import ATTENTION, TOKEN_MODES, ModuleCall
+from .patches import ARGUMENT, call_inside_blocks
 from .proof import Verdict, trusted_mode
 
 OPTIONS = "transformer_options"
@@ -23,6 +24,11 @@ HOST_ONLY = frozenset(
         "multigpu_thread_pool",
         "easycache",
         "context_window",
+        # Go apart (patches.py), and what a sampler of causal models begins with.
+        "patches",
+        "patches_replace",
+        "ar_state",
+        "ar_config",
     }
 )
 # Objects that ComfyUI prepares for a module and that the module makes itself where they are missing.
@@ -36,7 +42,10 @@ def module_call(
     sent = {name: without_made(name, value) for name, value in kwargs.items()}
     options = sent.get(OPTIONS) or {}
     sent[OPTIONS] = {key: value for key, value in options.items() if key not in HOST_ONLY}
-    return ModuleCall(args, sent, row_count(args[0]), trusted_mode(module_class, sent, verdict))
+    mode = trusted_mode(module_class, sent, verdict)
+    if ARGUMENT in sent and call_inside_blocks(sent[ARGUMENT]):
+        mode = max(mode, ATTENTION, key=TOKEN_MODES.index)
+    return ModuleCall(args, sent, row_count(args[0]), mode)
 
 
 def without_made(name: str, value: Any) -> Any:

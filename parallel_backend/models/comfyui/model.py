@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...requests import ModuleCall
 from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
 from .attention_router import attention_by
+from .patches import ARGUMENT, live_options
 from .regions import Region
+from .run_memory import RunMemory
 from .table import TABLE
 
 
@@ -35,6 +39,7 @@ class ComfyUIModel:
         self.stored_dtype = stored_dtype
         self.weights = weights
         self.byte_sharding = byte_sharding
+        self._run_memory = RunMemory()
 
     @property
     def module(self) -> nn.Module:
@@ -70,6 +75,18 @@ class ComfyUIModel:
         from comfy.ldm.modules import attention
 
         return str(attention.optimized_attention.__name__).removeprefix("attention_")
+
+    def live(self, call: ModuleCall) -> ModuleCall:
+        if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
+            forget()  # it knows references by where they lie, and each call's copies may lie where others lay
+        described = call.kwargs.get(ARGUMENT)
+        if described is None:
+            self._run_memory.clear()
+            return call
+        options = live_options(described, self._run_memory, self.module)
+        kwargs = {name: value for name, value in call.kwargs.items() if name != ARGUMENT}
+        kwargs["transformer_options"] = kwargs.get("transformer_options", {}) | options
+        return replace(call, kwargs=kwargs, together=described["together"])
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         return attention_by(attend)

@@ -12,6 +12,7 @@ from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
+from .model_patches import NODES as MODEL_PATCHES
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
@@ -21,6 +22,7 @@ class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             *ANY_MODEL,
+            *MODEL_PATCHES,
             TestAnything,
             TestAppend,
             TestCircularVAE,

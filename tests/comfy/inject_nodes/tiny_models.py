@@ -40,6 +40,16 @@ def wan() -> nn.Module:
     return _wan("WanModel", "t2v")
 
 
+def wan_causal() -> nn.Module:
+    """The same weights, of which the file's metadata says that frames come one after the other."""
+    return _wan("WanModel", "t2v", num_layers=2)
+
+
+def wan_talk() -> nn.Module:
+    """Of a width that 40 heads divide, as those of InfiniteTalk's audio do."""
+    return _wan("WanModel", "i2v", in_dim=36, dim=640, num_heads=5)
+
+
 def wan_i2v() -> nn.Module:
     return _wan("WanModel", "i2v", in_dim=36)
 
@@ -231,6 +241,8 @@ FILES: dict[str, tuple[Callable[[], nn.Module], str, dict | None]] = {
     "flux2": (flux2, "", None),
     "wan_t2v": (wan, "", None),
     "wan_i2v": (wan_i2v, "", None),
+    "wan_causal": (wan_causal, "", {"transformer": {"causal_ar": True}}),
+    "wan_talk": (wan_talk, "", None),
     "wan_ti2v": (wan_ti2v, "", None),
     "wan_vace": (wan_vace, "", None),
     "wan_fp8": (wan, "", None),

@@ -1,0 +1,121 @@
+"""The report on a ComfyUI that is newer than the proven one, and the job that makes it every night."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import report_on_comfyui
+from comfy_harness import require_comfyui
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / ".github" / "workflows" / "newer-comfyui.yml"
+
+
+def test_the_proven_release_holds_and_a_library_of_graphs_is_judged(tmp_path, monkeypatch, capsys):
+    graph = {
+        "nodes": [
+            {
+                "type": "UNETLoader",
+                "outputs": [{"type": "MODEL"}],
+                "widgets_values": ["flux1-dev.safetensors"],
+            },
+            {"type": "KSampler", "inputs": [{"type": "MODEL"}]},
+        ]
+    }
+    (tmp_path / "one.json").write_text(json.dumps(graph))
+    out = tmp_path / "out"
+    given = [
+        "",
+        str(require_comfyui()),
+        "--out",
+        str(out),
+        "--templates",
+        str(tmp_path),
+        "--without",
+        "parity",
+    ]
+    monkeypatch.setattr(sys, "argv", given)
+    assert report_on_comfyui.main() == 0
+    said = (out / "report.md").read_text()
+    assert said in capsys.readouterr().out
+    assert "All holds." in said and "1 of 1 graphs run." in said and "0 of them in sources" in said
+
+
+def test_what_does_not_hold_is_named(tmp_path, monkeypatch):
+    rows = [
+        {"module": "Flux", "state": "stay", "proof": "tested here", "words": ""},
+        {"module": "WanModel", "state": "rows", "proof": "tested here", "words": "computes in another way"},
+    ]
+    lines = json.dumps({"models": rows})
+    monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, f"{lines}\n"))
+    part = report_on_comfyui.self_tests(tmp_path, tmp_path)
+    assert not part.passed and "| WanModel | rows | computes in another way |" in part.summary
+    monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, "FAILED tests/a.py::b\n1 failed\n"))
+    part = report_on_comfyui.parity(tmp_path, tmp_path)
+    assert not part.passed and part.summary == "1 failed\n\n- `FAILED tests/a.py::b`"
+    monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, "Traceback: what went wrong"))
+    for made in (report_on_comfyui.self_tests, report_on_comfyui.templates):
+        part = made(tmp_path, tmp_path)
+        assert not part.passed and "what went wrong" in part.summary
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.99.0"\n')
+    said = report_on_comfyui.report(tmp_path, [part])
+    assert said.startswith("# The pack on ComfyUI 0.99.0\n\nThese do not hold: Templates.")
+
+
+def test_all_tests_of_parity_are_there():
+    assert [
+        name for name in report_on_comfyui.PARITY if not (ROOT / "tests" / "comfy" / name).is_file()
+    ] == []
+
+
+def _steps():
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load(JOB.read_text())["jobs"].values()
+    return job["steps"]
+
+
+def test_the_shell_of_the_nightly_job_is_sound():
+    scripts = [step["run"] for step in _steps() if "run" in step]
+    assert len(scripts) >= 5
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        if shellcheck := shutil.which("shellcheck"):
+            subprocess.run([shellcheck, "--shell=bash", "-"], input=script, text=True, check=True)
+        named = [word for word in script.split() if word.startswith("scripts/")]
+        assert all((ROOT / word).is_file() for word in named), named
+
+
+def test_the_requirements_of_a_newer_comfyui_leave_torch_alone(tmp_path):
+    """What the job's grep keeps of ComfyUI's list."""
+    (script,) = (step["run"] for step in _steps() if "requirements.txt" in step.get("run", ""))
+    (line,) = (line for line in script.splitlines() if line.startswith("grep"))
+    listed = "torch\ntorchsde\ntorchvision\ntorchaudio>=2\ntorch>=2.5\nnumpy>=1.25.0\n"
+    (tmp_path / "requirements.txt").write_text(listed)
+    (tmp_path / "newer").mkdir()
+    command = line.replace("$COMFYUI/requirements.txt", "requirements.txt")
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "newer" / "requirements.txt").read_text() == "torchsde\nnumpy>=1.25.0\n"
+
+
+def test_an_issue_is_opened_once_and_then_added_to(tmp_path):
+    """The last step, with a stand-in for GitHub's command."""
+    script = _steps()[-1]["run"]
+    calls = tmp_path / "calls"
+    gh = tmp_path / "gh"
+    gh.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$2" = list ] && printf "%s" "$FOUND"\nexit 0\n')
+    gh.chmod(0o755)
+    for found, wanted in (("", "issue create"), ("12", "issue comment 12")):
+        calls.write_text("")
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "REPORT": str(tmp_path / "report"),
+            "FOUND": found,
+        }
+        subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], env=environment, check=True)
+        assert wanted in calls.read_text() and f"{tmp_path}/report/report.md" in calls.read_text()
