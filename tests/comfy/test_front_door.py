@@ -264,6 +264,8 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
             assert (
                 await _outcome(session, answer["prompt_id"]) is None
             )  # told, and not an empty history elsewhere
+            async with session.post("/interrupt") as answer:  # nor does it stop another one's picture
+                assert answer.status in (502, 503)
             status, _, moved = await _send(session, {"prompt": _picture()})
             assert (status, moved) == (200, "c")
         return before, went[before:].count("b")
