@@ -33,12 +33,13 @@ def test_comfyui_serves_the_locale(comfy, language):
     assert set(categories) == {node["category"] for node in own_nodes(comfy.client.object_info()).values()}
 
 
-def test_comfyui_serves_each_help_page_where_its_page_looks(measuring):
+@pytest.mark.parametrize("file", ["{}.md", "{}/es.md", "{}/zh.md"])
+def test_comfyui_serves_each_help_page_where_its_page_looks(measuring, file):
     """/extensions/<pack>/docs/<node>/<language>.md first, then /extensions/<pack>/docs/<node>.md."""
     comfy = measuring[0]
     for name, info in own_nodes(comfy.client.object_info()).items():
         pack = info["python_module"].split(".")[1]
-        url = f"{comfy.server.url}/extensions/{pack}/docs/{name}.md"
+        url = f"{comfy.server.url}/extensions/{pack}/docs/{file.format(name)}"
         with urllib.request.urlopen(url, timeout=30) as answer:
             assert "text/html" not in answer.headers["content-type"]  # the page takes that for an error
-            assert answer.read() == (ROOT / "web" / "docs" / f"{name}.md").read_bytes()
+            assert answer.read() == (ROOT / "web" / "docs" / file.format(name)).read_bytes()

@@ -107,7 +107,8 @@ def test_a_help_page_names_each_input_and_output_and_no_other(name):
 def test_help_pages_show_pictures_that_are_there_and_workflows_that_exist():
     pages = {path.stem: path.read_text("utf-8") for path in PAGES.glob("*.md")}
     pictures = [picture for page in pages.values() for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)]
-    assert sorted(pictures) == sorted(path.name for path in PAGES.iterdir() if path.suffix != ".md")
+    held = (path.name for path in PAGES.iterdir() if path.is_file() and path.suffix != ".md")
+    assert sorted(pictures) == sorted(held)
     examples = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}
     named = {name for page in pages.values() for name in re.findall(r"\*([^*\n]+)\* in the Templates", page)}
     assert named and named <= examples

@@ -1,0 +1,153 @@
+"""Each help page in each language of the pack has what the English one has, and calls it as that language labels it.
+
+ComfyUI's page takes ``<node>/<language>.md`` where it is there, and ``<node>.md`` otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "web" / "docs"
+LANGUAGES = sorted({path.name for path in (ROOT / "locales").iterdir()} - {"en"})
+ENGLISH = {path.stem: path.read_text("utf-8") for path in sorted(PAGES.glob("*.md"))}
+EACH = [(name, language) for name in ENGLISH for language in LANGUAGES]
+# What a placeholder in code is called.
+PLACEHOLDERS = {"NAME": {"es": "NOMBRE", "zh": "名称"}}
+SECTIONS = {
+    "Inputs": {"es": "Entradas", "zh": "输入"},
+    "Outputs": {"es": "Salidas", "zh": "输出"},
+    "Example": {"es": "Ejemplo", "zh": "示例"},
+    "Examples": {"es": "Ejemplos", "zh": "示例"},
+    "Limits": {"es": "Límites", "zh": "限制"},
+    "The panel under the node": {"es": "El panel debajo del nodo", "zh": "节点下方的面板"},
+}
+# Labels of buttons: those in web/said.json, and those in locales/<language>/main.json.
+SAID = ("Apply", "Run the GPU check")
+SHOWN = {"prove": "Prove it", "preload": "Preload", "timeline": "Where the time went"}
+
+
+def _locale(language: str, file: str) -> dict:
+    return json.loads((ROOT / "locales" / language / file).read_text("utf-8"))
+
+
+def _page(name: str, language: str) -> str:
+    return (PAGES / name / f"{language}.md").read_text("utf-8")
+
+
+def _labels(language: str) -> dict[str, str]:
+    """Of every input and output by its name, and of the placeholders."""
+    labels = {name: words[language] for name, words in PLACEHOLDERS.items()}
+    translated = _locale(language, "nodeDefs.json")
+    for name, node in _locale("en", "nodeDefs.json").items():
+        ours = translated[name]
+        named = [(key, ours["inputs"][key]["name"]) for key in node["inputs"]]
+        named += [(one["name"], ours["outputs"][key]["name"]) for key, one in node["outputs"].items()]
+        for key, label in named:
+            assert labels.setdefault(key, label) == label, (name, key)  # one word for one name
+    return labels
+
+
+def _headings(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^(#+) (.+)$", page, re.MULTILINE)
+
+
+def _code(page: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", page)
+
+
+def _links(page: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", page)
+
+
+def _rows(page: str) -> list[int]:
+    """Of each line of a table the number of its cells, in order."""
+    return [line.count(" | ") for line in page.splitlines() if line.startswith("|")]
+
+
+def _sentences(page: str) -> set[str]:
+    """All that are longer than a name, such as *Save Image*."""
+    sentences = re.split(r"[.:;|]\s|\n\n|\n(?=[|#-])", page)
+    return {
+        words
+        for sentence in sentences
+        if len((words := " ".join(sentence.strip("|#- \n").split())).split()) > 3
+    }
+
+
+def _numbers(page: str) -> Counter[str]:
+    return Counter(re.findall(r"\d+(?:\.\d+)?", page))
+
+
+def test_every_help_page_is_in_every_language_and_no_other():
+    there = {(path.parent.name, path.stem) for path in PAGES.glob("*/*")}
+    assert there == set(EACH) and all(path.suffix == ".md" for path in PAGES.glob("*/*"))
+
+
+@pytest.mark.parametrize(("name", "language"), EACH)
+def test_a_translated_page_has_the_headings_tables_and_links_of_the_english_one(name, language):
+    english, page = ENGLISH[name], _page(name, language)
+    title, *sections = _headings(english)
+    expected = [(title[0], _locale(language, "nodeDefs.json")[name]["display_name"])]
+    expected += [(level, SECTIONS[words][language]) for level, words in sections]
+    assert _headings(page) == expected
+    assert _rows(page) == _rows(english)
+    assert _links(page) == _links(english)
+    assert page.count("\n- ") == english.count("\n- ")
+    assert len(re.findall(r"\n{2,}", page)) == len(re.findall(r"\n{2,}", english))  # paragraphs
+    assert _numbers(page) >= _numbers(english)
+
+
+@pytest.mark.parametrize(("name", "language"), EACH)
+def test_a_translated_page_links_as_comfyui_resolves_it(name, language):
+    """Pictures are looked up beside the English page, whichever language's text names them."""
+    for link in _links(_page(name, language)):
+        assert re.match(r"https?://", link) or (PAGES / link).is_file(), link
+
+
+@pytest.mark.parametrize(("name", "language"), EACH)
+def test_a_translated_page_calls_inputs_and_outputs_as_they_are_labelled_and_keeps_other_code(name, language):
+    labels = _labels(language)
+    expected = [
+        re.sub(r"^\w+(?=: )|^\w+$|(?<=:)[A-Z]+$", lambda word: labels.get(word[0], word[0]), code)
+        for code in _code(ENGLISH[name])
+    ]
+    assert Counter(_code(_page(name, language))) == Counter(expected)
+    # In tables also in the order of the node.
+    first = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+    assert first.findall(_page(name, language)) == [labels[one] for one in first.findall(ENGLISH[name])]
+
+
+@pytest.mark.parametrize(("name", "language"), EACH)
+def test_a_translated_page_calls_nodes_templates_and_buttons_as_they_are_shown(name, language):
+    english = " ".join(ENGLISH[name].split())
+    page = " ".join(_page(name, language).split())
+    ours = _locale(language, "nodeDefs.json")
+    nodes = {node["display_name"]: ours[key] for key, node in _locale("en", "nodeDefs.json").items()}
+    for node in re.findall("|".join(sorted(nodes, key=len, reverse=True)), english):
+        assert nodes[node]["display_name"].lower() in page.lower()
+        assert node not in page
+    for template in re.findall(r"\*([^*]+)\* in the Templates", english):
+        assert f"*{template}*" in page
+    words = _locale(language, "main.json")["parallel_sampling"]
+    for key, shown in SHOWN.items():
+        assert page.count(f"*{words[key]}*") == english.count(f"*{shown}*"), shown
+    said = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
+    shown_as = {one[0]: one[1 + said["languages"].index(language)] for one in said["said"]}
+    for one in SAID:
+        sentence = shown_as.get(one) or shown_as[f"{one} {{words}}"].split("{")[0].strip()
+        assert page.count(f"*{sentence}*") == english.count(f"*{one}*"), one
+
+
+@pytest.mark.parametrize(("name", "language"), EACH)
+def test_no_text_of_a_translated_page_is_left_english(name, language):
+    page = _page(name, language)
+    assert not _sentences(ENGLISH[name]) & _sentences(page)
+    # Names of templates and captions for the demo model stay English, and so does code.
+    words = re.sub(r"`[^`]*`|\*[^*]+\*", "", page)
+    assert not re.findall(r"\b(?:the|and|with|which|are|from|that|on|of)\b", words)
