@@ -49,8 +49,12 @@ SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}, "sdx
 REQUESTS = {2: {"batch": 1, "cfg": 3.0}, 3: {"batch": 2, "cfg": 1.0}, 4: {"batch": 2, "cfg": 3.0}}
 
 
+# Sampled with the nodes that they are made for, in test_model_patches.py.
+PATCHED = {"wan_causal", "wan_talk"}
+
+
 def test_every_family_has_its_strategies():
-    assert set(FAMILIES) == set(MODELS)
+    assert set(FAMILIES) == set(MODELS) - PATCHED
 
 
 @pytest.mark.parametrize(  # devices vary slowest: a group of ranks starts once

@@ -202,7 +202,7 @@ def test_without_the_exchange_the_answer_is_another():
     """The tolerance above tells a rank's own tokens from everybody's."""
     calls = [(Reference(*case, EVEN), BLOCK) for case in CASES.values()]
 
-    def own(self, original, q, k, v, mask, queries, keys, others):
+    def own(self, original, q, k, v, *rest):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return original(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True)
 
