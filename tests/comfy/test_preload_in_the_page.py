@@ -18,8 +18,9 @@ MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.ty
 
 @pytest.fixture(scope="module", autouse=True)
 def model(measuring):
-    """There before the page asks which models there are."""
+    """There before the page asks which models there are. A preload ends no ranks that others have left."""
     measuring[0].write_flux(UNET, single_blocks=3)
+    measuring[0].stop_ranks()
 
 
 def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):

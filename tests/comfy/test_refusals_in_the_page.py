@@ -55,8 +55,8 @@ def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with
     page.wait_for_function(f"() => !({MARKED})().length", timeout=20_000)
     after = page.evaluate(VALUES)
     assert after == {**before, "ring_degree": 1, "ulysses_degree": 2}
-    apply.wait_for(state="detached", timeout=10_000)
-    page.locator("[data-testid=error-overlay]").wait_for(state="hidden", timeout=10_000)
+    apply.wait_for(state="detached", timeout=30_000)
+    page.locator("[data-testid=error-overlay]").wait_for(state="hidden", timeout=30_000)
 
 
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
@@ -71,11 +71,11 @@ def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(pag
     send()
     page.wait_for_function(
         f"() => {{ const [card, toast] = ({BOXES})(); return toast.right <= card.left && toast.left >= 0; }}",
-        timeout=10_000,
+        timeout=30_000,
     )
     send(about="cpu:1", summary="Another", life=60_000)
-    page.get_by_text("Another").wait_for(timeout=10_000)
+    page.get_by_text("Another").wait_for(timeout=30_000)
     assert page.get_by_text("Failed", exact=True).is_visible()
     send(severity="success", summary="Started", life=60_000)
-    page.get_by_text("Started").wait_for(timeout=10_000)
-    page.get_by_text("Failed", exact=True).wait_for(state="detached", timeout=10_000)
+    page.get_by_text("Started").wait_for(timeout=30_000)
+    page.get_by_text("Failed", exact=True).wait_for(state="detached", timeout=30_000)

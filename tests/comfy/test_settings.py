@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
 import pytest
 
 from comfyui_client import PromptFailed
@@ -38,20 +35,6 @@ def change(page):
         set_to(name, value)
 
 
-def _groups(comfy) -> list[dict]:
-    with urllib.request.urlopen(f"{comfy.server.url}/parallel_sampling/ranks", timeout=30) as answer:
-        return json.load(answer)["groups"]
-
-
-def _stop_all(comfy) -> None:
-    for group in _groups(comfy):
-        if not group["why_not"]["stop"]:
-            body = json.dumps({"devices": group["devices"]}).encode()
-            urllib.request.urlopen(
-                f"{comfy.server.url}/parallel_sampling/ranks/stop", body, timeout=30
-            ).close()
-
-
 def _decode(comfy, draw: int) -> None:
     """On the default devices: there is no Strategy Selector."""
     graph = Graph()
@@ -67,10 +50,10 @@ def test_settings_count_from_the_next_use_on(measuring, page, change):
     shown = page.evaluate("() => app.extensionManager.setting.settings")
     assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
 
-    _stop_all(comfy)
+    comfy.stop_ranks()
     change("default_devices", "cpu:2")
     _decode(comfy, draw=1)
-    running = [group["devices"] for group in _groups(comfy) if group["state"] == "ready"]
+    running = [group["devices"] for group in comfy.groups() if group["state"] == "ready"]
     assert running == [["cpu:0", "cpu:1"]]
 
     change("allow_approximate", False)
@@ -83,4 +66,4 @@ def test_settings_count_from_the_next_use_on(measuring, page, change):
 
     change("sleep_after_minutes", 0.02)
     _decode(comfy, draw=2)  # whose end sets the timer
-    wait_until(lambda: "asleep" in {group["state"] for group in _groups(comfy)})
+    wait_until(lambda: "asleep" in {group["state"] for group in comfy.groups()})

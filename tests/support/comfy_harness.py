@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +86,20 @@ class Comfy:
                 return False
 
         return list(filter(is_rank, self.server.children()))
+
+    def groups(self) -> list[dict]:
+        """What the route of ranks says of each group."""
+        with urllib.request.urlopen(f"{self.server.url}/parallel_sampling/ranks", timeout=30) as answer:
+            return json.load(answer)["groups"]
+
+    def stop_ranks(self) -> None:
+        """Ends the groups that tests before have left, as a person does it."""
+        for group in self.groups():
+            if not group["why_not"]["stop"]:
+                body = json.dumps({"devices": group["devices"]}).encode()
+                urllib.request.urlopen(
+                    f"{self.server.url}/parallel_sampling/ranks/stop", body, timeout=30
+                ).close()
 
     def output(self, name: str) -> Path:
         """The path of a file that a node saved under ``name``."""
