@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from .errors import DeviceError
 
 # Several ranks on the CPU exist for tests, demos and machines without a GPU; more than this is a typing error.
@@ -67,6 +65,8 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         return _of_cluster(wanted.removeprefix(_CLUSTER))
     if "@" in wanted:
         return _remote(wanted)
+    import torch  # late: commands that look at no devices run without it
+
     gpus = 0 if _only_cpu else torch.cuda.device_count()
     if wanted in ("", "all"):
         return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu:0",)

@@ -16,7 +16,6 @@ from ..machine.self_tests import SelfTestStore
 from ..models.comfyui.proof import PROVEN_HERE, Verdict, entry_digest, is_proven, verdict_of
 from ..models.comfyui.table import TABLE, state_of
 from ..requests import ROWS, TOKEN_MODES
-from ..sidecar.self_test import run_self_tests
 
 VARIABLE = "COMFYUI_PATH"
 _WITH_PACK, _TESTED, _UNTESTED, _MISSING = (
@@ -75,6 +74,8 @@ def rows(root: Path, *, test: bool) -> list[Row]:
     kept = {name: store.find(name, digest) for name, digest in digests.items() if not is_proven(name, digest)}
     unknown = [name for name, outcome in kept.items() if outcome is None]
     if test and unknown:
+        from ..sidecar.self_test import run_self_tests  # late: the other commands run without torch
+
         for outcome in run_self_tests(str(root), unknown):
             store.keep(digests[outcome.class_name], outcome)
             kept[outcome.class_name] = outcome

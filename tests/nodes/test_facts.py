@@ -14,6 +14,7 @@ from parallel_backend.models.comfyui.tiny.weights import fill
 UNCHECKED = {
     "ltx-2 (video + sound)",
     "ltx-2, 2 guides",
+    "ltx-2, guides of strengths",
     "anima",
     "minimax-h3",
     "minimax-h3, first frame",

@@ -12,8 +12,8 @@ from parallel_backend.__main__ import main
 from parallel_backend.machine import self_tests
 from parallel_backend.models.comfyui.proof import entry_digest
 from parallel_backend.models.comfyui.table import TABLE
-from parallel_backend.observability import models_command
 from parallel_backend.requests import BLOCK, STAY
+from parallel_backend.sidecar import self_test
 from parallel_backend.wire.self_test import SelfTest
 
 LTX, LTX_SOURCE = "LTXVModel", "comfy/ldm/lightricks/model.py"
@@ -63,7 +63,7 @@ def test_what_is_not_known_is_tested_once(newer, monkeypatch, capsys):
         asked.append(names)
         return [SelfTest(name, STAY, 1e-7) for name in names]
 
-    monkeypatch.setattr(models_command, "run_self_tests", tests)
+    monkeypatch.setattr(self_test, "run_self_tests", tests)
     for _ in range(2):
         _, rows = _said(capsys, "--comfyui", str(newer), "--test")
         assert rows[LTX] == {"module": LTX, "state": STAY, "proof": "tested here", "words": ""}
