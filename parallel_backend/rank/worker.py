@@ -214,10 +214,7 @@ class RankWorker:
         extras = replace(extras, mask=mask)
         forward = self._forward(held, message.placement, on_compile)
         sent = forward.bytes_sent
-        x, sigma = (
-            x.to(device, copy=True),
-            sigma.to(device, copy=True),
-        )  # the parent's memory is read-only here
+        x, sigma = (t.to(device, copy=True) for t in (x, sigma))  # the parent's memory is read-only here
         (velocity,) = forward([Rows(x, sigma, prompt, extras)])
         result = {"velocity": velocity.float().cpu()}
         return result, _as_one_step(run_record(forward, message.placement, begun, sent))

@@ -24,6 +24,7 @@ from .strict_json import from_json, parse, shown, to_json
 VERSION = 11
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
+SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchrun's store
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,6 @@ class Setup:
     rendezvous: str
     backend: str
     deterministic: bool = False
-
-
-SHARED_STORE = "torchrun:"
 
 
 @dataclass(frozen=True)

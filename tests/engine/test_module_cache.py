@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,6 +179,21 @@ def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
     answers, *counts = _alone(name)
     assert counts == COUNTS
     assert _difference(answers, _expected(name)) <= EXACT
+
+
+def _patched(world, name):
+    """(answers with a cache, without one, how many were reused, notes) where every call carries patches."""
+    forward = make_module_forward(_model(name), Layouts(world), Placement(ParallelStrategy()))
+    plain = _answers(forward, name, None, STAY)
+    live, cache = forward.model.live, ModuleCache(THRESHOLD)
+    forward.model.live = lambda call: replace(live(call))  # another call than the one that came
+    return _answers(forward, name, cache, STAY), plain, cache.reused, forward.notes
+
+
+def test_a_model_that_nodes_have_changed_is_computed_whole_and_the_report_says_so():
+    found, plain, reused, notes = run_ranks(_patched, 1, "z-image")[0]
+    assert reused == 0 and _difference(found, plain) == 0
+    assert any("nodes have changed the model" in note for note in notes)
 
 
 def _by_both_engines(world, path):
