@@ -45,9 +45,10 @@ def _picture(steps: int = 1) -> dict:
 
 
 def _named(cookies: SimpleCookie) -> str:
-    """The ComfyUI of a session, "" where the answer sets none; HAProxy keeps a date behind it."""
+    """The ComfyUI of a session, "" where the answer sets none. Nothing else is in it that a program would have to quote,
+    and HAProxy not know any more."""
     cookie = cookies.get("COMFYUI")
-    return cookie.value.partition("|")[0] if cookie else ""
+    return cookie.value if cookie else ""
 
 
 async def _send(client: aiohttp.ClientSession, body: dict) -> tuple[int, dict, str]:
