@@ -45,8 +45,8 @@ def _picture(steps: int = 1) -> dict:
 
 
 def _named(cookies: SimpleCookie) -> str:
-    """The ComfyUI of a session, "" where the answer sets none. Nothing else is in it that a program would have to quote,
-    and HAProxy not know any more."""
+    """The ComfyUI of a session, "" where the answer sets none. Nothing else is in it: what programs have to put in
+    quotes HAProxy would not know any more."""
     cookie = cookies.get("COMFYUI")
     return cookie.value if cookie else ""
 
