@@ -224,15 +224,14 @@ class ClusterHead:
     def _welcome(self, connection: ssl.SSLSocket, join: Join) -> None:
         machine = RemoteMachine(connection, join, self.endpoint.cluster, self._departed)
         with self._changed:
-            before = self._machines.pop(join.machine, None)
-        if before is not None:  # which nobody has heard for a while
-            before.end("it joined again")
-        with self._changed:
+            before = self._machines.get(join.machine)
             self._machines[join.machine] = machine
             self._gone.pop(join.machine, None)
             machine.begin()
             closed = self._closed
             self._changed.notify_all()
+        if before is not None:  # which nobody has heard for a while
+            before.end("it joined again")
         if closed:
             machine.end("the head ends")
         log.info(
