@@ -83,9 +83,10 @@ def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
     """The plan for `job`, with the strategies that it tries on its way."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
     machine = find_machine(settings, memory_flag())
-    job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology_of(machine.devices, visible_topology()))
+    history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
+    job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))
-    plan = plan_execution(settings, job, machine, open_history(machine.devices), tries=tries)
+    plan = plan_execution(settings, job, machine, history, tries=tries)
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)

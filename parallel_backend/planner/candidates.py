@@ -106,10 +106,6 @@ def rank_candidates(
     `approximation`: PipeFusion never, only when nothing exact fits, or also where it was measured to be faster. Raises
     StrategyError when no candidate is given or none is permitted.
     """
-    if approximation not in APPROXIMATION:
-        raise StrategyError(
-            f"approximation {approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}."
-        )
     entries = list(candidates)
     if not entries:
         raise StrategyError("No candidate strategy was given to choose from.")

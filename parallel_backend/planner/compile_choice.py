@@ -16,14 +16,15 @@ from ..machine.cards import find_card
 from ..machine.topology import Topology
 from ..options import AUTO
 from ..strategy import ParallelStrategy
+from .history.measurement_history import MeasurementHistory
 from .job import Job
 from .sheet import lower_bound
 
 # s for the two kinds of a Flux model's blocks with nothing cached. An assumption, on the careful side: not measured on
 # a GPU.
 COMPILE_SECONDS = 60.0
-# Share of the least time that a step can take (sheet.lower_bound) that compiled blocks save, by launching fewer kernels
-# and reading activations less often. An assumption too.
+# Share of a step that compiled blocks save, by launching fewer kernels and reading activations less often: an
+# assumption too, until the job was measured both ways. The step is the card's bound until one was measured.
 SAVED_SHARE = 0.2
 LEAST = (8, 0)  # compute capability; Triton's kernels for older cards gain little
 
@@ -35,9 +36,11 @@ class CompileChoice:
         self._missed: dict[str, float] = {}  # s by model
         self._lock = threading.Lock()
 
-    def settle(self, job: Job, devices: tuple[str, ...], topology: Topology) -> tuple[Job, str]:
-        """(the job with its blocks compiled or as they are, why). `topology`: of `devices`. No words where nothing was
-        to be settled."""
+    def settle(
+        self, job: Job, devices: tuple[str, ...], topology: Topology, seen: MeasurementHistory | None = None
+    ) -> tuple[Job, str]:
+        """(the job with its blocks compiled or as they are, why). `topology`, `seen`: of `devices`. No words where
+        nothing was to be settled."""
         model = job.model
         if model.compute_options.compile != AUTO:
             return job, ""
@@ -51,14 +54,16 @@ class CompileChoice:
             return off, f"compile: auto left the blocks as they are: {reason}"
         on = replace(job, model=model.with_compile("blocks"))
         try:
-            saved = SAVED_SHARE * _least_seconds(off, topology)
+            saved, how = _saved(off, on, topology, seen)
         except RequestError as error:
             return off, f"compile: auto left the blocks as they are: {error}"
+        if saved <= 0:
+            return off, "compile: auto left the blocks as they are: compiled ones were no faster here"
         with self._lock:
             missed = self._missed.get(model.key, 0.0)
             pays = missed + saved >= COMPILE_SECONDS
             self._missed[model.key] = max(missed + saved, missed)
-        told = f"compiling takes about {COMPILE_SECONDS:.0f} s once and should save about {saved:.1f} s of this job"
+        told = f"compiling takes about {COMPILE_SECONDS:.0f} s once and {how} about {saved:.1f} s of this job"
         if missed:
             told += f", {missed:.1f} s of those before"
         if pays:
@@ -75,8 +80,16 @@ def _why_never(devices: tuple[str, ...], topology: Topology) -> str | None:
     return None
 
 
-def _least_seconds(job: Job, topology: Topology) -> float:
-    """Of all steps, shared out over the devices without loss. Raises RequestError for an unknown card."""
+def _saved(off: Job, on: Job, topology: Topology, seen: MeasurementHistory | None) -> tuple[float, str]:
+    """Seconds of all steps that compiled blocks save, and how far that is known. Raises RequestError for an unknown
+    card."""
+    before, after = ({}, {}) if seen is None else (seen.steps_of(off), seen.steps_of(on))
+    if both := before.keys() & after.keys():
+        best = min(both, key=lambda s: min(before[s], after[s]))
+        return off.steps * (before[best] - after[best]), "saves"
+    if before:
+        return SAVED_SHARE * off.steps * min(before.values()), "should save"
     cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
     fastest = max(cards, key=lambda card: card.tflops)
-    return job.steps * lower_bound(job, ParallelStrategy(), fastest) / len(cards)
+    least = lower_bound(off, ParallelStrategy(), fastest) / len(cards)  # shared out without loss
+    return SAVED_SHARE * off.steps * least, "should save"

@@ -33,19 +33,10 @@ class StrategySettings:
     compared: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise StrategyError(
-                f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}.", inputs=("mode",)
-            )
-        if self.engine not in ENGINES:
-            raise StrategyError(
-                f"engine {self.engine!r} is unknown; choose one of {', '.join(ENGINES)}.", inputs=("engine",)
-            )
-        if self.approximation not in APPROXIMATION:
-            raise StrategyError(
-                f"approximation {self.approximation!r} is unknown; choose one of {', '.join(APPROXIMATION)}.",
-                inputs=("approximation",),
-            )
+        for name, known in (("mode", MODES), ("engine", ENGINES), ("approximation", APPROXIMATION)):
+            if (value := getattr(self, name)) not in known:
+                told = f"{name} {value!r} is unknown; choose one of {', '.join(known)}."
+                raise StrategyError(told, inputs=(name,))
 
 
 @dataclass(frozen=True)

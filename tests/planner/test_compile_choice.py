@@ -8,13 +8,17 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, flux_file
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import NO_GPUS
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.compile_choice import CompileChoice
+from parallel_backend.planner.compile_choice import COMPILE_SECONDS, SAVED_SHARE, CompileChoice
 from parallel_backend.planner.decide import job_from_latent
+from parallel_backend.planner.history.measurement_history import MeasurementHistory
 from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.requests import CompileStats, RunInfo
+from parallel_backend.strategy import ParallelStrategy
 
 PAIR = ("cuda:0", "cuda:1")
 
@@ -85,3 +89,44 @@ def test_blocks_that_nobody_described_are_not_compiled(pair):
     )
     settled, told = CompileChoice().settle(job, PAIR, pair)
     assert (_mode(settled), told) == ("off", "")
+
+
+@pytest.fixture
+def history(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
+    return MeasurementHistory(PAIR, pair)
+
+
+def _seen(history, job, step_s, *, compiled):
+    stats = CompileStats(2, 40.0, 0) if compiled else None
+    strategy, steps = ParallelStrategy(cfg_degree=2), (step_s,) * 3
+    history.record(job, RunInfo("native", strategy, step_seconds=steps, compiled=stats))
+
+
+def test_a_step_that_was_measured_takes_the_place_of_the_least_one(pair, history):
+    steps = 30
+    job = _job(steps=steps)
+    assert _mode(CompileChoice().settle(job, PAIR, pair, history)[0]) == "off"
+    slow = 1.01 * COMPILE_SECONDS / (SAVED_SHARE * steps)
+    _seen(history, _job("off", steps), slow, compiled=False)
+    settled, told = CompileChoice().settle(job, PAIR, pair, history)
+    assert _mode(settled) == "blocks" and "should save about 60.6 s of this job" in told
+    other_size = _job(steps=steps, side=64)
+    assert _mode(CompileChoice().settle(other_size, PAIR, pair, history)[0]) == "off"
+
+
+def test_what_compiled_blocks_saved_here_takes_the_place_of_the_assumption(pair, history):
+    job = _job(steps=100)
+    _seen(history, _job("off"), 2.0, compiled=False)
+    _seen(history, _job("blocks"), 1.3, compiled=True)
+    settled, told = CompileChoice().settle(job, PAIR, pair, history)
+    assert _mode(settled) == "blocks" and "saves about 70.0 s of this job" in told
+
+
+def test_blocks_that_were_no_faster_compiled_stay_as_they_are(pair, history):
+    job = _job(steps=100_000)
+    assert _mode(CompileChoice().settle(job, PAIR, pair, history)[0]) == "blocks"
+    _seen(history, _job("off"), 1.0, compiled=False)
+    _seen(history, _job("blocks"), 1.1, compiled=True)
+    settled, told = CompileChoice().settle(job, PAIR, pair, history)
+    assert _mode(settled) == "off" and "no faster here" in told

@@ -125,7 +125,7 @@ def test_shares_for_the_wrong_number_of_devices_are_refused():
         _manual(2, "3,1,1", ring_degree=2)
 
 
-@pytest.mark.parametrize("bad", [{"mode": "magic"}, {"engine": "magic"}])
+@pytest.mark.parametrize("bad", [{"mode": "magic"}, {"engine": "magic"}, {"approximation": "magic"}])
 def test_unknown_words_are_refused_when_the_choice_is_made(bad):
     with pytest.raises(StrategyError, match="magic"):
         StrategySettings(**bad)

@@ -72,11 +72,11 @@ class MeasurementHistory:
 
     def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
         """Seconds of a step of `job` by strategy; of uncompiled blocks where none was seen compiled."""
-        known, now = self.read(), time.time()
-        for model in dict.fromkeys((job.model, job.model.uncompiled)):
-            if found := measured(known, replace(job, model=model), self.ids, now, engine=engine):
-                return found
-        return {}
+        return self.steps_of(job, engine) or self.steps_of(replace(job, model=job.model.uncompiled), engine)
+
+    def steps_of(self, job: Job, engine: str = "native") -> Mapping[ParallelStrategy, float]:
+        """The same of blocks just as `job` has them."""
+        return measured(self.read(), job, self.ids, time.time(), engine=engine)
 
     def gave_up(self, job: Job, strategy: ParallelStrategy, engine: str) -> bool:
         """Whether a trial of `strategy` came to nothing while this process lives: it crashed, or was far behind."""
