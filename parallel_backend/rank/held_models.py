@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..engine.heap import release_heap
 from ..errors import RequestError
 from ..requests import Conditioning, InputShapes, Placement
 from ..wire.protocol import Predict, RankModels
@@ -130,6 +131,7 @@ def collect(device: torch.device) -> None:
     """Gives memory back that nothing holds any more."""
     gc.collect()
     release_cache(device)
+    release_heap()
 
 
 def release_cache(device: torch.device) -> None:
