@@ -75,6 +75,13 @@ def is_loadable(name: str) -> bool:
     return any(name in provider.catalog for provider in PROVIDERS)
 
 
+def import_for(spec: ModelSpec, device: torch.device) -> None:
+    """What load_model imports: seconds, the first time. Raises RequestError for what a process cannot import."""
+    imported(provider_of(spec.family).load)
+    if spec.comfyui is not None:
+        imported("comfyui.environment:import_comfyui")(spec.comfyui, device)
+
+
 def load_model(
     spec: ModelSpec,
     device: torch.device,
@@ -85,7 +92,7 @@ def load_model(
 
     Raises CheckpointError for a file that is refused.
     """
-    load = imported(provider_of(spec.family).load)  # seconds, the first time
+    load = imported(provider_of(spec.family).load)
     heartbeat.loading(BEGUN)
     return load(spec, device, part, peers)
 

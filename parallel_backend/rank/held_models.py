@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.heap import release_heap
 from ..errors import RequestError
-from ..requests import Conditioning, InputShapes, Placement
+from ..requests import Conditioning, InputShapes, ModelSpec, Placement
 from ..wire.protocol import Predict, RankModels
 from .lora_worker import LoraWorker
 
@@ -125,6 +125,16 @@ class HeldModels:
         # torch keeps what was freed for its next allocations.
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return RankModels(tuple(self._models), free + kept, total)
+
+
+def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) -> None:
+    """All that loading imports, which stays: no collection looks through that later, half a million objects for each
+    model that goes. What the rank holds meanwhile would never be collected either, so that must be nothing."""
+    from ..models import registry
+
+    registry.import_for(spec, device)
+    if holds_nothing:
+        gc.freeze()
 
 
 def collect(device: torch.device) -> None:

@@ -107,6 +107,10 @@ class VaeWorker:
         _give_back(device)  # the sampler's next step may need what the largest layers took
         return None if images is None else {"image": images.flatten(0, 1)}, run
 
+    @property
+    def is_held(self) -> bool:
+        return self._decoder is not None
+
     def drop(self) -> None:
         self._decoder = None
         gc.collect()  # a decoder and the hooks on its layers refer to each other

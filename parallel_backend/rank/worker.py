@@ -41,7 +41,7 @@ from ..wire.protocol import (
 )
 from .device import allocated, device_of
 from .errors import PeerFailed, is_out_of_memory, refusing
-from .held_models import HeldModel, HeldModels, collect
+from .held_models import HeldModel, HeldModels, collect, import_for
 from .kept_arguments import KeptArguments
 from .memory_meter import MemoryMeter, weight_bytes
 from .run_record import run_record
@@ -346,6 +346,7 @@ class RankWorker:
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
+            import_for(spec, self.world.device, holds_nothing=not self.models and not self.vae.is_held)
             model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
             return HeldModel(model, inputs, self._all_good), None
@@ -353,10 +354,8 @@ class RankWorker:
             return None, error
 
     def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
-        if (
-            spec.comfyui is not None
-        ):  # its calls carry what ComfyUI would have given the module: nothing to compare
-            return None
+        if spec.comfyui is not None:
+            return None  # its calls carry what ComfyUI would have given the module: nothing to compare
         from ..models.registry import inspect_model
 
         return inspect_model(spec.path, spec.family).inputs

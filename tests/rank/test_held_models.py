@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallel_backend.errors import RequestError
-from parallel_backend.rank.held_models import HeldModel, HeldModels, release_cache
+from parallel_backend.rank.held_models import HeldModel, HeldModels, import_for, release_cache
 from parallel_backend.rank.memory_meter import weight_bytes
 from parallel_backend.rank.worker import RankWorker
 from parallel_backend.requests import Conditioning, LoadInfo, ModelSpec, Placement
@@ -141,3 +141,21 @@ def test_the_prompt_and_the_mask_of_a_call_are_the_ones_sent_under_their_keys(mo
         one.take_inputs(Predict(Placement(), 1, (2,), 1, 2), None, None, CPU)
     with pytest.raises(RequestError, match="no prompt was sent under the key 1"):
         one.take_inputs(Predict(Placement(), 1, (1,), 1), None, None, CPU)
+
+
+@pytest.mark.parametrize("holds_nothing", [True, False])
+def test_what_is_imported_is_no_garbage_and_what_is_held_meanwhile_may_become_some(holds_nothing):
+    def cycle():
+        found = nn.Identity()
+        found.__dict__["itself"] = found
+        return found, weakref.ref(found)
+
+    before, seen_before = cycle()
+    import_for(ModelSpec("none.safetensors"), CPU, holds_nothing=holds_nothing)
+    since, seen_since = cycle()
+    del before, since
+    gc.collect()
+    assert seen_since() is None
+    assert (seen_before() is not None) == holds_nothing  # never collected: which is why nothing may be held
+    if seen_before() is not None:
+        del seen_before().__dict__["itself"]
