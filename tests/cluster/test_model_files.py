@@ -28,7 +28,7 @@ def test_one_of_another_content_is_passed_over_and_named_where_it_is_the_only_on
     tuned = write_tiny_flux(folder / "flux" / "a.safetensors", seed=1)  # same size, same header
     assert content_of(tuned).size == content.size and content_of(tuned) != content
     with pytest.raises(
-        CheckpointError, match=r"Machine b has another file .*flux/a\.safetensors.*Copy that one to b"
+        CheckpointError, match=r"Machine b has another file .*flux/a\.safetensors.*Copy that one there"
     ):
         find_model((folder,), HEAD, content, "b")
     right = write_tiny_flux(folder / "a.safetensors")

@@ -1,0 +1,56 @@
+"""What a process has open, by kind: files by their path, sockets by what they are joined to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+_LISTENS = "0A"  # of a socket's states, <linux/tcp_states.h>
+
+
+def kinds_of(pid: int) -> Counter[str]:
+    """How many descriptors of each kind."""
+    sockets = _sockets(pid)
+    found: Counter[str] = Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:  # closed meanwhile
+            continue
+        kind = (
+            target.partition(":[")[0] if target.endswith("]") and target[0] != "a" else target
+        )  # anon_inode:[…]
+        found[sockets.get(target, kind)] += 1
+    return found
+
+
+def added(before: Counter[str], after: Counter[str]) -> str:
+    """What `after` has more, in words."""
+    more = after - before
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items())) or "none of a kind"
+
+
+def _sockets(pid: int) -> dict[str, str]:
+    """A description of each TCP socket of the process's network by what its descriptors link to."""
+    rows = []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        rows += [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    listening = {_port(words[1]) for words in rows if words[3] == _LISTENS}
+    found = {}
+    for words in rows:
+        own, other = _port(words[1]), _port(words[2])
+        if words[3] == _LISTENS:
+            what = f"TCP port {own}"
+        else:
+            what = (
+                f"TCP connection taken on port {own}"
+                if own in listening
+                else f"TCP connection to port {other}"
+            )
+        found[f"socket:[{words[9]}]"] = what
+    return found
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
