@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-_LISTENS = "0A"  # of a socket's states, <linux/tcp_states.h>
+# How many there are is their clients' business: a front door keeps some open for its next requests.
+CLIENTS = "TCP connection that its client keeps open"
+_ESTABLISHED, _LISTENS = "01", "0A"  # of a socket's states, <linux/tcp_states.h>
 
 
 def kinds_of(pid: int) -> Counter[str]:
@@ -27,7 +29,7 @@ def kinds_of(pid: int) -> Counter[str]:
 def added(before: Counter[str], after: Counter[str]) -> str:
     """What `after` has more, in words."""
     more = after - before
-    return ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items())) or "none of a kind"
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items()))
 
 
 def _sockets(pid: int) -> dict[str, str]:
@@ -42,12 +44,10 @@ def _sockets(pid: int) -> dict[str, str]:
         own, other = _port(words[1]), _port(words[2])
         if words[3] == _LISTENS:
             what = f"TCP port {own}"
+        elif own not in listening:
+            what = f"TCP connection to port {other}"
         else:
-            what = (
-                f"TCP connection taken on port {own}"
-                if own in listening
-                else f"TCP connection to port {other}"
-            )
+            what = CLIENTS if words[3] == _ESTABLISHED else "TCP connection that its client has closed"
         found[f"socket:[{words[9]}]"] = what
     return found
 

@@ -20,7 +20,7 @@ from comfyui_client import PromptError, PromptFailed, PromptInterrupted
 from graphs import Graph
 from tiny_vae import dims_of, write_vae
 
-from .descriptors import added, kinds_of
+from .descriptors import CLIENTS, added, kinds_of
 from .findings import Findings
 
 DEADLINE = 120.0  # s for a prompt, a load included
@@ -31,7 +31,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process. `memory`: bytes of its own, without what it maps of files; `kinds`: of the descriptors."""
+    """Of one process. `memory`: bytes of its own, without what it maps of files; `descriptors`: without connections
+    that clients keep open; `kinds`: of all of them."""
 
     memory: int
     descriptors: int
@@ -47,7 +48,7 @@ class Usage:
         kinds = kinds_of(pid)
         return cls(
             memory=int(numbers["RssAnon"]) * 1024,
-            descriptors=kinds.total(),
+            descriptors=kinds.total() - kinds[CLIENTS],
             threads=int(numbers["Threads"]),
             kinds=kinds,
         )
@@ -95,7 +96,8 @@ def growth(usages: list[Usage]) -> Iterator[str]:
         before, after = medians(lambda usage, name=name: getattr(usage, name))
         if after > before:
             words = f"{name} {before:g} -> {after:g} in {third} rounds"
-            yield f"{words}: {added(middle[-1].kinds, last[-1].kinds)}" if name == "descriptors" else words
+            kinds = added(middle[-1].kinds, last[-1].kinds) if name == "descriptors" else ""
+            yield f"{words}: {kinds}" if kinds else words
 
 
 def _processes(comfy: Comfy) -> dict[str, int]:

@@ -60,14 +60,17 @@ def test_what_is_open_is_told_by_kind(tmp_path):
     before = kinds_of(os.getpid())
     with (tmp_path / "log").open("w"), socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as client, listener.accept()[0]:
-            words = added(before, kinds_of(os.getpid()))
-            assert client
-    assert words == (
-        f"1 x {tmp_path}/log, 1 x TCP connection taken on port {port}, 1 x TCP connection to port {port}, "
-        f"1 x TCP port {port}"
-    )
-    assert added(before, kinds_of(os.getpid())) == "none of a kind"
+        client = socket.create_connection(("127.0.0.1", port))
+        with listener.accept()[0] as taken:
+            words, usage = added(before, kinds_of(os.getpid())), Usage.of(os.getpid())
+            client.close()
+            assert taken.recv(1) == b""
+            left = added(before, kinds_of(os.getpid()))
+    files = f"1 x {tmp_path}/log, 1 x TCP connection that its client"
+    assert words == f"{files} keeps open, 1 x TCP connection to port {port}, 1 x TCP port {port}"
+    assert usage.descriptors == usage.kinds.total() - 1
+    assert left == f"{files} has closed, 1 x TCP port {port}"  # as one that was forgotten stays
+    assert added(before, kinds_of(os.getpid())) == ""
 
 
 def test_the_mix_has_every_model_and_size_and_cancels_and_is_the_same_each_time():
