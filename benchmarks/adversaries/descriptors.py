@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -19,9 +20,7 @@ def kinds_of(pid: int) -> Counter[str]:
             target = str(descriptor.readlink())
         except OSError:  # closed meanwhile
             continue
-        kind = (
-            target.partition(":[")[0] if target.endswith("]") and target[0] != "a" else target
-        )  # anon_inode:[…]
+        kind = re.sub(r"^(socket|pipe|net):.*", r"\1", target)  # without their numbers
         found[sockets.get(target, kind)] += 1
     return found
 

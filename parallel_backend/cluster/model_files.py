@@ -40,18 +40,21 @@ def find_model(folders: Sequence[Path], path: PurePath, content: FileContent, ma
     searched = ", ".join(map(str, folders))
     different: Path | None = None
     for count in range(len(path.parts) - 1, 0, -1):
-        for folder in (*folders, _DEMO):
+        for folder in folders:
             found = folder.joinpath(*path.parts[-count:])
             if not found.is_file():
                 continue
             if found.stat().st_size == content.size and content_of(found) == content:
                 return found
             different = different or found
+    demo = _DEMO / path.name
+    if demo.is_file() and content_of(demo) == content:
+        return demo
     if different is not None:
         raise CheckpointError(
             f"Machine {machine} has another file under the name {path.name}: {different}, of "
             f"{different.stat().st_size:,} bytes, where the one chosen in ComfyUI has {content.size:,} or other "
-            f"contents. Copy that one there."
+            f"contents. Copy that one to the machine."
         )
     if not folders:
         raise CheckpointError(
