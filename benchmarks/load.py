@@ -5,8 +5,9 @@
 The demo model and two changed ones in three sizes, 5 % of the prompts cancelled, three programs for each ComfyUI; each
 latent is compared with that of one device. `growth_mib`: what all processes have more in the last third of the prompts
 than in the middle one; what grows by more than a heap wanders is printed and makes the exit status 1, as do lost and
-wrong prompts. `--alternate`: each prompt has another model than the one before and ComfyUI keeps no model for it
-(--cache-classic): with --prompts 500 the soak of hot swaps. Without haproxy programs talk to the ComfyUIs directly.
+wrong prompts; of descriptors also which kinds. `--alternate`: each prompt has another model than the one before and
+ComfyUI keeps no model for it (--cache-classic): with --prompts 500 the soak of hot swaps. Without haproxy programs talk
+to the ComfyUIs directly.
 
 1,000 prompts with two ranks take about ten minutes on two cores, for each number of instances.
 """

@@ -1,6 +1,6 @@
 """Memory of real ranks against the prediction, and what 2 and 4 ranks take of the host to hold one file.
 
-python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 …] [--glibc] [--json]
+python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 …] [--host 2 4] [--glibc] [--json]
 
 Three measurements, each in fresh ranks that have run a small model the same way first and then let go of its weights,
 so that imports, threads and first uses of libraries are in the baseline:
@@ -74,6 +74,9 @@ def main() -> None:
         "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
     )
     parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, "host", "idle"}))
+    parser.add_argument(
+        "--host", nargs="+", type=int, default=(2, 4), help="numbers of ranks that hold one file"
+    )
     parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -95,7 +98,7 @@ def main() -> None:
             _say(name, f"predicted / measured {worst:.3f}", abs(worst - 1) <= PREDICTION_GOAL)
     with random_flux(LARGE_HEADS, LARGE_DOUBLES, _single_blocks(args.megabytes)) as large:
         size = result["file_bytes"] = Path(large.path).stat().st_size
-        for ranks in (2, 4) if wanted(["host"]) else ():
+        for ranks in args.host if wanted(["host"]) else ():
             growth = result["host_growth_bytes"][str(ranks)] = _host_growth(large, ranks)
             _say(f"host, {ranks} ranks", f"{growth / size:.3f} x the file", growth <= HOST_GOAL * size)
         for name in wanted(HELD):

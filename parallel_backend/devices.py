@@ -18,6 +18,7 @@ _BETWEEN = r"(?:\s*[,;]\s*|\s+)"
 # A device of another machine: its name there, the cluster, the machine.
 _REMOTE = re.compile(r"(?:cuda|cpu):[0-9]+@([a-z0-9_.-]+)/([a-z0-9_.-]+)")
 _CLUSTER = "cluster:"
+_CLUSTER_IN = re.compile(r"cluster:(.*)|(?:cuda|cpu):[0-9]+@([^/]*)/")
 
 _only_cpu = False
 _clusters: Clusters | None = None
@@ -102,9 +103,17 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in indices)
 
 
+def cluster_of(text: str) -> str:
+    """The cluster whose devices a person's text means; "" where it means those of this computer."""
+    found = _CLUSTER_IN.match(text.strip().lower())
+    return (found[1] or found[2] or "") if found else ""
+
+
 def _of_cluster(name: str) -> tuple[str, ...]:
     if _clusters is None:
-        raise _refuse(f"'cluster:{name}': clusters are used from within ComfyUI only.")
+        raise _refuse(
+            f"'cluster:{name}': clusters are used by ComfyUI, and by the commands doctor and bench."
+        )
     return _clusters.devices_of(name)
 
 

@@ -37,6 +37,12 @@ def pytest_configure() -> None:
     deadlines.REPORT, deadlines.DEATH_NOTICE, deadlines.STACK = 2.0, 20.0, 5.0
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that share two warm ranks do so on one worker, so that no other starts some too."""
+    if "two_real_ranks" in item.fixturenames and item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group("two_real_ranks"))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: each collection of garbage would look through it, and in a forked rank copy it."""
     gc.collect()
@@ -85,7 +91,7 @@ def _shared_ranks():
 @pytest.fixture
 def two_real_ranks(_shared_ranks, request):
     """Two warm ranks with the real model code, for tests that leave them running. To start them costs several times
-    what such a test does, so all of a worker share them."""
+    what such a test does, so all share them."""
     _shared_ranks.start()
     request.getfixturevalue("no_leaks")
     pids = _shared_ranks.pids

@@ -7,10 +7,10 @@ leak.
 
 from __future__ import annotations
 
-import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +20,7 @@ from comfyui_client import PromptError, PromptFailed, PromptInterrupted
 from graphs import Graph
 from tiny_vae import dims_of, write_vae
 
+from .descriptors import CLIENTS, added, kinds_of
 from .findings import Findings
 
 DEADLINE = 120.0  # s for a prompt, a load included
@@ -30,11 +31,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process. `memory`: bytes of its own, without what it maps of files."""
+    """Of one process. `memory`: bytes of its own, without what it maps of files; `descriptors`: without connections
+    that clients keep open; `kinds`: of all of them."""
 
     memory: int
     descriptors: int
     threads: int
+    kinds: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, pid: int) -> Usage:
@@ -42,10 +45,12 @@ class Usage:
         numbers = {
             line.split(":")[0]: line.split()[1] for line in status.splitlines() if len(line.split()) > 1
         }
+        kinds = kinds_of(pid)
         return cls(
             memory=int(numbers["RssAnon"]) * 1024,
-            descriptors=len(os.listdir(f"/proc/{pid}/fd")),  # noqa: PTH208, names are enough
+            descriptors=kinds.total() - kinds[CLIENTS],
             threads=int(numbers["Threads"]),
+            kinds=kinds,
         )
 
 
@@ -90,7 +95,9 @@ def growth(usages: list[Usage]) -> Iterator[str]:
     for name in ("descriptors", "threads"):
         before, after = medians(lambda usage, name=name: getattr(usage, name))
         if after > before:
-            yield f"{name} {before:g} -> {after:g} in {third} rounds"
+            words = f"{name} {before:g} -> {after:g} in {third} rounds"
+            kinds = added(middle[-1].kinds, last[-1].kinds) if name == "descriptors" else ""
+            yield f"{words}: {kinds}" if kinds else words
 
 
 def _processes(comfy: Comfy) -> dict[str, int]:

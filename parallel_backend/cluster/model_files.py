@@ -14,6 +14,7 @@ from ..requests import FileContent
 _MOST_HEADER = 100 * 1000**2  # bytes, safetensors' own limit
 # Two models of one family have the same header, so a little of the data counts as well.
 _SAMPLES, _SAMPLE = 32, 4096
+_DEMO = Path(__file__).resolve().parents[2] / "demo_model"  # which every machine has with the pack
 
 
 def content_of(path: Path) -> FileContent:
@@ -34,12 +35,8 @@ def content_of(path: Path) -> FileContent:
 
 
 def find_model(folders: Sequence[Path], path: PurePath, content: FileContent, machine: str) -> Path:
-    """The file with this content that is called as `path` is at its end, as many folders deep as it can be. Raises
-    CheckpointError naming the machine."""
-    if not folders:
-        raise CheckpointError(
-            f"Machine {machine} was started without --models, so it has no folder to look for {path.name} in."
-        )
+    """The file with this content that is called as `path` is at its end, as many folders deep as it can be; the demo's
+    model lies in the pack itself. Raises CheckpointError naming the machine."""
     searched = ", ".join(map(str, folders))
     different: Path | None = None
     for count in range(len(path.parts) - 1, 0, -1):
@@ -50,11 +47,18 @@ def find_model(folders: Sequence[Path], path: PurePath, content: FileContent, ma
             if found.stat().st_size == content.size and content_of(found) == content:
                 return found
             different = different or found
+    demo = _DEMO / path.name
+    if demo.is_file() and content_of(demo) == content:
+        return demo
     if different is not None:
         raise CheckpointError(
             f"Machine {machine} has another file under the name {path.name}: {different}, of "
             f"{different.stat().st_size:,} bytes, where the one chosen in ComfyUI has {content.size:,} or other "
-            f"contents. Copy that one to {machine}."
+            f"contents. Copy that one to the machine."
+        )
+    if not folders:
+        raise CheckpointError(
+            f"Machine {machine} was started without --models, so it has no folder to look for {path.name} in."
         )
     raise CheckpointError(
         f"Machine {machine} has no {path.name} (searched {searched}). Copy it there, in the folder that it has under "

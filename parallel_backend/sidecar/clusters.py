@@ -69,8 +69,8 @@ class ClusterHead:
         except OSError as error:
             raise DeviceError(
                 f"The cluster {endpoint.cluster} cannot be served: port {endpoint.port} of "
-                f"{endpoint.address or 'this computer'} is not to be had ({error.strerror}). Another ComfyUI may be "
-                f"its head already; only one can."
+                f"{endpoint.address or 'this computer'} is not to be had ({error.strerror}). A ComfyUI, or a "
+                f"doctor or bench, may be its head already; only one can be, so end that one first."
             ) from None
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name=f"cluster-{endpoint.cluster}", daemon=True).start()
@@ -287,9 +287,14 @@ def open_head(cluster: str) -> ClusterHead:
         return _heads[cluster]
 
 
-def serve_known() -> None:
-    """Makes cluster:NAME a set of devices, and listens for the machines of all clusters that this computer knows."""
+def find_by_name() -> None:
+    """Makes cluster:NAME a set of devices; a head listens from its first use on."""
     find_clusters_by(_Registry())
+
+
+def serve_known() -> None:
+    """As find_by_name, and listens now for the machines of all clusters that this computer knows."""
+    find_by_name()
     for cluster in known_clusters():
         try:
             open_head(cluster)

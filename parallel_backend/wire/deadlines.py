@@ -31,6 +31,7 @@ SILENCE = (
 )
 ADMIT = 10.0  # s for a machine's TLS handshake, and again for its first frame
 MACHINES = 60.0  # s for machines whose ranks ended to come back: torchrun's rendezvous and an import of torch
+GATHER = 5.0  # s without another machine, after which a command begins with those that have joined
 REDIAL = 1.0  # s between two attempts of a machine to reach its head
 BROKEN_WINDOW = 600.0  # s within which three failures are too many to start the ranks again
 BACK_OFF = (

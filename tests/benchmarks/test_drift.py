@@ -9,6 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+pytestmark = pytest.mark.xdist_group("benchmark_drift")  # one measurement serves all
 WARM_UPS = (0, 2, 6, 12, 20)
 
 

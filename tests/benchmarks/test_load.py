@@ -1,6 +1,8 @@
 """The load test's judgement: whether a latent is that of its seed, memory grows, and how long most prompts took."""
 
 import math
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from adversaries.descriptors import added, kinds_of
 from adversaries.soak import MIB, Usage
 from load_test.mix import ALL, MODELS, graph_of, orders
 from load_test.programs import EXACT, differs
@@ -51,6 +54,23 @@ def test_what_grows_over_the_prompts_is_seen_and_what_levels_off_is_not():
     assert grown_mib(grown) == pytest.approx(10)
     assert [words.partition(":")[0] for words in leaks(grown)] == ["rank 1 of a", "ComfyUI b"]
     assert grown_mib({}) == grown_mib({"a": usages(lambda n: n)[:2]}) == 0
+
+
+def test_what_is_open_is_told_by_kind(tmp_path):
+    before = kinds_of(os.getpid())
+    with (tmp_path / "log").open("w"), socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        with listener.accept()[0] as taken:
+            words, usage = added(before, kinds_of(os.getpid())), Usage.of(os.getpid())
+            client.close()
+            assert taken.recv(1) == b""
+            left = added(before, kinds_of(os.getpid()))
+    files = f"1 x {tmp_path}/log, 1 x TCP connection that its client"
+    assert words == f"{files} keeps open, 1 x TCP connection to port {port}, 1 x TCP port {port}"
+    assert usage.descriptors == usage.kinds.total() - 1
+    assert left == f"{files} has closed, 1 x TCP port {port}"  # as one that was forgotten stays
+    assert added(before, kinds_of(os.getpid())) == ""
 
 
 def test_the_mix_has_every_model_and_size_and_cancels_and_is_the_same_each_time():

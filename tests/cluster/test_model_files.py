@@ -1,6 +1,6 @@
 """A weights file found by content, whatever the folder, and never another one under its name."""
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -28,7 +28,8 @@ def test_one_of_another_content_is_passed_over_and_named_where_it_is_the_only_on
     tuned = write_tiny_flux(folder / "flux" / "a.safetensors", seed=1)  # same size, same header
     assert content_of(tuned).size == content.size and content_of(tuned) != content
     with pytest.raises(
-        CheckpointError, match=r"Machine b has another file .*flux/a\.safetensors.*Copy that one to b"
+        CheckpointError,
+        match=r"Machine b has another file .*flux/a\.safetensors.*Copy that one to the machine",
     ):
         find_model((folder,), HEAD, content, "b")
     right = write_tiny_flux(folder / "a.safetensors")
@@ -42,6 +43,15 @@ def test_what_is_missing_is_named_with_machine_and_remedy(content, tmp_path):
         find_model((), HEAD, content, "b")
     with pytest.raises(CheckpointError, match="cannot be read"):
         content_of(tmp_path / "nothing")
+
+
+def test_the_demo_s_model_is_the_packs_own_and_another_one_of_its_name_is_not(content, tmp_path):
+    demo = Path(__file__).parents[2] / "demo_model" / "transformer.safetensors"
+    assert find_model((), PurePosixPath(demo), content_of(demo), "b") == demo
+    with pytest.raises(
+        CheckpointError, match=r"Machine b has no transformer\.safetensors \(searched [^,]*models\)"
+    ):
+        find_model((tmp_path / "models",), PurePosixPath("/head/transformer.safetensors"), content, "b")
 
 
 def test_a_file_that_is_no_safetensors_has_a_content_too(tmp_path):

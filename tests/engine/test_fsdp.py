@@ -229,6 +229,7 @@ def test_a_group_of_one_rank_works(tmp_path):
     assert difference(*outputs) <= TOLERANCE
 
 
+@pytest.mark.xdist_group("engine_sharding")
 def test_offload_on_the_cpu_is_said_to_change_nothing(results_of):
     strategy = STRATEGIES[2][1][-1]
     for results in results_of(2):

@@ -38,7 +38,8 @@ from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
-PIPE = ParallelStrategy(pipefusion_degree=2)
+PIPE, CFG = ParallelStrategy(pipefusion_degree=2), ParallelStrategy(cfg_degree=2)
+CPUS = tuple(f"cpu:{index}" for index in range(4))
 
 
 @pytest.fixture(scope="module")
@@ -201,18 +202,25 @@ def test_a_strategy_that_means_nothing_is_refused(text):
 
 
 def test_all_that_occupy_every_device_are_compared_with_one_device():
-    found = possible_strategies(flux_job(), 4)
+    found = possible_strategies(flux_job(), CPUS)
     assert found[0] == ONE and {s.world_size for s in found} == {1, 4}
     assert found[1] == ParallelStrategy(ulysses_degree=4)
     exact = [s.pipefusion_degree == 1 for s in found]
     assert exact == sorted(exact, reverse=True)
-    assert {s.world_size for s in possible_strategies(flux_job(), 4, fewer=True)} == {1, 2, 3, 4}
+    assert {s.world_size for s in possible_strategies(flux_job(), CPUS, fewer=True)} == {1, 2, 3, 4}
+
+
+def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them():
+    machines = tuple(f"cpu:{index}@lab/{machine}" for machine in "ab" for index in (0, 1))
+    found = possible_strategies(flux_job(prompts=2), machines)
+    assert CFG.replace(ulysses_degree=2) in found and ParallelStrategy(ulysses_degree=4) not in found
+    assert ParallelStrategy(ulysses_degree=4) in possible_strategies(flux_job(prompts=2), CPUS)  # the control
 
 
 # Turns, memory, text.
 
 
-def _comparison(model, device_bytes):
+def _comparison(model, device_bytes, devices=("a", "b")):
     file = inspect_flux(model)
     request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
     return Comparison(
@@ -220,7 +228,7 @@ def _comparison(model, device_bytes):
         job_from_request(CheckpointModel(file), request),
         request,
         "auto",
-        ("a", "b"),
+        devices,
         1,
         device_bytes,
     )
@@ -232,6 +240,8 @@ def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
     assert not fits_side_by_side(_comparison(model, 12e9), (ONE, ULYSSES, RING))
     assert fits_side_by_side(_comparison(model, 12e9), (ULYSSES, RING))
     assert not fits_side_by_side(_comparison(model, 16e9), (ONE, ULYSSES, PIPE))
+    machines = _comparison(model, 0, ("cpu:0@lab/a", "cpu:0@lab/b"))  # each serves one group
+    assert fits_side_by_side(machines, (ULYSSES, RING)) and not fits_side_by_side(machines, (ONE, ULYSSES))
 
 
 def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights():

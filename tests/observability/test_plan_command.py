@@ -90,6 +90,34 @@ def test_videos_and_cfg_change_the_work(capsys):
     assert short["tflop_per_step"] == pytest.approx(2 * without["tflop_per_step"], rel=1e-3)
 
 
+def test_over_machines_tokens_stay_inside_and_the_network_bounds_the_rest(capsys):
+    enough = ["--rows", "100", "--memory", "40"]
+    machines = ["--machines", "2", *enough]
+    one = _json(capsys, *enough)
+    image = _json(capsys, *machines, "--network", "100")
+    assert one["chosen"] == "Ulysses 4" and one["machines"] == 1
+    assert image["chosen"] == "Ulysses 2" and image["machines"] == 2
+    names = {row["name"] for row in image["candidates"]}
+    assert "Ulysses 4" not in names and "PipeFusion 2 × Ulysses 2" in names
+    assert not any(row["gb_between_machines"] for row in one["candidates"])
+
+    fast = _json(capsys, *machines, "--cfg", "on", "--network", "100")
+    slow = _json(capsys, *machines, "--cfg", "on", "--network", "0.0001")
+    assert fast["chosen"] == slow["chosen"] == "CFG 2 × Ulysses 2"
+    best, slowed = fast["candidates"][0], slow["candidates"][0]
+    latent, tokens = 4096 * 64 * 4, (4096 + 512) * 3072 * 2  # float32, bfloat16
+    assert best["gb_between_machines"] == pytest.approx(latent / 1e9, abs=1e-4)
+    assert slowed["step_s_at_least"] == pytest.approx(latent / (0.0001e9 / 8), rel=1e-3)
+    assert best["step_s_at_least"] < 1 < slowed["step_s_at_least"]
+    inside = next(row for row in slow["candidates"] if row["name"] == "Ulysses 2")
+    assert inside["gb_between_machines"] == 0 and inside["step_s_at_least"] < 1
+    across = {
+        row["name"]: row["gb_between_machines"] for row in slow["candidates"] if not row["shard_weights"]
+    }
+    assert across["PipeFusion 4"] == pytest.approx(tokens * 2 / 1e9, rel=1e-3)  # two rows
+    assert across["CFG 2 × PipeFusion 2"] == pytest.approx(latent / 1e9, abs=1e-4)  # stages are inside
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -102,6 +130,9 @@ def test_videos_and_cfg_change_the_work(capsys):
         (("--steps", "0"), "at least 1"),
         (("--frames", "9"), "makes images"),
         (("--memory", "-1"), "above 0"),
+        (("--machines", "3", "--network", "10"), "4 cards do not divide"),
+        (("--machines", "2"), "give the Gbit/s"),
+        (("--network", "10"), "give --machines 2"),
     ],
 )
 def test_what_it_does_not_know_is_refused_with_what_it_knows(capsys, change, said):

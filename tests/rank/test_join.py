@@ -1,5 +1,7 @@
-"""Ranks that real torchruns start on two machines, here two loopback addresses: they do what local ranks do."""
+"""Ranks that real torchruns start on two machines of two devices, here two loopback addresses: they do what local ranks
+do."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,8 +15,10 @@ from cluster_machines import Torchrun, free_port, make_cluster
 from flux_requests import request
 from oracle import oracle_model, oracle_sample, oracle_velocity
 from parallel_backend import devices
+from parallel_backend.__main__ import main
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.errors import CheckpointError
+from parallel_backend.observability.doctor import rank_probe
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar import clusters
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -28,7 +32,7 @@ pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark
 PATIENCE = 240.0  # s for torchrun and an import of torch in each rank, on a machine that is busy
 
 JOB = request((10, 14), 4.0, 1, steps=4)
-CFG = Placement(ParallelStrategy(cfg_degree=2))
+CFG = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2))  # a prompt on each machine, tokens inside
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,11 @@ def lab(tmp_path_factory):
                 meeting,
                 models=own.parent,
                 local=address,
+                ranks=2,
                 log=folder / f"{name}.log",
             )
         try:
-            wait_until(lambda: len(head.devices()) == 2, PATIENCE)
+            wait_until(lambda: len(head.devices()) == 4, PATIENCE)
             sidecar = Sidecar(devices.resolve_devices("cluster:lab"))
             yield sidecar, ModelSpec(str(model)), machines
             sidecar.stop()
@@ -82,9 +87,9 @@ def is_equal(found, expected):
 @pytest.mark.parametrize(
     "strategy",
     [
-        ParallelStrategy(cfg_degree=2),
-        ParallelStrategy(ulysses_degree=2),
-        ParallelStrategy(pipefusion_degree=2, warmup_steps=4),
+        CFG.strategy,
+        ParallelStrategy(ring_degree=2, ulysses_degree=2),  # by hand: the ring crosses machines
+        ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, warmup_steps=4),
     ],
     ids=lambda strategy: strategy.describe(),
 )
@@ -157,6 +162,20 @@ def test_torchrun_brings_a_killed_rank_back_and_the_job_goes_on(lab, one_process
     result = sidecar.sample(spec, job, CFG, on_step)
     assert is_equal(result.latent, oracle_sample(one_process, job))
     (note,) = [note for note in result.info.notes if "goes on after step" in note]
-    assert "cpu:0@lab/b" in note and "left the cluster" in note
+    assert "@lab/b" in note and "left the cluster" in note
     again = seen[seen.index(10, 0) - 9 :] if seen.count(1) > 1 else seen
     assert again.count(1) == 1 and seen[-1] == 10  # not from its beginning
+
+
+def test_the_doctor_examines_machines_and_the_network_between_them(lab, capsys, monkeypatch):
+    """The last of this file: the machines serve one group at a time."""
+    sidecar, _, _ = lab
+    sidecar.stop()
+    monkeypatch.setattr(rank_probe, "LINKS_S", 1.0)
+    status = main(["doctor", "--devices", "cpu:0@lab/a,cpu:0@lab/b", "--json"])
+    printed = capsys.readouterr()
+    found = {verdict["name"]: verdict for verdict in json.loads(printed.out)["verdicts"]}
+    assert status == 0, printed.out
+    assert found["machine 1"]["finding"] == "1 on the CPU" and found["all-reduce"]["status"] == "ok"
+    assert "Ulysses 2, Ring 2, CFG 2 against one device" in found["same latent"]["finding"]
+    assert printed.err == "machine 1: lab/a\nmachine 2: lab/b\n" and "lab/" not in printed.out

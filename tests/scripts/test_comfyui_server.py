@@ -32,8 +32,9 @@ server.serve_forever()
 @pytest.fixture
 def taken():
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
+        held.bind(
+            ("127.0.0.1", 0)
+        )  # and does not listen: who asks there whether ComfyUI answers is refused at once
         yield held.getsockname()[1]
 
 

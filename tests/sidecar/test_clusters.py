@@ -4,6 +4,7 @@ import logging
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,6 +250,50 @@ def test_machines_that_do_not_fit_are_told_why(head, secret):
         machine.close()
     assert set(head._machines) == {"one"}
     first.close()
+
+
+class InStep:
+    """A head's lock, after each use of which one of two machines that join waits for the other's same use."""
+
+    def __init__(self, head):
+        self._lock, self._check = head._changed, head._check
+        self._joining, self._both = set(), threading.Barrier(2)
+        head._changed, head._check = self, self._admitted
+
+    def _admitted(self, join):
+        self._joining.add(threading.get_ident())
+        return self._check(join)
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        self._lock.__exit__(*error)
+        if threading.get_ident() in self._joining:
+            self._both.wait(20)
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+def test_of_two_machines_of_one_name_that_join_at_once_one_is_served_and_the_other_ended(
+    head, secret, monkeypatch
+):
+    monkeypatch.setattr(deadlines, "SILENCE", 600.0)  # they say nothing more
+    InStep(head)  # both are admitted before either is there
+    with ThreadPoolExecutor(2) as together:
+        sources = ("127.0.0.2", "127.0.0.3")
+        joined = [together.submit(BareMachine, head, secret, source=source) for source in sources]
+        machines = dict(zip(sources, (future.result() for future in joined), strict=True))
+    assert all(machine.welcomed for machine in machines.values())
+    wait_until(lambda: is_at_peace(head))
+    served = machines.pop(head._machines["bare"].address)
+    (other,) = machines.values()
+    assert other.is_ended()
+    served.socket.settimeout(20)
+    assert served.socket.recv(1)  # a sign of life
+    assert head.devices() == ("cpu:0@lab/bare",) and head.why_absent("bare") == ""
+    served.close()
 
 
 def test_a_port_that_is_taken_is_named(head):

@@ -75,13 +75,14 @@ class Torchrun:
         models: Path,
         local: str = "127.0.0.1",
         nodes: str = "2",
+        ranks: int = 1,
         log: Path,
         within: tuple[str, ...] = (),
         settings: str = "",
         comfyui: Path | None = None,
     ) -> None:
         command = [*within, sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
-        command += ["--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-backend", "c10d"]
+        command += ["--nproc-per-node", str(ranks), "--max-restarts", "1000", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", meeting, "--rdzv-id", "lab", "--local-addr", local]
         command += ["--rdzv-conf", settings] if settings else []
         command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]

@@ -92,8 +92,7 @@ def front_door_of(servers: dict[str, ComfyUIServer], haproxy: str, folder: Path)
     with contextlib.ExitStack() as running:
         # Its threads last as long as the ComfyUIs, which end with the thread that started them.
         together = running.enter_context(ThreadPoolExecutor(len(servers)))
-        for server in servers.values():
-            running.callback(server.stop)
+        running.callback(lambda: list(together.map(ComfyUIServer.stop, servers.values())))
         list(together.map(ComfyUIServer.start, servers.values()))
         _write_secrets(folder, tokens)
         door, metrics = _free_port(), _free_port()

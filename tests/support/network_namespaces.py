@@ -1,4 +1,4 @@
-"""Hosts in network namespaces of one computer: a bridge in the first one's, and a cable from it to each other."""
+"""Hosts in network namespaces of one computer, joined by a network that is slow and loses packets (slow_network.py)."""
 
 from __future__ import annotations
 
@@ -8,96 +8,77 @@ import subprocess
 
 import pytest
 
+from slow_network import SlowNetwork, open_tun
+
 FIRST = "head"
 
 
 class Hosts:
-    """`names` beside FIRST, each with an address of its own. Skips the test where namespaces are not to be had."""
+    """FIRST and `names`, each with an address of its own. Skips the test where namespaces are not to be had."""
 
     def __init__(self, *names: str) -> None:
         if os.geteuid() or shutil.which("ip") is None:
             pytest.skip("network namespaces need root and the ip command (Debian: apt-get install iproute2)")
-        self.names = names
+        self.names = (FIRST, *names)
         self._made: list[str] = []
+        devices: dict[str, int] = {}
         try:
-            self._open(FIRST)
-            self.ip(FIRST, "link", "add", "bridge", "type", "bridge")
-        except subprocess.CalledProcessError as error:
-            self.remove()
-            pytest.skip(f"this kernel makes no network namespaces or no bridges: {error.stderr.strip()}")
+            for name in self.names:
+                _ip("netns", "add", self._space(name))
+                self._made.append(name)
+                devices[self.address(name)] = self._connect(name)
+        except (OSError, subprocess.CalledProcessError) as error:
+            for descriptor in devices.values():
+                os.close(descriptor)
+            self._delete()
+            why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+            pytest.skip(f"this kernel makes no network namespaces or no TUN devices: {why}")
+        self.network = SlowNetwork(devices)
+
+    def _connect(self, host: str) -> int:
+        descriptor, device = open_tun()
         try:
-            self._connect()
+            _ip("link", "set", "dev", device, "netns", self._space(host))
+            for command in (
+                ("link", "set", "dev", "lo", "up"),
+                ("address", "add", f"{self.address(host)}/24", "dev", device),
+                ("link", "set", "dev", device, "up"),
+            ):
+                _ip("-n", self._space(host), *command)
         except BaseException:
-            self.remove()
+            os.close(descriptor)
             raise
-        self.not_delayed = self._delay()
-
-    def _open(self, host: str) -> None:
-        _ip("netns", "add", self._space(host))
-        self._made.append(self._space(host))
-        self.ip(host, "link", "set", "dev", "lo", "up")
-
-    def _connect(self) -> None:
-        self.ip(FIRST, "address", "add", f"{self.address(FIRST)}/24", "dev", "bridge")
-        self.ip(FIRST, "link", "set", "dev", "bridge", "up")
-        for name in self.names:
-            self._open(name)
-            end = ("peer", "name", name, "netns", self._space(FIRST))
-            self.ip(name, "link", "add", "cable", "type", "veth", *end)
-            self.ip(FIRST, "link", "set", "dev", name, "master", "bridge", "up")
-            self.ip(name, "address", "add", f"{self.address(name)}/24", "dev", "cable")
-            self.ip(name, "link", "set", "dev", "cable", "up")
-
-    def _delay(self) -> str:
-        """Latency and loss on every cable, both ways; why not, where the kernel has no netem."""
-        for name in self.names:
-            for host, cable in ((FIRST, name), (name, "cable")):
-                command = [
-                    "tc",
-                    "qdisc",
-                    "add",
-                    "dev",
-                    cable,
-                    "root",
-                    "netem",
-                    "delay",
-                    "2ms",
-                    "1ms",
-                    "loss",
-                    "0.5%",
-                ]
-                try:
-                    subprocess.run([*self.within(host), *command], check=True, capture_output=True, text=True)
-                except FileNotFoundError:
-                    return "the tc command is not installed (Debian: apt-get install iproute2)"
-                except subprocess.CalledProcessError as error:
-                    return f"this kernel has no netem: {error.stderr.strip()}"
-        return ""
+        return descriptor
 
     def address(self, host: str) -> str:
-        return f"10.213.7.{1 + (FIRST, *self.names).index(host)}"
+        return f"10.213.7.{1 + self.names.index(host)}"
 
     def within(self, host: str) -> tuple[str, ...]:
         """The beginning of a command that is to run on this host."""
         return ("ip", "netns", "exec", self._space(host))
 
     def cut_off(self, host: str) -> None:
-        """Its packets go nowhere, and nobody is told."""
-        self.ip(FIRST, "link", "set", "dev", host, "down")
+        self.network.cut_off(self.address(host))
 
     def join(self, host: str) -> None:
-        self.ip(FIRST, "link", "set", "dev", host, "up")
+        self.network.join(self.address(host))
 
-    def ip(self, host: str, *arguments: str) -> None:
-        _ip("-n", self._space(host), *arguments)
+    def processes(self) -> list[str]:
+        """The process ids of all that runs on a host."""
+        return [pid for host in self._made for pid in _ip("netns", "pids", self._space(host)).split()]
 
     def remove(self) -> None:
+        """The devices go with the network's descriptors."""
+        self.network.close()
+        self._delete()
+
+    def _delete(self) -> None:
         while self._made:
-            _ip("netns", "delete", self._made.pop())
+            _ip("netns", "delete", self._space(self._made.pop()))
 
     def _space(self, host: str) -> str:
         return f"parallel-{os.getpid()}-{host}"
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""A process that loads a model and says what it gained: `python weights_holder.py SMALL LARGE [copy]`.
+"""A process that loads a model and says what it gained, and with a copy of it: `python weights_holder.py SMALL LARGE`.
 
 Fresh interpreters, because a forked one shares its heap with its parent and gains whatever either of them writes.
 Each line of output waits for one line of input, so that several can hold their model at the same time.
@@ -49,17 +49,19 @@ def load_and_run(path: str) -> FluxModel:
     return model
 
 
-def main(small: str, large: str, *copying: str) -> None:
+def main(small: str, large: str) -> None:
     torch.set_num_threads(1)
     load_and_run(small)  # what every first use costs, weights aside
     say("warm")
     before = proportional_set(large)
     say("measured")
     model = load_and_run(large)
-    held = [model, [p.clone() for p in model.transformer.parameters()] if copying else None]
     say("loaded")
     say(proportional_set(large) - before)
-    del held
+    copy = [parameter.clone() for parameter in model.transformer.parameters()]
+    say("copied")
+    say(proportional_set(large) - before)
+    del copy
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ...errors import StrategyError
+from ...layout import crosses_machines
 from ...planner.candidates import enumerate_candidates, rule_key
 from ...planner.job import Job
 from ...strategy import DEGREES, ParallelStrategy
@@ -23,17 +25,20 @@ def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
 
 
 def possible_strategies(
-    job: Job, count: int, *, engine: str = "auto", fewer: bool = False
+    job: Job, devices: Sequence[str], *, engine: str = "auto", fewer: bool = False
 ) -> tuple[ParallelStrategy, ...]:
-    """One device, and all that this version can run on `count` devices, or (`fewer`) on any number up to it.
+    """One device, and all that this version can run on all `devices`, or (`fewer`) on any number of them; of a cluster
+    those that keep tokens and layers inside a machine, as `auto` does.
 
     Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring".
     """
+    count = len(devices)
     candidates = [
         strategy
         for strategy in enumerate_candidates(job, count, sharded=False)
         if (fewer or strategy.world_size in (1, count))
         and not strategy.violations(job.model.shape, count, engine)
+        and not crosses_machines(strategy, devices)
     ]
     ordered = sorted(candidates, key=rule_key, reverse=True)
     return tuple(sorted(ordered, key=lambda strategy: (strategy.world_size, not strategy.exact)))

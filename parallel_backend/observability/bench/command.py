@@ -18,7 +18,7 @@ _MOST_PIXELS = 8192  # a side
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a Flux.1 checkpoint (.safetensors)")
-    parser.add_argument("--devices", default="all", help="'all', '0,1' or 'cpu:2'")
+    parser.add_argument("--devices", default="all", help="'all', '0,1', 'cpu:2' or 'cluster:NAME'")
     parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="denoising steps of each run")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="runs of each strategy that count")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...devices import is_cpu, resolve_devices
+from ...devices import is_cpu, machine_of
 from ...errors import RequestError, StrategyError
 from ...machine.fingerprint import cores, cpu_name
 from ...machine.local import topology_of
@@ -22,6 +22,8 @@ from ...planner.memory.rank_memory import fullest_rank
 from ...requests import WEIGHT_DTYPES, ModelSpec
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
+from ..cluster_devices import resolve_for_command
+from ..doctor.machines import machines_of, numbered
 from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory
@@ -52,18 +54,18 @@ def measure(
         raise RequestError(
             f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
         )
-    names = resolve_devices(devices)
+    file = inspect_model(model)
+    names = resolve_for_command(devices, say)
     if is_cpu(names):
         # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    file = inspect_model(model)
     seen = read_topology().visible()
     topology = topology_of(names, seen)
     request = random_request(
         file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
-    wanted = _wanted(strategies, job, len(names), engine)
+    wanted = _wanted(strategies, job, names, engine)
     comparison = Comparison(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
         job=job,
@@ -80,14 +82,14 @@ def measure(
     rows, together, calibrations = run_rounds(comparison, wanted, history, say)
     rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
     rows = [_with_memory(row, job, names) for row in rows]
-    private = find_private()
+    private = find_private(numbered(names))
     stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
     return Outcome(
         rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
         model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
-        hardware=_hardware(topology),
+        hardware=_hardware(topology, names),
         software=history.fingerprint.software,
         rounds=rounds,
         interleaved=together,
@@ -95,9 +97,9 @@ def measure(
     )
 
 
-def _wanted(text: str, job: Job, count: int, engine: str) -> Sequence[ParallelStrategy]:
+def _wanted(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Sequence[ParallelStrategy]:
     if text.strip().lower() in _UNNAMED:
-        return possible_strategies(job, count, engine=engine, fewer=bool(text.strip()))
+        return possible_strategies(job, devices, engine=engine, fewer=bool(text.strip()))
     wanted = parse_strategies(text)
     for strategy in wanted:
         if strategy.cfg_degree > 1 and not job.has_cfg:
@@ -106,7 +108,7 @@ def _wanted(text: str, job: Job, count: int, engine: str) -> Sequence[ParallelSt
             raise StrategyError(
                 f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
             )
-        strategy.check(job.model.shape, count, engine)
+        strategy.check(job.model.shape, len(devices), engine)
     return wanted
 
 
@@ -115,7 +117,11 @@ def _with_memory(row: Row, job: Job, devices: tuple[str, ...]) -> Row:
     return replace(row, memory_bytes=fullest_rank(check.memories).private_bytes)
 
 
-def _hardware(topology: Topology) -> tuple[str, ...]:
+def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
+    if machines := machines_of(devices):
+        counts = [str(sum(machine_of(device) == machine for device in devices)) for machine in machines]
+        what = "ranks on the CPU" if is_cpu(devices) else "GPUs"
+        return (f"{len(machines)} machine(s) of a cluster, {' + '.join(counts)} {what}",)
     if topology.devices:
         return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
     return (

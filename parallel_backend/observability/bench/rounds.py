@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...devices import machine_of
 from ...errors import Cancelled, ParallelError
 from ...models.model_file import ModelFile
 from ...planner.history.measurement_history import MeasurementHistory
@@ -67,7 +68,10 @@ def random_request(
 
 
 def fits_side_by_side(comparison: Comparison, strategies: Sequence[ParallelStrategy]) -> bool:
-    """Whether a group for every layout of the weights can stay warm at once on the first device."""
+    """Whether a group for every layout of the weights can stay warm at once on the first device. A machine of a cluster
+    serves one group."""
+    if machine_of(comparison.devices[0]):
+        return len({_layout(s) for s in strategies}) == 1
     needed = sum(_rank_bytes(comparison.job, *layout) for layout in {_layout(s) for s in strategies})
     return not comparison.device_bytes or needed <= USABLE * comparison.device_bytes
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         default="",
-        help="'0,1', 'all' or 'cpu:2'; all GPUs if not given, or two ranks on the CPU",
+        help="'0,1', 'all', 'cpu:2' or 'cluster:NAME'; all GPUs if not given, or two ranks on the CPU",
     )
     # Of who starts it with itself: ComfyUI's button. The ranks end with the doctor in the same way.
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
@@ -39,9 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
     devices: tuple[str, ...] = ()
     if args.devices:
-        from ...devices import resolve_devices
+        from ..cluster_devices import resolve_for_command
 
-        devices = resolve_devices(args.devices)
+        if args.gpu:
+            _refuse_cluster(args.devices)
+        devices = resolve_for_command(args.devices, _report_progress)
+        _name_machines(devices)
     if args.gpu:
         return _run_gpu_check(args, devices)
     report = examine(devices, on_phase=_report_progress)
@@ -51,6 +54,25 @@ def run(args: argparse.Namespace) -> int:
         width = min(max(shutil.get_terminal_size().columns, _WIDTHS[0]), _WIDTHS[1])
         sys.stdout.write(report.as_text(width) + "\n")
     return report.exit_status
+
+
+def _refuse_cluster(devices: str) -> None:
+    from ...devices import cluster_of
+    from ...errors import RequestError
+
+    if cluster := cluster_of(devices):
+        raise RequestError(
+            f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it on "
+            f"each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
+        )
+
+
+def _name_machines(devices: tuple[str, ...]) -> None:
+    """Beside the report, which can be shown to others and so only has numbers."""
+    from .machines import numbered
+
+    for machine, called in numbered(devices).items():
+        sys.stderr.write(f"{called}: {machine}\n")
 
 
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from ...devices import machine_of, memory_elsewhere
 from ...errors import Cancelled, ParallelError
 from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_topology
@@ -16,6 +17,7 @@ from .gpus import check_devices
 from .kernels import check_kernels
 from .links import GROUP as LINKS
 from .links import check_links, of_ranks
+from .machines import check_machines, numbered, pair_of
 from .parity import GROUP as SAMPLING
 from .parity import check_parity, failed_start
 from .privacy import find_private, scrubbed
@@ -39,8 +41,9 @@ def examine(
 ) -> Report:
     """Looks at the installation and, with ranks of its own that it ends, at `devices` (rank names).
 
-    Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Takes about 20 seconds, and a
-    GPU's memory for a context and two 64 MiB buffers. Raises Cancelled when `should_cancel` says so, and nothing else.
+    Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Of a cluster they are machines'
+    that have joined this process. Takes about 20 seconds, and a GPU's memory for a context and two 64 MiB buffers.
+    Raises Cancelled when `should_cancel` says so, and nothing else.
     """
     report_progress = on_phase or (lambda text: None)
     report_progress("looking at the installation")
@@ -61,7 +64,7 @@ def examine(
         verdicts += check_kernels(probe_kernels(), [], on_gpus)
     else:
         verdicts += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
-    return scrubbed(Report(tuple(verdicts)), find_private())
+    return scrubbed(Report(tuple(verdicts)), find_private(numbered(devices)))
 
 
 def look_at_installation(devices: tuple[str, ...]) -> list[Verdict]:
@@ -75,6 +78,9 @@ def _look_at_installation(
     devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
 ) -> list[Verdict]:
     verdicts = check_versions(probe_versions(), len(topology.devices), torch_problem)
+    if machine_of(devices[0]):
+        memory = {device: memory_elsewhere(device) for device in devices}
+        return [*verdicts, check_leftovers(probe_leftovers()), *check_machines(devices, memory)]
     verdicts += check_system(probe_system(), len(devices), devices[0].startswith("cuda"))
     verdicts.append(check_leftovers(probe_leftovers()))
     return verdicts + check_devices(topology, cpu_name(), driver_problem)
@@ -91,6 +97,7 @@ def _with_ranks(
     from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
     from .rank_probe import probe_links, probe_parity
 
+    across = bool(machine_of(devices[0]))
     verdicts: list[Verdict] = []
     calibrations: tuple[Calibration, ...] = ()
     with ExitStack() as stack:
@@ -109,7 +116,8 @@ def _with_ranks(
             verdicts.append(failed_start(len(devices), _cause(error)))
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
-            verdicts += check_links(calibrations, of_ranks(topology, facts) if on_gpus else None)
+            known = of_ranks(topology, facts) if on_gpus and not across else None
+            verdicts += check_links(calibrations, known, across=across)
         elif calibrations:
             verdicts.append(Verdict(LINKS, "links", "skipped", "one rank has none"))
         verdicts += check_kernels(probe_kernels(), facts, on_gpus)
@@ -119,12 +127,14 @@ def _with_ranks(
             verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
             return verdicts
         report_progress("sampling the demo model on two ranks and on one")
-        if len(devices) > 2:
+        pair = pair_of(devices)
+        if pair != devices:
             everyone.stop()
         try:
-            two = everyone if len(devices) == 2 else group(devices[:2])
+            two = everyone if pair == devices else group(pair)
+            one = two if across else group(devices[:1])  # a machine serves one group
             dtypes = ("float32", "bfloat16") if on_gpus else ("float32",)
-            verdicts += check_parity(probe_parity(two, group(devices[:1]), dtypes, should_cancel))
+            verdicts += check_parity(probe_parity(two, one, dtypes, should_cancel))
         except Cancelled:
             raise
         except (ParallelError, OSError) as error:

@@ -36,12 +36,15 @@ def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
         return None
 
 
-def check_links(ranks: Sequence[Calibration], topology: Topology | None) -> list[Verdict]:
-    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known."""
+def check_links(
+    ranks: Sequence[Calibration], topology: Topology | None, *, across: bool = False
+) -> list[Verdict]:
+    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known;
+    `across`: they are of a cluster, and a device number means nothing on another machine."""
     verdicts = [_all_reduce(ranks), _intact(ranks)]
-    if topology is not None or any(_facts(c).device_uuid for c in ranks):
+    if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
         verdicts.append(_peer_access(ranks, topology))
-    return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks)]
+    return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
 
 
 def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
@@ -156,7 +159,7 @@ def _together(ranks: Sequence[Calibration]) -> Verdict:
     )
 
 
-def _latency(ranks: Sequence[Calibration]) -> Verdict:
+def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
     slowest = max(ranks, key=lambda c: c.collective_s)
     finding = f"an all-reduce of one number takes {slowest.collective_s * 1e6:.0f} us"
     if slowest.collective_s > SLOW_COLLECTIVE.get(slowest.backend, 1.0):
@@ -165,7 +168,9 @@ def _latency(ranks: Sequence[Calibration]) -> Verdict:
             "latency",
             "slow",
             f"{finding}, and a step makes hundreds of them",
-            "look whether the CPU is busy with something else, or give the ranks more cores",
+            "keep tokens and layers inside a machine, as mode auto does: CFG, batches and PipeFusion wait rarely"
+            if across
+            else "look whether the CPU is busy with something else, or give the ranks more cores",
         )
     return Verdict(GROUP, "latency", "ok", finding)
 

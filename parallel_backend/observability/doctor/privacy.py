@@ -8,8 +8,10 @@ import re
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from .verdict import Report, Verdict
 
@@ -27,8 +29,8 @@ class Private:
     words: tuple[tuple[str, str], ...]
 
 
-def find_private() -> Private:
-    """This process's folders and names."""
+def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
+    """This process's folders and names, and those of `machines` of a cluster: CLUSTER/MACHINE and what to call it."""
     home = str(Path("~").expanduser())
     # Of two names for one folder the first counts.
     named: dict[str, str] = {}
@@ -47,6 +49,11 @@ def find_private() -> Private:
     paths = sorted(named.items(), key=lambda found: -len(found[0]))
     host = socket.gethostname()
     words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
+    for (
+        machine,
+        called,
+    ) in machines.items():  # as devices and as errors name them; a bare name may be any word
+        words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}
     return Private(tuple(paths), tuple(sorted((w for w in words if w[0]), key=lambda w: -len(w[0]))))
 
 

@@ -113,6 +113,7 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
     assert any(begin <= codes.data_ptr() < end for begin, end in ranges)
 
 
+@pytest.mark.xdist_group("split_formats")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
     one = answer(load(spec(files[form]), CPU).module)

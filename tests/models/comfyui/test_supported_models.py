@@ -10,6 +10,8 @@ from list_models import PAGE, configurations, page
 from parallel_backend.models.comfyui.table import TABLE
 from parallel_backend.requests import TOKEN_MODES
 
+pytestmark = pytest.mark.xdist_group("supported_models")  # one worker builds them
+
 
 @pytest.fixture(scope="module")
 def root():

@@ -70,6 +70,7 @@ def sampled(trainer):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo_samples")
 def test_held_out_captions_come_out_right(sampled):
     scenes, pictures = sampled
     assert all(is_held_out(scene) for scene in scenes)
@@ -78,6 +79,7 @@ def test_held_out_captions_come_out_right(sampled):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo_samples")
 def test_the_caption_is_what_makes_them_right(sampled):
     """The same pictures against each other's captions."""
     scenes, pictures = sampled

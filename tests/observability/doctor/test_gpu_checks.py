@@ -14,6 +14,7 @@ from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.requests import LoadInfo, RunInfo, SampleResult
 from parallel_backend.strategy import ParallelStrategy
 
+pytestmark = pytest.mark.xdist_group("gpu_checks")  # one group of ranks at a time serves all
 TINY = replace(make_subject(("cpu:0", "cpu:1")), pixels=64, odd_pixels=(56, 72), text=8, steps=2)
 
 

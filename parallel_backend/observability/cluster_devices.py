@@ -1,0 +1,35 @@
+"""Devices of a cluster for a command: this process is the cluster's head for as long as the command takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..devices import cluster_of, resolve_devices
+from ..wire import deadlines
+
+
+def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...]:
+    """As resolve_devices; waits for a cluster's machines, which is told. Of `cluster:NAME` the devices of all that join
+    until nobody else does. Raises DeviceError."""
+    cluster = cluster_of(text)
+    if not cluster:
+        return resolve_devices(text)
+    from ..sidecar import clusters  # late: this computer's own devices need no certificates
+
+    clusters.find_by_name()
+    head = clusters.open_head(cluster)
+    say(f"waiting on port {head.port} for the machines of the cluster {cluster}")
+    named = text.strip().lower() != f"cluster:{cluster}"
+    until, found, since = time.monotonic() + deadlines.MACHINES, head.devices(), time.monotonic()
+    while time.monotonic() < until and (not found or time.monotonic() - since < deadlines.GATHER):
+        time.sleep(deadlines.POLL)
+        if (now := head.devices()) != found:
+            found, since = now, time.monotonic()
+        if named and _has_all(text, found):
+            break
+    return resolve_devices(text)
+
+
+def _has_all(text: str, found: tuple[str, ...]) -> bool:
+    return set(text.lower().replace(",", " ").replace(";", " ").split()) <= set(found)
