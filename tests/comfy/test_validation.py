@@ -44,18 +44,21 @@ def test_what_the_devices_cannot_run_is_never_queued(comfy, unet, devices, choic
         assert error["details"].startswith(f"{marked} - {line}")
 
 
-def test_what_another_node_gives_is_checked_when_that_has_run(comfy, unet):
+def test_what_a_node_has_to_run_for_is_checked_when_it_has_and_what_it_only_holds_before(comfy, unet):
     prompt = _prompt(unet, "cpu:2", ring=2)
-    prompt["three"] = {"class_type": "PrimitiveInt", "inputs": {"value": 3}}
+    prompt["three"] = {"class_type": "TestAnything", "inputs": {"value": "3"}}
     prompt["StrategySelector0"]["inputs"]["ring_degree"] = ["three", 0]
     with pytest.raises(PromptFailed, match="Ring 3 needs 3 devices") as failed:
         comfy.run(prompt)
     assert failed.value.exception_type == "parallel_backend.errors.StrategyError"
-    prompt["StrategySelector0"]["inputs"] |= {"ring_degree": ["three", 0], "cfg_degree": 3}
+    prompt["StrategySelector0"]["inputs"]["cfg_degree"] = 3
     with pytest.raises(PromptRejected, match="only two prompts"):
         comfy.client.queue(prompt)
-    prompt["three"]["inputs"]["value"] = 2
     prompt["StrategySelector0"]["inputs"]["cfg_degree"] = 1
+    prompt["three"] = {"class_type": "PrimitiveInt", "inputs": {"value": 3}}
+    with pytest.raises(PromptRejected, match="Ring 3 needs 3 devices"):
+        comfy.client.queue(prompt)
+    prompt["three"]["inputs"]["value"] = 2
     comfy.run(prompt)
 
 

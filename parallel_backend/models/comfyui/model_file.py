@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -311,3 +311,5 @@ TYPICAL = ComfyUIModelFile(
     pooled_width=768,
     channels=16,
 )
+# Any model of ComfyUI's own: what none of them can be split by. Zero heads divide by everything.
+ANY_MODEL = replace(TYPICAL, path="this model", model="this model", heads=0)
