@@ -46,7 +46,7 @@ BOX = {
         *map(_gpu, range(2, 8)),
     ],
     "clusters": [{"devices": "cluster:den", "words": "16 devices on 2 machines, 1280.0 GiB", "there": True}],
-    "machine": "8 × NVIDIA H100 (86 GB), slowest path NVSWITCH.",
+    "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
 }
 
 

@@ -27,7 +27,11 @@ def _prompt(unet: str, devices, **choice) -> dict:
         ("cpu:2", {"ring": 3}, "ring_degree, devices: Ring 3 needs 3 devices and 2 are selected"),
         ("gpu7", {}, "devices: devices 'gpu7' is not understood"),
         ("cpu:4", {"cfg": 3}, "cfg_degree: cfg_degree 3: there are only two prompts"),
-        ("cpu:2", {"ring": 2, "device_shares": "1,2,3"}, "device_shares: device_shares '1,2,3' names 3"),
+        (
+            "cpu:2",
+            {"ring": 2, "device_shares": "1,2,3"},
+            "device_shares: device_shares '1,2,3': write one number",
+        ),
         ("cpu:2", {"ring": 65}, "ring_degree: ring_degree is 65; it must be from 1 to 64"),
         ("cpu:2", {"ring": 0}, "ring_degree: ring_degree is 0; it must be from 1 to 64"),
     ],

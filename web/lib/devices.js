@@ -24,7 +24,7 @@ addStyle(`
 
 const inGib = (bytes) => `${(bytes / 2 ** 30).toFixed(bytes < 10 * 2 ** 30 ? 1 : 0)} GiB`;
 
-function memoryOf({ total_bytes: total, free_bytes: free }) {
+export function memoryOf({ total_bytes: total, free_bytes: free }) {
   if (!total) return "";
   return free ? translate(`free ${inGib(free)} of ${inGib(total)}`) : inGib(total);
 }
