@@ -157,6 +157,10 @@ def test_it_speaks_the_pages_language(page):
     try:
         for language, summary in (("es", "Elegir dispositivos"), ("zh", "选择设备")):
             page.evaluate("one => app.extensionManager.setting.set('Comfy.Locale', one)", language)
+            page.reload()
+            page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+            name = "parallel_sampling.strategy_panel"
+            page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
             _show(page)
             words = _open(page, summary).inner_text()
             assert BOX["devices"][0]["name"] in words
