@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
-from ...models.comfyui.model_file import ANY_MODEL
+from ...models.comfyui.model_file import ANY_MODEL, ComfyUIModelFile
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.rules import StrategySettings
@@ -21,6 +21,7 @@ _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
 _PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
+_OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # which share out the tokens of one image
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
@@ -112,7 +113,7 @@ def check_inputs(
         pixels = _PIXELS.get(loader.node, PIXELS)
         told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
     except ParallelError as error:
-        return _answer(inputs, problems=_problems(error), notes=notes)
+        return _answer(inputs, problems=_problems(error, file), notes=notes)
     if file is None or file is ANY_MODEL:
         told = replace(told, memory="")  # a typical model's, which says nothing of this one
     return _answer(inputs, told, notes=notes)
@@ -126,12 +127,18 @@ def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tu
         try:
             preview(inputs.settings(), file)
         except ParallelError as error:
-            found |= {problem.message: problem for problem in _problems(error)}
+            found |= {problem.message: problem for problem in _problems(error, file)}
     return tuple(found.values())
 
 
-def _problems(error: ParallelError) -> tuple[Problem, ...]:
-    return error.problems if isinstance(error, SettingsError) else (Problem(str(error)),)
+def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ...]:
+    if not isinstance(error, SettingsError):
+        return (Problem(str(error)),)
+    why = file.why_less if isinstance(file, ComfyUIModelFile) else ""
+    return tuple(
+        replace(p, message=f"{p.message} The reason: {why}.") if why and _OF_SEQUENCE & set(p.inputs) else p
+        for p in error.problems
+    )
 
 
 def _answer(
