@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from comfy_execution.utils import get_executing_context
 
-from .preload.tail import LOADERS, Prompt, links
+import nodes
+
+from .preload.tail import LOADERS, Prompt, links, needed
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -43,14 +46,20 @@ def current_node() -> tuple[Prompt, str] | None:
 
 
 def loaders_for(prompt: Prompt, selector: str) -> list[str]:
-    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs."""
+    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs. One
+    that no output needs does not run, and nothing is held against it."""
     found: dict[str, None] = {}
-    for node in prompt:
+    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)):
         if any(name == "strategy" and origin == selector for name, origin, _ in links(_inputs(prompt, node))):
             loader = _loader_of(prompt, node)
             if loader is not None:
                 found[loader] = None
     return list(found)
+
+
+def _is_output(prompt: Prompt, node: str) -> bool:
+    kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node].get("class_type"))
+    return bool(getattr(kind, "OUTPUT_NODE", False))
 
 
 def _loader_of(prompt: Prompt, node: str) -> str | None:

@@ -78,6 +78,13 @@ def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers
     graph = _prompt("ParallelFluxLoader", "cpu:2", ulysses=2)
     four = comfy.write_flux("tiny_rules_4.safetensors", heads=4)
     other = graph.parallel_loader(four, "cpu:4", ulysses=4)
+    # Nothing needs this one, so its two heads do not count.
+    graph.add(
+        "ParallelFluxLoader",
+        unet_name=UNET,
+        weight_dtype="auto",
+        strategy=graph.prompt[other]["inputs"]["strategy"],
+    )
     told = graph.add("TestSaveText", text=["StrategySelector0", 1], path="why.txt")
     graph.add("PreviewAny", source=[other, 0])
     comfy.run(graph.prompt)
