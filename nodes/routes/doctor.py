@@ -21,6 +21,7 @@ ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
 _PACK_ROOT = Path(__file__).resolve().parents[2]
 _COLUMNS = "100"
+_LONGEST_LINE = 2**20  # bytes; a report of many GPUs is one, with their tables
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer where ranks hang
 
 
@@ -147,6 +148,7 @@ async def _doctor(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
+        limit=_LONGEST_LINE,
     )
     try:
         yield process
