@@ -26,7 +26,9 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self) -> None:
             from server import PromptServer
 
+            from .nodes import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
+            from .nodes.routes import devices as devices_route
             from .nodes.routes import doctor as doctor_route
             from .nodes.routes import front_door, preload, queue_log
             from .nodes.routes import launch as at_launch
@@ -36,6 +38,7 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.routes import strategy as strategy_route
             from .parallel_backend.observability.event_log import begin_log
 
+            devices_route.add_route(PromptServer.instance.routes)
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
             runs_route.add_route(PromptServer.instance.routes)
@@ -44,6 +47,7 @@ async def comfy_entrypoint() -> ComfyExtension:
             at_launch.begin(PromptServer.instance)
             preload.begin(PromptServer.instance)
             queue_log.begin(PromptServer.instance)
+            prompt_links.begin(PromptServer.instance)
             metrics_route.add_route(PromptServer.instance.routes)
             begin_log(price=price_per_gpu_hour)
 

@@ -274,9 +274,7 @@ def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:
-        off = typical(times) / seen - 1
-        lines.append(
-            f"expected: a median of {seen:.4f} s a {unit} (measured before); this one is "
-            f"{abs(off):.0%} {'more' if off > 0 else 'less'}"
-        )
+        off = round(typical(times) / seen - 1, 2)
+        found = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if off else "the same"
+        lines.append(f"expected: a median of {seen:.4f} s a {unit} (measured before); this one is {found}")
     return lines

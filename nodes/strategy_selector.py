@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import fields
+
 from comfy_api.latest import io
 
+from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs, find_problems
 from ..parallel_backend.observability.preview.preview import preview
 from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
 from ..parallel_backend.strategy import DEGREES, ENGINES
 from .links import CATEGORY, StrategyLink
+from .model.named_file import files_decided_by
+from .prompt_links import current_node, value_of
 
 
 def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:
@@ -84,7 +90,16 @@ class StrategySelector(io.ComfyNode):
             display_name="Strategy Selector",
             category=CATEGORY,
             description="Chooses the devices of a sampling job and how the job is split over them.",
-            search_aliases=["multi gpu", "ulysses", "ring attention", "usp", "cfg parallel", "xdit", "split"],
+            search_aliases=[
+                "multi gpu",
+                "ulysses",
+                "ring attention",
+                "usp",
+                "cfg parallel",
+                "xdit",
+                "split",
+                "raylight",
+            ],
             inputs=[
                 io.Combo.Input(
                     "mode",
@@ -129,7 +144,7 @@ class StrategySelector(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
+    async def validate_inputs(
         cls,
         mode: str | None,
         devices: str | None,
@@ -141,24 +156,46 @@ class StrategySelector(io.ComfyNode):
         tensor_degree: int | None = 1,
         device_shares: str | None = "",
     ) -> bool | str:
-        """What no model could run is refused before it is queued. A line for each problem: `inputs: words`.
+        """What cannot run is refused before it is queued: by the rules of the models that the prompt says it decides
+        for, else by those of any model. A line for each problem: `inputs: words`.
 
         ComfyUI marks every input named here, whichever is wrong; web/errors.js leaves those that a line names. An input
-        that another node gives comes as None, and is checked when that has run.
+        that another node has to run for comes as None, and is checked when that has.
         """
-        inputs = {name: value for name, value in locals().items() if name != "cls"}
-        known = {name: value for name, value in inputs.items() if value is not None}
-        if mode is None or devices is None:
-            return True
-        for name in DEGREES:  # which ComfyUI leaves to this function
-            least, most = LIMITS[name]
-            if not least <= known.get(name, least) <= most:
-                return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."
-        found = find_problems(SelectorInputs(**known))
-        certain = [problem for problem in found if set(problem.inputs) <= {*known}]
-        return "\n".join(f"{', '.join(p.inputs)}: {p.message}" for p in certain) or True
+        given = {name: value for name, value in locals().items() if name != "cls"}
+        # Off the event loop: reading a large model's header for the first time takes a second.
+        return await asyncio.to_thread(_problems, given)
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple[str, ...]:
+        """`why` is told for these models."""
+        return tuple(str(file.fingerprint) + file.name for file in _files())
 
     @classmethod
     def execute(cls, **inputs: str | int | bool) -> io.NodeOutput:
         settings = SelectorInputs(**inputs).settings()
-        return io.NodeOutput(settings, preview(settings).why)
+        return io.NodeOutput(settings, preview(settings, next(iter(_files()), None)).why)
+
+
+def _files() -> list[ModelFile]:
+    """The models that the node at work decides for."""
+    at = current_node()
+    return [] if at is None else files_decided_by(*at)
+
+
+def _problems(given: dict[str, object]) -> bool | str:
+    at = current_node()
+    if at is not None:
+        given = {name: value_of(*at, name) if value is None else value for name, value in given.items()}
+    kinds = {field.name: type(field.default) for field in fields(SelectorInputs)}
+    known = {name: value for name, value in given.items() if type(value) is kinds[name]}
+    if not {"mode", "devices"} <= set(known):
+        return True
+    for name in DEGREES:  # which ComfyUI leaves to this function
+        least, most = LIMITS[name]
+        if not least <= known.get(name, least) <= most:
+            return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."
+    files = [] if known["mode"] == "auto" or at is None else files_decided_by(*at)
+    found = find_problems(SelectorInputs(**known), files)
+    certain = [problem for problem in found if set(problem.inputs) <= {*known}]
+    return "\n".join(f"{', '.join(p.inputs)}: {p.message}" for p in certain) or True

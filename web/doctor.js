@@ -1,20 +1,44 @@
-// "Run the doctor" in ComfyUI's menu and command list: what it says, in a dialog that can be copied from.
+// "Run the doctor" in ComfyUI's menu and command list: what it does, then what it says, in a dialog that can be copied from.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { openDialog } from "./lib/dialog.js";
+import { messages } from "./lib/messages.js";
 import { translate } from "./lib/said.js";
 
 const COMMAND = "parallel_sampling.doctor";
 const WAIT = "Examining the installation and the devices; this takes about half a minute …";
 
+const INDENT = "    ";
+
+// As observability/doctor/verdict.py has it: verdicts by group, each with its remedy and the rows of its table.
+function inWords({ verdicts, summary }) {
+  const lines = [];
+  let last = null;
+  for (const { group, name, status, finding, remedy, details } of verdicts) {
+    if (group !== last) lines.push("", translate(group));
+    last = group;
+    lines.push(`  ${translate(status)} · ${translate(name)}: ${translate(finding)}`, ...details.map((row) => INDENT + row));
+    if (remedy) lines.push(`${INDENT}→ ${translate(remedy)}`);
+  }
+  return [...lines, "", translate(summary)].join("\n").trim();
+}
+
 async function examine() {
-  const { text } = openDialog(translate("Doctor of Parallel Sampling"), translate(WAIT));
+  const { dialog, text } = openDialog(translate("Doctor of Parallel Sampling"), translate(WAIT));
+  const ending = new AbortController();
+  dialog.addEventListener("close", () => ending.abort());
   try {
-    const answer = await api.fetchApi("/parallel_sampling/doctor", { method: "POST" });
-    const said = await answer.json();
-    text.textContent = said.text ?? said.error;
+    const answer = await api.fetchApi("/parallel_sampling/doctor", { method: "POST", signal: ending.signal });
+    if (!answer.ok) {
+      text.textContent = translate((await answer.json()).error);
+      return;
+    }
+    for await (const { line, report, error } of messages(answer.body)) {
+      if (line) text.textContent += `\n${translate(line)} …`;
+      else text.textContent = report ? inWords(report) : translate(error);
+    }
   } catch (error) {
-    text.textContent = translate(`ComfyUI did not answer: ${error}`);
+    if (dialog.isConnected) text.textContent = translate(`ComfyUI did not answer: ${error}`);
   }
 }
 

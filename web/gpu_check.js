@@ -3,6 +3,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { openDialog } from "./lib/dialog.js";
+import { messages } from "./lib/messages.js";
 import { translate } from "./lib/said.js";
 
 const COMMAND = "parallel_sampling.gpu_check";
@@ -20,17 +21,6 @@ function save(name, text) {
   });
   link.click();
   URL.revokeObjectURL(link.href);
-}
-
-// Lines of JSON as they arrive.
-async function* messages(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let unread = "";
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    const lines = (unread + part.value).split("\n");
-    unread = lines.pop();
-    yield* lines.map((line) => JSON.parse(line));
-  }
 }
 
 async function run(text, buttons, signal) {

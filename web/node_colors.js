@@ -1,13 +1,31 @@
-// Room for the title of this pack's new nodes, and one colour where a person chose none: one of ComfyUI's own, and never written into a workflow.
+// Room for the title of this pack's new nodes, and one colour where a person chose none: one of ComfyUI's own, and never written
+// into a workflow. And a colour for each kind of link of its own, which ComfyUI's palettes know nothing of.
 import { app } from "../../scripts/app.js";
+import { addStyle } from "./lib/dom.js";
 
 // By which ComfyUI names the pack's nodes, in every language: the folder that this file comes from.
 const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/")[2])}`;
 const WIDTH = { title: 70, letter: 9 }; // pixels that a new node needs for its title to be read whole
 const COLOR = "pale_blue"; // of ComfyUI's palette
+const LINKS = { PARALLEL_STRATEGY: "#b5a642", PARALLEL_MODEL: "#5c7cfa" }; // unlike those of the stock types
+
+// Each palette that a person chooses clears the colours of types that it does not have.
+function keep(colours) {
+  for (const [type, colour] of Object.entries(LINKS)) {
+    Object.defineProperty(colours, type, { get: () => colour, set() {}, enumerable: true, configurable: true });
+  }
+}
 
 app.registerExtension({
   name: "parallel_sampling.node_colors",
+
+  setup() {
+    for (const colours of [globalThis.LGraphCanvas?.link_type_colors, app.canvas.default_connection_color_byType]) {
+      if (colours) keep(colours);
+    }
+    // Of slots that Vue draws.
+    addStyle(`:root { ${Object.entries(LINKS).map(([type, colour]) => `--color-datatype-${type}: ${colour};`).join(" ")} }`);
+  },
 
   nodeCreated(node) {
     if (node.constructor.nodeData?.python_module !== PACK) return;

@@ -4,7 +4,7 @@ import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { drawComparison } from "./lib/comparison.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { watchOutputs } from "./lib/outputs.js";
+import { forgetPhase, watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
 import { drawTimeline } from "./lib/timeline.js";
 import { say } from "./lib/words.js";
@@ -22,9 +22,10 @@ const STYLE = `
 .parallel-run header { display: flex; gap: 4px; align-items: start; margin: 0 0 2px; }
 .parallel-headline { flex: 1 1 0; min-width: 0; font-weight: bold; padding: 2px 4px; overflow-wrap: anywhere; user-select: text; }
 .parallel-run > .parallel-comparison { flex: 4 1 0; }
-.parallel-report { flex: 1 1 0; min-height: 0; overflow: auto; margin: 0; padding: 4px; font: inherit; white-space: pre-wrap;
-  overflow-wrap: anywhere; background: var(--comfy-menu-bg); border-radius: 4px; user-select: text; }
-.parallel-report:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
+.parallel-fold { flex: 1 1 0; min-height: 0; overflow: auto; background: var(--comfy-menu-bg); border-radius: 4px; }
+.parallel-fold:focus-visible, .parallel-fold summary:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
+.parallel-fold summary { cursor: pointer; padding: 2px 4px; }
+.parallel-report { margin: 0; padding: 4px; font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text; }
 .parallel-report.empty { color: var(--descrip-text); }
 `;
 
@@ -41,6 +42,7 @@ function show(node, output) {
   if (!panel || !output.text) return;
   panel.run = output;
   mark(node, "done");
+  forgetPhase(node); // the headline says it
 }
 
 // Of the latest run and of no other: what it says of itself, or why it says nothing.
@@ -52,13 +54,23 @@ function mark(node, state) {
   const report = panel.querySelector(".parallel-report");
   report.textContent = translate(INSTEAD[state] ?? ([].concat(run?.text ?? []).join("\n\n") || EMPTY));
   report.classList.toggle("empty", !run);
+  fold(panel, Boolean(run));
   panel.querySelector(".parallel-headline").textContent = translate(run?.parallel_headline?.[0] ?? "");
   panel.querySelector(".parallel-comparison")?.remove();
   panel.querySelector(".parallel-timeline")?.remove();
   const timeline = run?.parallel_timeline?.[0];
-  if (timeline) report.before(drawTimeline(timeline));
+  const folded = panel.querySelector(".parallel-fold");
+  if (timeline) folded.before(drawTimeline(timeline));
   const told = node.comfyClass === COMPARE && run?.parallel_comparison?.[0];
-  if (told) report.before(drawComparison(told));
+  if (told) folded.before(drawComparison(told));
+}
+
+// The headline says it; the rest unfolds, and stays as a person left it. Without a run one line is all there is to say.
+function fold(panel, hasRun) {
+  const [all, summary] = [panel.querySelector(".parallel-fold > details"), panel.querySelector(".parallel-fold summary")];
+  if (!summary.hidden) panel.wanted = all.open;
+  summary.hidden = !hasRun;
+  all.open = !hasRun || Boolean(panel.wanted);
 }
 
 app.registerExtension({
@@ -72,9 +84,11 @@ app.registerExtension({
   nodeCreated(node) {
     const compares = node.comfyClass === COMPARE;
     if (!compares && node.comfyClass !== SAMPLER) return;
-    const report = makeScrollable(element("pre", "parallel-report empty", translate(EMPTY)), say("open_report"));
+    const summary = element("summary", "", say("whole_report"));
+    const all = element("details", "", summary, element("pre", "parallel-report empty", translate(EMPTY)));
+    summary.hidden = all.open = true;
     const header = element("header", "", element("div", "parallel-headline"));
-    const panel = element("div", "parallel-run", header, report);
+    const panel = element("div", "parallel-run", header, makeScrollable(element("div", "parallel-fold", all), say("open_report")));
     if (!compares) {
       const made = button(say("prove"), () => prove(node));
       made.title = say("prove_hint");

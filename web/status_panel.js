@@ -3,9 +3,11 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
+import { memoryOf } from "./lib/devices.js";
 import { addStyle, element } from "./lib/dom.js";
 import { groupCard } from "./lib/rank_cards.js";
 import { translate } from "./lib/said.js";
+import { say } from "./lib/words.js";
 
 const NAME = "parallel_sampling.status_panel";
 const TAB = "parallel-sampling";
@@ -27,6 +29,8 @@ const STYLE = `
 .parallel-status .silent .parallel-group { opacity: 0.5; }
 .parallel-status .problem { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
   margin: 0 0 8px; overflow-wrap: anywhere; white-space: pre-line; }
+.parallel-status .machine, .parallel-status .others { color: var(--descrip-text); margin: 0 0 8px; overflow-wrap: anywhere; }
+.parallel-status .others ul { list-style: none; margin: 4px 0 0; padding: 0; }
 .parallel-status .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 `;
 
@@ -58,13 +62,16 @@ class Panel {
     this.announced = element("div", "unseen");
     this.announced.setAttribute("role", "status"); // read aloud as it changes; the steps of a job are not
     this.groups = element("div", "groups");
+    this.machine = element("p", "machine");
+    this.others = element("div", "others");
     const doctor = button(translate("Run the doctor"), () => app.extensionManager.command.execute("parallel_sampling.doctor"));
     doctor.title = translate("Examine the installation, the devices and the links between them; takes about half a minute");
     const gpu = button(translate("Run the GPU check"), () => app.extensionManager.command.execute("parallel_sampling.gpu_check"));
     gpu.title = translate("Try kernels, memory, every way to split and faults, and write a report; takes minutes");
     const title = element("h2", "", translate("Parallel Sampling"));
     this.root = element("div", "parallel-status", element("header", "", title, element("div", "buttons", doctor, gpu)));
-    this.root.append(this.silent, this.problem, this.leftOut, this.settings, this.empty, this.groups, this.announced);
+    this.root.append(this.silent, this.problem, this.leftOut, this.settings, this.machine, this.empty, this.groups);
+    this.root.append(this.others, this.announced);
     this.root.setAttribute("role", "region");
     this.root.setAttribute("aria-label", translate("Status of Parallel Sampling"));
     container.replaceChildren(this.root);
@@ -119,7 +126,7 @@ class Panel {
     this.groups.classList.toggle("silent", silent);
   }
 
-  show({ groups, left_out: leftOut, settings }) {
+  show({ groups, left_out: leftOut, settings, machine = "", others = [] }) {
     this.isSilent(false);
     const keys = groups.map((group) => group.devices.join(" "));
     for (const [key, card] of this.cards) {
@@ -148,6 +155,18 @@ class Panel {
     this.showLeftOut(leftOut);
     this.settings.textContent = translate(settings.join("\n"));
     this.settings.hidden = !settings.length;
+    this.machine.textContent = translate(machine);
+    this.showOthers(others);
+  }
+
+  // Devices that no ranks are on.
+  showOthers(devices) {
+    const lines = devices.map((one) => {
+      const told = [one.name, memoryOf(one), ...one.users.map(translate)].filter(Boolean);
+      return element("li", "", element("b", "", one.device), ` ${told.join(" · ")}`);
+    });
+    this.others.hidden = !lines.length;
+    this.others.replaceChildren(say("other_devices"), element("ul", "", ...lines));
   }
 
   showLeftOut(devices) {

@@ -4,9 +4,10 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { drawCandidates } from "./lib/candidates.js";
+import { DevicePicker } from "./lib/devices.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { captureState, followersOf, loaderOf, nodeOf, nodesOf, originOf, valueAt } from "./lib/graph.js";
+import { captureState, followersOf, isLinked, loaderOf, nodeOf, nodesOf, originOf, sourceOf, valueAt } from "./lib/graph.js";
 import { measureRows } from "./lib/measure.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
@@ -15,8 +16,10 @@ import { translate } from "./lib/said.js";
 
 const SELECTOR = "StrategySelector";
 const SAMPLER = "ParallelSampler";
+const BEHIND = "ParallelModel"; // a loader whose file is another one's
 const ROUTE = "/parallel_sampling/check_strategy";
 const PANEL = "strategy_panel";
+const DEVICES = "devices"; // the input beside which devices can be chosen
 const PAUSE = 150; // ms after the last edit
 const MIN_HEIGHT = 120; // pixels
 const NEW_NODE = { width: 300, more: 120 }; // pixels; a new one is taller than it must be, to show all of a small diagram
@@ -73,14 +76,17 @@ function inputsOf(node) {
 
 function question(node, unknown) {
   const loader = loaderFor(node);
-  const valueOf = (name) => loader.widgets?.find((widget) => widget.name === name)?.value ?? undefined;
+  const source = loader?.comfyClass === BEHIND ? sourceOf(loader) : null;
+  const named = source ?? loader;
+  const valueOf = (name) => valueAt(named, name) ?? named.widgets?.find((widget) => widget.name === name)?.value ?? undefined;
   const inputs = Object.entries(inputsOf(node)).filter(([name]) => !unknown.includes(name));
   return JSON.stringify({
     inputs: Object.fromEntries(inputs),
     loader: loader
       ? {
           node: loader.comfyClass,
-          unet_name: valueOf("unet_name") ?? valueOf("model_name"),
+          source: source?.comfyClass,
+          unet_name: valueOf("unet_name") ?? valueOf("model_name") ?? valueOf("ckpt_name"),
           weight_dtype: valueOf("weight_dtype"),
         }
       : {},
@@ -125,7 +131,14 @@ class Panel {
     this.layout = element("div", "parallel-diagram");
     this.notes = element("div", "notes");
     this.candidates = element("div", "parallel-candidates");
-    this.root = element("div", "parallel-strategy", this.problems, this.basis, this.layout, this.notes, this.candidates);
+    this.picker = new DevicePicker({
+      text: () => (unknownInputs(node).includes(DEVICES) ? undefined : inputsOf(node)[DEVICES]),
+      isLinked: () => isLinked(node, DEVICES),
+      isThere: () => Boolean(node.graph),
+      write: (text) => this.apply({ [DEVICES]: text }),
+    });
+    this.root = element("div", "parallel-strategy", this.problems, this.picker.root, this.basis, this.layout, this.notes);
+    this.root.append(this.candidates);
     makeScrollable(this.root, translate("How the devices share the work"));
     drawCandidates(this.candidates, []);
     this.asked = null; // the question whose answer is shown or under way

@@ -74,6 +74,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         is_transformer=not isinstance(module, UNetModel),
         image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
         band_rows=_band_rows(module) if mode == BANDS else 0,
+        why_less=verdict.words,
     )
 
 

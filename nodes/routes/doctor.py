@@ -21,12 +21,13 @@ ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
 _PACK_ROOT = Path(__file__).resolve().parents[2]
 _COLUMNS = "100"
+_LONGEST_LINE = 2**20  # bytes; a report of many GPUs is one, with their tables
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer where ranks hang
 
 
 def add_route(routes: web.RouteTableDef) -> None:
-    """POST without a body. The doctor answers {"text", "broken"}; the GPU check a line of JSON for each line of its
-    progress, {"line"}, and at the end {"markdown", "report", "broken"} or {"error"}. Both {"error"} with 403 or 409."""
+    """POST without a body. Answers a line of JSON for each line of progress, {"line"}, and at the end {"report"}, with
+    {"markdown", "broken"} of the GPU check, or {"error"}; {"error"} with 403 or 409."""
     busy = asyncio.Lock()
 
     def refusal(request: web.Request) -> web.Response | None:
@@ -35,11 +36,11 @@ def add_route(routes: web.RouteTableDef) -> None:
         return refuse("the doctor is examining this machine already", 409) if busy.locked() else None
 
     @routes.post(ROUTE)
-    async def examine(request: web.Request) -> web.Response:
+    async def examine(request: web.Request) -> web.StreamResponse:
         if refused := refusal(request):
             return refused
         async with busy:
-            return await _examine()
+            return await _examine(request)
 
     @routes.post(GPU_ROUTE)
     async def check_gpu(request: web.Request) -> web.StreamResponse:
@@ -51,16 +52,37 @@ def add_route(routes: web.RouteTableDef) -> None:
             return await _check_gpu(request)
 
 
-async def _examine() -> web.Response:
-    async with _doctor() as process:
+async def _examine(request: web.Request) -> web.StreamResponse:
+    async with _told(request) as tell, _doctor("--json") as process:
+        assert process.stdout is not None
+        report, said = None, ""
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), _PATIENCE)
+            until = asyncio.get_running_loop().time() + _PATIENCE
+            while line := await asyncio.wait_for(
+                process.stdout.readline(), max(0.0, until - asyncio.get_running_loop().time())
+            ):
+                told = _from_line(line)
+                if told is None:
+                    said = line.decode(errors="replace").rstrip()
+                elif "phase" in told:
+                    await tell({"line": told["phase"]})
+                else:
+                    report = told
         except asyncio.TimeoutError:
-            return refuse(
-                f"the doctor did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits",
-                504,
-            )
-        return web.json_response({"text": said.decode(errors="replace"), "broken": process.returncode != 0})
+            said = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
+        await tell(
+            {"report": report} if report is not None else {"error": f"the doctor left no report: {said}"}
+        )
+    return tell.response
+
+
+def _from_line(line: bytes) -> dict[str, object] | None:
+    """None for what is no JSON: another program's words."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
 
 
 def _make_way() -> bool:
@@ -70,31 +92,43 @@ def _make_way() -> bool:
 
 async def _check_gpu(request: web.Request) -> web.StreamResponse:
     """Each check has a limit of its own, and the page can end all by going away."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
-    )
-    await response.prepare(request)
-
-    async def tell(message: dict[str, object]) -> None:
-        await response.write(json.dumps(message).encode() + b"\n")
-
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-        async with _doctor("--gpu", "--report", folder) as process:
-            assert process.stdout is not None
-            said = ""
-            async for line in process.stdout:
-                said = line.decode(errors="replace").rstrip()
-                await tell({"line": said})
-            await process.wait()
-        try:
-            report = json.loads(Path(folder, "gpu-check.json").read_text())
-            markdown = Path(folder, "gpu-check.md").read_text()
-        except (OSError, ValueError):
-            await tell({"error": f"the GPU check left no report: {said}"})
-        else:
-            await tell({"markdown": markdown, "report": report, "broken": process.returncode != 0})
-    await response.write_eof()
-    return response
+        async with _told(request) as tell:
+            async with _doctor("--gpu", "--report", folder) as process:
+                assert process.stdout is not None
+                said = ""
+                async for line in process.stdout:
+                    said = line.decode(errors="replace").rstrip()
+                    await tell({"line": said})
+                await process.wait()
+            try:
+                report = json.loads(Path(folder, "gpu-check.json").read_text())
+                markdown = Path(folder, "gpu-check.md").read_text()
+            except (OSError, ValueError):
+                await tell({"error": f"the GPU check left no report: {said}"})
+            else:
+                await tell({"markdown": markdown, "report": report, "broken": process.returncode != 0})
+    return tell.response
+
+
+class _Told:
+    """An answer that is a line of JSON for each message."""
+
+    def __init__(self) -> None:
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        )
+
+    async def __call__(self, message: dict[str, object]) -> None:
+        await self.response.write(json.dumps(message).encode() + b"\n")
+
+
+@contextlib.asynccontextmanager
+async def _told(request: web.Request) -> AsyncIterator[_Told]:
+    told = _Told()
+    await told.response.prepare(request)
+    yield told
+    await told.response.write_eof()
 
 
 @contextlib.asynccontextmanager
@@ -114,6 +148,7 @@ async def _doctor(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
+        limit=_LONGEST_LINE,
     )
     try:
         yield process

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.devices import is_cpu, resolve_devices
 from ...parallel_backend.errors import RequestError
+from ...parallel_backend.observability.device_list import list_devices, machine_words
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_groups
@@ -57,11 +58,19 @@ def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
 
 
 def snapshot() -> Shown:
-    """The panel's content at this moment, the devices' gauges with it."""
+    """The panel's content at this moment, the devices' gauges with it. `others`: GPUs that no group has."""
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
     shown = show_groups(found, _gauges.read(devices), left_out(found))
-    return {**shown, "settings": list(settings_problems())}
+    others = tuple(
+        device for device in resolve_devices("all") if device not in devices and not is_cpu((device,))
+    )
+    return {
+        **shown,
+        "settings": list(settings_problems()),
+        "machine": machine_words(),
+        "others": list_devices(others, found, _gauges),
+    }
 
 
 def begin(server: PromptServer) -> LiveSender[Shown]:

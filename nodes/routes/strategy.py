@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-import folder_paths
 from aiohttp import web
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.models.registry import inspect_model, typical_model
 from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_inputs
-from ..demo_loader import MODEL as DEMO_MODEL
+from ..model.named_file import read_named
 from .http import NOT_YOURS, is_same_origin, read_body, refuse
 
-# By loader node: the provider of its models, and the folders that it offers files of.
-_FOLDERS = {
-    "ParallelFluxLoader": ("flux", ("diffusion_models",)),
-    "ParallelModelLoader": ("comfyui", ("diffusion_models", "checkpoints")),
-}
 ROUTE = "/parallel_sampling/check_strategy"
 
 
@@ -37,12 +30,4 @@ def add_route(routes: web.RouteTableDef) -> None:
 
 
 def _find_file(loader: Loader) -> ModelFile | None:
-    if loader.node == "ParallelDemoLoader":
-        return inspect_model(str(DEMO_MODEL))
-    if loader.node == "ParallelModel":  # the file is its own loader's
-        return typical_model("comfyui")
-    family, folders = _FOLDERS.get(loader.node, ("", ()))
-    for folder in folders:
-        if loader.unet_name in folder_paths.get_filename_list(folder):
-            return inspect_model(folder_paths.get_full_path_or_raise(folder, loader.unet_name), family)
-    return None
+    return read_named(loader.node, loader.unet_name, loader.source)

@@ -35,8 +35,8 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
         ) from None
     if len(shares) != len(devices):
         raise StrategyError(
-            f"device_shares {text!r} names {len(shares)} share(s) and {len(devices)} device(s) are selected "
-            f"({', '.join(devices)}); write one number for each.",
+            f"device_shares {text!r}: write one number for each selected device ({', '.join(devices)}), "
+            f"{len(devices)} in all and not {len(shares)}.",
             inputs=INPUT,
         )
     return shares

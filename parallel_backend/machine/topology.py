@@ -139,7 +139,7 @@ class Topology:
             return "No GPU: ranks run on the CPU over gloo."
         counts: dict[str, int] = {}
         for d in self.devices:
-            label = f"{d.name} ({d.memory / 1e9:.0f} GB)"
+            label = f"{d.name} ({d.memory / 2**30:.0f} GiB)"
             counts[label] = counts.get(label, 0) + 1
         cards = " + ".join(f"{n} × {name}" for name, n in counts.items())
         if len(self.devices) == 1:

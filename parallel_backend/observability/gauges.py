@@ -14,6 +14,7 @@ from ..machine.topology import Topology
 
 log = logging.getLogger(__name__)
 
+_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 _TEMPERATURE_OF_GPU = 0  # nvml.h: NVML_TEMPERATURE_GPU
 
 
@@ -55,6 +56,21 @@ class DeviceGauges:
             for index, known in enumerate(seen.devices):
                 if (name := f"cuda:{index}") in devices:
                     found[name] = self._gpu(known.name, known.memory, known.uuid)
+        return found
+
+    def processes(self, devices: tuple[str, ...]) -> dict[str, dict[int, int]]:
+        """By device the processes that use it, with their bytes, 0 where unknown; only what NVML tells."""
+        found: dict[str, dict[int, int]] = {}
+        nvml = None if is_cpu(devices) else self._open()
+        if nvml is None:
+            return found
+        for index, known in enumerate((self._topology or visible_topology()).devices):
+            if (name := f"cuda:{index}") not in devices:
+                continue
+            handle = ask(nvml, "nvmlDeviceGetHandleByUUID", known.uuid, default=None)
+            for question in _PROCESSES if handle is not None else ():
+                for one in ask(nvml, question, handle, default=()):
+                    found.setdefault(name, {})[int(one.pid)] = int(one.usedGpuMemory or 0)
         return found
 
     def close(self) -> None:

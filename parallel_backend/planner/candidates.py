@@ -127,7 +127,7 @@ def rank_candidates(
             )
         pool = [min(allowed, key=lambda e: e.memory_bytes)]
         reason = (
-            f"nothing is predicted to fit: the smallest needs {pool[0].memory_bytes / 1e9:.1f} GB a device; store "
+            f"nothing is predicted to fit: the smallest needs {pool[0].memory_bytes / 2**30:.1f} GiB a device; store "
             f"the weights in fp8, or make the image smaller"
         )
     chosen, rule = _fastest(pool)

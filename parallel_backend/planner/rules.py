@@ -75,8 +75,8 @@ def resolve_strategy(
     notes += moved + shared + _remarks(strategy, devices)
     if strategy.world_size < len(devices):
         notes.append(
-            f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices stay idle: "
-            f"{describe(strategy)} uses {strategy.world_size}."
+            f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices have nothing to "
+            f"do: {describe(strategy)} uses {strategy.world_size}."
         )
     return Decision(strategy, settings.engine, f"{describe(strategy)}: set by hand", tuple(notes))
 

@@ -302,6 +302,11 @@ def serve_known() -> None:
             log.warning("parallel sampling: %s", error)
 
 
+def served() -> dict[str, tuple[str, ...]]:
+    """The devices of each cluster whose machines this process listens for; none where no machine has joined."""
+    return {cluster: head.devices() for cluster, head in tuple(_heads.items())}
+
+
 class _Registry:
     """devices.Clusters"""
 

@@ -31,6 +31,7 @@ from .rendezvous import lives
 VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # a folder that several containers share, or `off`
 CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on`: cpu:0 and so on are locked as GPUs are, to try it where there is none
 _MOST_BYTES = 1024  # of a note on who holds a device
+_LOCKS = Path("/proc/locks")  # proc(5): …, MAJOR:MINOR:INODE, the first byte, the last
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,33 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
         DeviceLocks(held).release()
         raise
     return DeviceLocks(held)
+
+
+def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The other process that has locked a GPU, in words; "" where there is none, or nobody knows.
+
+    Read from the kernel's list: even to try a lock for a moment could refuse it to a process that starts just then.
+    """
+    chosen = environ.get(VARIABLE, "").strip()
+    name = _file_name(device, environ.get(CPU_TOO, "").strip().lower() == "on")
+    if chosen.lower() == "off" or name is None:
+        return ""
+    try:
+        path = (Path(chosen) if chosen else _own_folder()) / name
+        inode = path.stat().st_ino
+        held = {
+            line.split()[-3].rpartition(":")[2]
+            for line in _LOCKS.read_text().splitlines()
+            if " FLOCK " in line
+        }
+        if str(inode) not in held:
+            return ""
+        with path.open("rb") as file:
+            note = _read(file.fileno())
+    except (OSError, IndexError):
+        return ""
+    ours = note.get("pid") == os.getpid() and note.get("host") == socket.gethostname()
+    return "" if ours else _who(note)
 
 
 def _file_name(device: str, cpu_too: bool) -> str | None:

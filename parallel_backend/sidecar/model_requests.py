@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ..devices import is_cpu
 from ..errors import TransportError
 from ..options import CompileStats
 from ..requests import (
@@ -112,9 +114,11 @@ class ModelRequests:
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
-                return max(deadlines.FIRST_STEP, len(self._devices) * deadlines.step_budget(seconds))
+                return max(
+                    deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, job.request.noise)
+                )
             steps = [max(seconds)] if job.request.cache_threshold and seconds else seconds
-            return compiling.budget(deadlines.step_budget(steps))
+            return compiling.budget(self._step_budget(steps, job.request.noise))
 
         done = exchange.wait(budget, on_message)
         result = _result(exchange, {"latent": job.shape, "step_seconds": None})
@@ -147,7 +151,7 @@ class ModelRequests:
                 if not compiling.took(answer):
                     expect(rank, answer, Done)
 
-            done = exchange.wait(lambda: compiling.budget(deadlines.step_budget(times)), on_message)
+            done = exchange.wait(lambda: compiling.budget(self._step_budget(times, request.x)), on_message)
             velocity = _result(exchange, {"velocity": inputs.velocity_shape(request.x)})["velocity"]
         except BaseException:
             if is_new:  # who knows whether the ranks have it
@@ -187,7 +191,9 @@ class ModelRequests:
                 if not compiling.took(answer):
                     expect(rank, answer, Done)
 
-            done = exchange.wait(lambda: compiling.budget(deadlines.step_budget(times)), on_message)
+            done = exchange.wait(
+                lambda: compiling.budget(self._step_budget(times, *call.args[:1])), on_message
+            )
         except BaseException:
             known.drop(arguments.new)  # who knows whether the ranks have them
             raise
@@ -198,6 +204,13 @@ class ModelRequests:
         seconds = reports(done, lambda answer: answer.run)[0].seconds
         times.append(seconds)
         return answer, _run_info(done, load, step_seconds=(seconds,))
+
+    def _step_budget(self, earlier: Sequence[float], sampled: object = None) -> float:
+        """Seconds for the next step; `sampled`: the latent, or its parts."""
+        usual = deadlines.step_budget(earlier)
+        if earlier:
+            return usual
+        return usual + deadlines.size_allowance(_positions(sampled), is_cpu(self._devices))
 
     def _ensure_ready(
         self,
@@ -236,6 +249,13 @@ def sample_message(
 def _shape(call: ModuleCall) -> tuple[int, ...]:
     """The size of what is sampled, as far as calls of other sizes take other times."""
     return next((tuple(value.shape) for value in call.args if isinstance(value, Tensor)), ())
+
+
+def _positions(sampled: object) -> int:
+    """Of a latent [B, C, ...] or of its parts; 0 where it is none."""
+    parts = sampled if isinstance(sampled, (list, tuple)) else [sampled]
+    latents = [part for part in parts if isinstance(part, Tensor) and part.ndim > 2 and part.numel()]
+    return sum(latent.numel() // latent.shape[1] for latent in latents)
 
 
 def _latent_in_words(first: object = None) -> str:

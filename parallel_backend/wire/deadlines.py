@@ -11,6 +11,8 @@ TORCH_BYTES = 6e9  # a CUDA build of torch with its libraries, of which an impor
 START = 60.0 + TORCH_BYTES / LOAD_BYTES_PER_SECOND
 LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
 FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here
+USUAL_POSITIONS = 256 * 256  # of a latent, 2048 x 2048 pixels: up to there it is enough on any GPU
+CPU_ATTENTION = 2.5e-8  # s for two positions: three times what a core takes for those of the demo model
 STEP_FLOOR = 30.0  # s
 STEP_FACTOR = 10  # a step this many times slower than the median is stuck
 SELF_TEST = 30.0  # s for tiny modules of one class of ComfyUI's on two forked ranks; they take one or two
@@ -48,6 +50,13 @@ def decode_budget(positions: int, on_cpu: bool) -> float:
     """Seconds that one of the largest layers of a VAE may take over an image of `positions` latent positions."""
     # A core takes about 4 ms per position for all layers of the full-size decoder (measured).
     return FIRST_STEP + (0.1 * positions if on_cpu else 0.0)
+
+
+def size_allowance(positions: int, on_cpu: bool) -> float:
+    """Seconds that a first step may take beside FIRST_STEP, by the latent positions that it computes: it has no earlier
+    ones to be measured against, and at 8192 x 8192 pixels attention alone takes longer than that."""
+    over = FIRST_STEP * max(0.0, positions / USUAL_POSITIONS - 1)
+    return over + (CPU_ATTENTION * positions**2 if on_cpu else 0.0)
 
 
 def step_budget(earlier: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
     def press() -> None:
         request = urllib.request.Request(f"{server.url}/parallel_sampling/doctor", method="POST", data=b"")
         with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(request, timeout=240).close()
+            urllib.request.urlopen(request, timeout=240).read()  # who goes away ends it as well
 
     def command_lines() -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -21,6 +21,17 @@ def test_every_node_can_be_found_by_other_words(comfy):
         assert info["search_aliases"], name
 
 
+def test_who_looks_for_raylight_finds_the_nodes_to_begin_with(comfy):
+    own = own_nodes(comfy.client.object_info())
+    found = {name for name, info in own.items() if "raylight" in info["search_aliases"]}
+    assert {"ParallelModel", "ParallelSampler", "StrategySelector"} <= found
+
+
+def test_the_readme_compares_the_pack_with_comfyuis_own_node_by_its_name(comfy):
+    stock = comfy.client.object_info()["MultiGPU_WorkUnits"]["display_name"]
+    assert f"| | {stock} | this pack |" in (ROOT / "README.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("language", ["en", "es", "zh"])
 def test_comfyui_serves_the_locale(comfy, language):
     with urllib.request.urlopen(f"{comfy.server.url}/i18n", timeout=30) as answer:

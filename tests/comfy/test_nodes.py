@@ -111,7 +111,7 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
         ),
         ("cpu:3", {"pipefusion": 3}, ["pipefusion_degree 3", "2 blocks"]),
         ("cpu:4", {"tensor": 2, "ulysses": 2}, ["2 attention heads", "ring_degree 2 with ulysses_degree 1"]),
-        ("cpu:2", {"ring": 2, "device_shares": "3,1,1"}, ["device_shares", "2 device(s) are selected"]),
+        ("cpu:2", {"ring": 2, "device_shares": "3,1,1"}, ["device_shares", "2 in all and not 3"]),
         ("cpu:4", {"cfg": 4, "ring": 2}, ["needs 8 devices", "cfg_degree 2"]),
         ("7", {}, ["devices '7'"]),
         ("cpu:99", {}, ["1 to 16"]),

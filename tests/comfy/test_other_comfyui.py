@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from comfy_harness import Comfy, relative_difference, start_comfyui
-from comfyui_client import ComfyUIClient, PromptFailed
+from comfyui_client import ComfyUIClient, PromptFailed, PromptRejected
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from graphs import Graph
 from parallel_backend.machine.self_tests import NAME
@@ -51,5 +51,7 @@ def test_whole_images_and_prompts_are_shared_out_and_the_report_says_why(other):
 def test_a_person_who_asks_for_more_is_told(other):
     comfy, _ = other
     graph, _, sampler = prompt(comfy, ulysses=2)
-    with pytest.raises(PromptFailed, match=f"(?s)cannot be shared out, only whole.*{SENTENCE}"):
+    with pytest.raises(
+        (PromptFailed, PromptRejected), match=f"(?s)cannot be shared out, only whole.*{SENTENCE}"
+    ):
         comfy.sample(graph.prompt, sampler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_graphs import MODELS, AnyGraph
-from comfyui_client import PromptFailed
+from comfyui_client import PromptFailed, PromptRejected
 from graphs import Graph
 
 
@@ -47,7 +47,8 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(comfy, name, inputs, wor
 def test_a_strategy_that_the_model_does_not_have_is_refused(comfy, kind, choice, words):
     graph = AnyGraph(comfy, kind)
     ours = [graph.parallel(graph.stock(), **choice), 0]
-    assert words in fails(comfy, graph, graph.ksampler(ours, *graph.request(), steps=1))
+    with pytest.raises(PromptRejected, match=words):  # and nothing was queued
+        comfy.sample(graph.prompt, graph.ksampler(ours, *graph.request(), steps=1))
 
 
 @pytest.mark.parametrize(

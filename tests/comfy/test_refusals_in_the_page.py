@@ -59,6 +59,26 @@ def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with
     page.locator("[data-testid=error-overlay]").wait_for(state="hidden", timeout=30_000)
 
 
+def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_comfyuis_own(page):
+    graph = Graph()
+    stock = [graph.add("UNETLoader", unet_name=UNET, weight_dtype="default"), 0]
+    loader = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:3", ulysses=3))
+    latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent())
+    graph.save(latent, "refused.safetensors")
+    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'refused')")
+    apply = page.get_by_role("button", name="Apply")
+    apply.wait_for(timeout=60_000)
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
+    ((name, words),) = page.evaluate(MARKED)
+    assert name == "ulysses_degree" and "is more than the 2 attention heads" in words and _queued(page) == 0
+    apply.click()
+    page.wait_for_function(f"() => !({MARKED})().length", timeout=20_000)
+    after = page.evaluate(VALUES)
+    assert (after["ulysses_degree"], after["ring_degree"]) == (1, 3)
+    apply.wait_for(state="detached", timeout=30_000)
+
+
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.locator("[data-testid=error-overlay]").wait_for(timeout=20_000)

@@ -9,7 +9,8 @@ import pytest
 
 from graphs import Graph
 
-UNET = "tiny_report.safetensors"  # two attention heads
+UNET = "tiny_report.safetensors"
+SHORT = "tiny_report_cut_off.safetensors"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent"
 HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
@@ -27,7 +28,9 @@ SET = """([type, name, value]) => {
 @pytest.fixture(scope="module", autouse=True)
 def model(measuring):
     """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=4)
+    file = measuring[0].write_flux(UNET, single_blocks=4)
+    folder = measuring[0].server.base_directory / "models" / "diffusion_models"
+    (folder / SHORT).write_bytes((folder / file).read_bytes()[:100])
 
 
 def _wait_for_report(page, words: str) -> None:
@@ -59,6 +62,7 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     assert re.fullmatch(r"[\w ×]+ · [\d.e-]+ s/step · (.+ one device · )?exact", page.evaluate(HEADLINE))
 
     assert page.evaluate(TIMELINE) == ["cpu:0", 3, "cpu:1", 3]
+    assert page.evaluate(PHASE) == ""  # in one place, not two
 
     _run(page, seed=2, steps=4000)
     _wait_for_report(page, "Running")
@@ -76,14 +80,12 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
 
     _run(page, seed=3, steps=2)
     _wait_for_report(page, "strategy: ")
-    # Two heads do not share out over three devices: the loader refuses, and the sampler never begins.
-    for name, value in (("mode", "manual"), ("devices", "cpu:3"), ("ulysses_degree", 3)):
-        page.evaluate(SET, ["StrategySelector", name, value])
+    # The loader refuses the file, and the sampler never begins.
+    page.evaluate(SET, ["ParallelFluxLoader", "unet_name", SHORT])
     _run(page, seed=4)
     _wait_for_report(page, "The latest run failed")
     assert page.evaluate(ROWS) == 0
 
-    for name, value in (("mode", "auto"), ("devices", "cpu:2"), ("ulysses_degree", 1)):
-        page.evaluate(SET, ["StrategySelector", name, value])
+    page.evaluate(SET, ["ParallelFluxLoader", "unet_name", UNET])
     _run(page, seed=3)  # all of it is known already
     _wait_for_report(page, "strategy: ")

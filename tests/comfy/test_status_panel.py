@@ -187,6 +187,8 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
         state, set()
     )
     buttons = ("sleep", "wake", "restart", "stop", "reset")
+    broken = "they failed too often; press Try again first"
+    why = broken if state == "broken" else "a prompt is using the ranks"
     return {
         "devices": [f"cuda:{i}" for i in devices],
         "state": state,
@@ -195,7 +197,7 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
         "model": LONG_NAME,
         "models": [LONG_NAME, "wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors"],
         "step_seconds": [0.52, 0.5, 0.55, 0.51, 0.9, 0.52, 0.5],
-        "why_not": {name: "" if name in enabled else "a prompt is using the ranks" for name in buttons},
+        "why_not": {name: "" if name in enabled else why for name in buttons},
         "ranks": [_gpu(i, **rank) for i in devices],
     }
 
@@ -229,6 +231,9 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     )
     assert "cuda:99" in panel.locator(".settings").inner_text()
     assert panel.locator(".left-out").inner_text().startswith("cuda:7 left out")
+
+    # Sleep says why it does nothing where ranks failed too often, and what to do first.
+    assert "failed too often" in cards.nth(3).get_by_role("button", name="Sleep").get_attribute("title")
 
     # By keyboard: each button can be reached, those that make no sense say why and do nothing.
     cards.nth(0).get_by_role("button", name="Sleep").focus()
@@ -265,3 +270,33 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     panel.get_by_text("ComfyUI does not answer").wait_for(timeout=20_000)
     page.unroute("**/parallel_sampling/watch")
     panel.get_by_text("ComfyUI does not answer").wait_for(state="hidden", timeout=20_000)
+
+
+def test_before_a_first_run_the_machine_is_there_and_eight_gpus_are_seen_at_once(page):
+    page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
+    panel = _open(page)
+    idle = {"device": "cuda:7", "name": "NVIDIA H100", "total_bytes": 80 * 2**30, "free_bytes": 70 * 2**30}
+    told = {
+        "groups": [_case(list(range(7)), "down", "not started", pid=None, weight_bytes=0, working_bytes=0)],
+        "left_out": [],
+        "settings": [],
+        "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
+        "others": [{**idle, "users": ["blender (process 77): 9.50 GiB"], "busy": False}],
+    }
+
+    def say() -> None:
+        page.evaluate(f"() => app.api.dispatchCustomEvent('{EVENT}', {json.dumps(told)})")
+
+    say()
+    words = panel.inner_text()
+    assert "No ranks yet" in words and "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH." in words
+    assert words.count("of 24.0 GiB") == 7 and all(f"rank {i} · cuda:{i}" in words for i in range(7))
+    assert "cuda:7 NVIDIA H100 · free 70 GiB of 80 GiB · blender (process 77): 9.50 GiB" in words
+
+    told |= {"groups": [_case(list(range(8)), "ready", "ready")], "others": []}
+    say()
+    panel.get_by_text("rank 7 · cuda:7").wait_for(timeout=20_000)
+    inside = "e => [e.scrollHeight, e.clientHeight]"
+    scrolls, seen = panel.evaluate(inside)
+    assert scrolls <= seen + 1, (scrolls, seen)
+    assert page.evaluate(STICKS_OUT) == []

@@ -239,7 +239,14 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     assert after == [
         size for size in sizes if size[0] in panels
     ]  # what a panel shows never makes its node larger
-    box = page.locator(".parallel-report").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
+    # The headline is read without scrolling; the rest unfolds, and scrolls in its place.
+    headline = page.locator(".parallel-headline")
+    assert headline.is_visible() and headline.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
+    assert not page.locator(".parallel-report").is_visible()
+    page.locator(".parallel-fold summary").focus()
+    page.keyboard.press("Enter")
+    page.locator(".parallel-report").wait_for(timeout=20_000)
+    box = page.locator(".parallel-fold").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
     assert box[0] and box[1] < 300
 
     _edit(page, "engine", "native")  # another question than the one that ran
@@ -270,6 +277,7 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
     colors = dict(page.evaluate("() => app.graph.nodes.map(n => [n.type, n.color])"))
     assert colors["StrategySelector"] == colors["ParallelSampler"] != own["color"]
     assert colors["ParallelDemoLoader"] == own["color"] and colors["CLIPTextEncode"] is None
+    _links_have_colours_of_their_own(page)
     saved = {node["type"]: node for node in page.evaluate("() => app.graph.serialize().nodes")}
     assert "color" not in saved["ParallelSampler"] and saved["ParallelDemoLoader"]["color"] == own["color"]
     for node in workflow["nodes"]:
@@ -284,3 +292,17 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
       return activeWorkflow.isModified;
     }"""
     assert page.evaluate(modified) is False
+
+
+def _links_have_colours_of_their_own(page) -> None:
+    """As the canvas draws them and as Vue does, whatever palette was chosen since."""
+    for palette in ("light", "dark"):
+        page.evaluate("p => app.extensionManager.setting.set('Comfy.ColorPalette', p)", palette)
+        drawn = page.evaluate(
+            """() => ['PARALLEL_STRATEGY', 'PARALLEL_MODEL', 'MODEL', 'LATENT', 'CONDITIONING'].map(type => [
+              LGraphCanvas.link_type_colors[type], app.canvas.default_connection_color_byType[type],
+              getComputedStyle(document.documentElement).getPropertyValue(`--color-datatype-${type}`).trim()])"""
+        )
+        for ways in drawn:
+            assert len({way.lower() for way in ways}) == 1, drawn
+        assert len({ways[0].lower() for ways in drawn}) == len(drawn) and all(ways[0] for ways in drawn)

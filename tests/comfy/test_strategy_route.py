@@ -58,8 +58,10 @@ def test_the_rules_are_those_of_the_loaders_model(comfy):
 def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
     comfy.write_flux(UNET)
     inputs = {"mode": "manual", "devices": "cpu:3"}
-    for loader in ({"node": "ParallelModel"}, {"node": "ParallelModelLoader", "unet_name": UNET}):
-        assert _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"] == []
+    behind = {"node": "ParallelModel", "source": "UNETLoader", "unet_name": UNET}
+    for loader in ({"node": "ParallelModel"}, behind, {"node": "ParallelModelLoader", "unet_name": UNET}):
+        of_heads = _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"]
+        assert [UNET in problem["message"] for problem in of_heads] == [True] * ("unet_name" in loader)
         (problem,) = _check(comfy, {**inputs, "pipefusion_degree": 2}, **loader)["problems"]
         assert problem["inputs"] == ["pipefusion_degree"] and "Flux" not in problem["message"]
 

@@ -27,7 +27,11 @@ def _prompt(unet: str, devices, **choice) -> dict:
         ("cpu:2", {"ring": 3}, "ring_degree, devices: Ring 3 needs 3 devices and 2 are selected"),
         ("gpu7", {}, "devices: devices 'gpu7' is not understood"),
         ("cpu:4", {"cfg": 3}, "cfg_degree: cfg_degree 3: there are only two prompts"),
-        ("cpu:2", {"ring": 2, "device_shares": "1,2,3"}, "device_shares: device_shares '1,2,3' names 3"),
+        (
+            "cpu:2",
+            {"ring": 2, "device_shares": "1,2,3"},
+            "device_shares: device_shares '1,2,3': write one number",
+        ),
         ("cpu:2", {"ring": 65}, "ring_degree: ring_degree is 65; it must be from 1 to 64"),
         ("cpu:2", {"ring": 0}, "ring_degree: ring_degree is 0; it must be from 1 to 64"),
     ],
@@ -44,18 +48,21 @@ def test_what_the_devices_cannot_run_is_never_queued(comfy, unet, devices, choic
         assert error["details"].startswith(f"{marked} - {line}")
 
 
-def test_what_another_node_gives_is_checked_when_that_has_run(comfy, unet):
+def test_what_a_node_has_to_run_for_is_checked_when_it_has_and_what_it_only_holds_before(comfy, unet):
     prompt = _prompt(unet, "cpu:2", ring=2)
-    prompt["three"] = {"class_type": "PrimitiveInt", "inputs": {"value": 3}}
+    prompt["three"] = {"class_type": "TestAnything", "inputs": {"value": "3"}}
     prompt["StrategySelector0"]["inputs"]["ring_degree"] = ["three", 0]
     with pytest.raises(PromptFailed, match="Ring 3 needs 3 devices") as failed:
         comfy.run(prompt)
     assert failed.value.exception_type == "parallel_backend.errors.StrategyError"
-    prompt["StrategySelector0"]["inputs"] |= {"ring_degree": ["three", 0], "cfg_degree": 3}
+    prompt["StrategySelector0"]["inputs"]["cfg_degree"] = 3
     with pytest.raises(PromptRejected, match="only two prompts"):
         comfy.client.queue(prompt)
-    prompt["three"]["inputs"]["value"] = 2
     prompt["StrategySelector0"]["inputs"]["cfg_degree"] = 1
+    prompt["three"] = {"class_type": "PrimitiveInt", "inputs": {"value": 3}}
+    with pytest.raises(PromptRejected, match="Ring 3 needs 3 devices"):
+        comfy.client.queue(prompt)
+    prompt["three"]["inputs"]["value"] = 2
     comfy.run(prompt)
 
 

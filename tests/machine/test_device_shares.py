@@ -37,8 +37,8 @@ def test_memory_follows_the_devices_in_their_order():
 @pytest.mark.parametrize(
     ("text", "devices", "told"),
     [
-        ("24,16,8", TWO, "3 share"),
-        ("24", TWO, "2 device"),
+        ("24,16,8", TWO, "2 in all and not 3"),
+        ("24", TWO, "2 in all and not 1"),
         ("big,small", TWO, "not understood"),
         ("memory", ("cuda:0", "cuda:7"), "cuda:7"),
     ],

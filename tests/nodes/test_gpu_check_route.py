@@ -1,4 +1,4 @@
-"""The GPU check behind its button: a line of JSON for each line of progress, the report at the end, one at a time."""
+"""The doctor and its GPU check behind their buttons: a line of JSON for each line of progress, then the report."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ import json, os, sys, time
 from pathlib import Path
 Path("pid").write_text(str(os.getpid()))
 print(" ".join(a for a in sys.argv[1:] if a.startswith("--")), flush=True)
+if "--json" in sys.argv:
+    print(json.dumps({"phase": "looking"}))
+    print("a library's own words", flush=True)
+    if "{ending}" == "report":
+        print(json.dumps({"exit_status": 1, "verdicts": [], "summary": "1 broken."}))
+    sys.exit(1)
 folder = Path(sys.argv[sys.argv.index("--report") + 1])
 if "{ending}" == "report":
     (folder / "gpu-check.json").write_text(json.dumps({"exit_status": 1}))
@@ -78,8 +84,8 @@ def asked(talk):
     return run_in_own_loop(run())
 
 
-async def post(client, **headers):
-    async with client.post(doctor.GPU_ROUTE, headers=headers) as answer:
+async def post(client, route=doctor.GPU_ROUTE, **headers):
+    async with client.post(route, headers=headers) as answer:
         return answer.status, [json.loads(line) for line in (await answer.text()).splitlines()]
 
 
@@ -89,6 +95,20 @@ def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks):
     assert status == 200 and progress == {"line": "--parent --gpu --report"}
     assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "broken": True}
     assert ranks.asked == 1
+
+
+def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
+    ends("report")
+    status, (progress, end) = asked(lambda client: post(client, doctor.ROUTE))
+    assert status == 200 and progress == {"line": "looking"}
+    assert end == {"report": {"exit_status": 1, "verdicts": [], "summary": "1 broken."}}
+    assert ranks.asked == 0  # ComfyUI's ranks stay
+
+
+def test_a_doctor_that_ends_without_a_report_is_told_by_its_last_words(ends, ranks):
+    ends("nothing")
+    _, told = asked(lambda client: post(client, doctor.ROUTE))
+    assert told[-1] == {"error": "the doctor left no report: a library's own words"}
 
 
 def test_a_check_that_leaves_no_report_is_told(ends, ranks):

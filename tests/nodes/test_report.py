@@ -53,6 +53,8 @@ def test_all_words_tell_one_median_which_leaves_out_the_first_step():
     told = lines(plan=plan)
     assert told["step"] == "median 0.0500 s, first 0.9000 s, 4 in all"
     assert told["expected"] == "a median of 0.0400 s a step (measured before); this one is 25% more"
+    seen.step_s = 0.0501
+    assert lines(plan=plan)["expected"].endswith("this one is the same")
     assert report.summarise(record()) == "Ulysses 2: 0.050 s a step"
     assert report.typical([0.3]) == 0.3
 

@@ -83,7 +83,7 @@ def test_idle_devices_are_mentioned():
     decision = resolve_strategy(
         StrategySettings("manual", "all", ParallelStrategy()), flux_job(), _devices(3)
     )
-    assert "2 of the 3 selected devices stay idle" in decision.notes[0]
+    assert "2 of the 3 selected devices have nothing to do" in decision.notes[0]
 
 
 def _manual(count, shares="", **degrees):
@@ -121,7 +121,7 @@ def test_shares_that_change_nothing_are_dropped_and_said():
 
 
 def test_shares_for_the_wrong_number_of_devices_are_refused():
-    with pytest.raises(StrategyError, match="names 3 share"):
+    with pytest.raises(StrategyError, match="2 in all and not 3"):
         _manual(2, "3,1,1", ring_degree=2)
 
 

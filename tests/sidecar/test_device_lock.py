@@ -12,7 +12,7 @@ import torch
 
 from parallel_backend.errors import DeviceError
 from parallel_backend.sidecar import device_lock, pool
-from parallel_backend.sidecar.device_lock import CPU_TOO, VARIABLE, lock_devices
+from parallel_backend.sidecar.device_lock import CPU_TOO, VARIABLE, holder_of, lock_devices
 from parallel_backend.sidecar.lease import State
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.sidecar.supervisor import PACK_ROOT
@@ -71,7 +71,11 @@ def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder
         rf"cpu:1 is in use .*process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", words
     )
     assert "/" not in words and refused.value.problems[0].inputs == ("devices",)
+    # Whoever only wants to know learns the same, and of nothing that is free or this process's own.
+    if device_lock._LOCKS.exists():  # else nobody knows without trying the lock
+        assert re.fullmatch(rf"process {holder.pid}, since [\d -]+:[\d:]+ UTC", holder_of("cpu:1"))
     apart = lock_devices(("cpu:2", "cpu:3"))  # a refusal has kept nothing
+    assert holder_of("cpu:2") == holder_of("cpu:7") == ""
     apart.release()
     assert {path.name for path in folder.iterdir()} == {f"cpu-{index}.lock" for index in range(4)}
 

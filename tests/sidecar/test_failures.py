@@ -102,6 +102,32 @@ def test_a_rank_that_stands_still_is_named_when_its_time_is_up(sidecar, weights,
     assert not any(map(is_running, pids))
 
 
+def test_a_first_step_has_time_by_the_size_of_what_it_computes(sidecar, weights, monkeypatch):
+    sidecar.load(weights)
+    asked = []
+
+    def allowance(positions: int, on_cpu: bool) -> float:
+        asked.append((positions, on_cpu))
+        return 3600.0
+
+    # A step of a usual size would be over before any of these is.
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0 if earlier else 0.0)
+    monkeypatch.setattr(deadlines, "size_allowance", allowance)
+    sidecar.sample(weights, scripted_request(SLOW, steps=1), two_ranks())
+    sidecar.predict(weights, predict_request(SLOW), two_ranks())
+    assert set(asked) == {(36, True), (72, True)}  # of 6 x 6 positions, one row and two
+    monkeypatch.setattr(deadlines, "size_allowance", lambda positions, on_cpu: 0.0)
+    with pytest.raises(RankFailed, match="gave no sign of life"):
+        sidecar.sample(weights, scripted_request(SLOW, steps=1), two_ranks())
+
+
+def test_an_image_of_8192_pixels_has_hours_on_a_cpu_and_a_usual_one_five_minutes():
+    usual, large = (128 * 128, 1024 * 1024)
+    assert deadlines.size_allowance(usual, False) == 0 and deadlines.size_allowance(usual, True) < 10
+    assert deadlines.size_allowance(large, False) == 15 * deadlines.FIRST_STEP
+    assert deadlines.size_allowance(large, True) > 8 * 3600
+
+
 def test_a_flood_on_stderr_does_not_hold_up_a_request(sidecar, weights):
     result = sidecar.sample(weights, scripted_request(FLOOD, steps=3), two_ranks())
     assert len(result.info.step_seconds) == 3

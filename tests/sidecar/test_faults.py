@@ -344,6 +344,7 @@ def test_a_job_resumed_by_a_scripted_rank_gives_the_same_bits(no_leaks, weights,
         sidecar.stop()
     (note,) = result.info.notes
     assert "rank 0 on cpu:0 failed (killed by SIGKILL" in note and "goes on after step" in note
+    assert not result.info.load.cached  # new ranks loaded the weights again, which the report tells
 
 
 def test_a_model_call_of_the_stepwise_way_is_made_again(no_leaks, weights, tmp_path):

@@ -29,6 +29,7 @@ class Board:
     slices: list[tuple[str, float]] | None = None  # MIG: (profile name, GiB)
     uuid: str = ""
     used_gib: float = 0.0  # by all programs
+    programs: dict[int, float] = field(default_factory=dict)  # GiB by process id
 
 
 class FakeNvml:
@@ -86,6 +87,12 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=10 * (handle[0] + 1), memory=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=int(size * GIB) or None)
+            for pid, size in self.boards[handle[0]].programs.items()
+        ]
 
     def nvmlDeviceGetTemperature(self, handle, sensor):
         return 40 + handle[0]

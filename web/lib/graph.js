@@ -52,6 +52,15 @@ export function loaderOf(node, seen = new Set()) {
   return null;
 }
 
+// The loader in front of a node that takes its MODEL, past those that change it.
+export function sourceOf(node) {
+  let at = null;
+  for (let next = originOf(node, "model"), steps = 0; next && steps < 100; next = originOf(at, "model"), steps++) at = next;
+  return at;
+}
+
+export const isLinked = (node, inputName) => Boolean(node.inputs?.some(({ name, link }) => name === inputName && link != null));
+
 // What a linked input will be, where the node that gives it only holds a value; undefined where it has to run for that.
 export function valueAt(node, inputName) {
   const origin = originOf(node, inputName);

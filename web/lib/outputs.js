@@ -36,8 +36,8 @@ function mark(ids, state) {
   }
 }
 
-// What a run was doing, which ComfyUI leaves under the node when it ends in the middle of that.
-function forgetPhase(node) {
+// What a run was doing, which ComfyUI leaves under the node.
+export function forgetPhase(node) {
   const text = node?.widgets?.find((widget) => widget.name === PHASE);
   if (text) text.value = "";
 }

@@ -12,6 +12,7 @@ const ACTIONS = [
   ["reset", "Try again", "Let ranks start again that failed too often, and take back devices that were left out"],
 ];
 const NOT_STARTED = ["down", "failed"]; // states in which Restart starts
+const MANY = 4; // more ranks than these are drawn in two lines each, so that eight are seen at once
 const PARTS = ["weights", "working", "others", "free"];
 
 addStyle(`
@@ -25,6 +26,12 @@ addStyle(`
 .parallel-rank { border-top: 1px solid var(--border-color); padding: 6px 0 2px; overflow-wrap: anywhere; }
 .parallel-rank .line { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 8px; }
 .parallel-rank progress:not([hidden]) { width: 100%; height: 5px; display: block; margin: 3px 0; accent-color: var(--p-primary-color); }
+.parallel-group.many .parallel-rank { display: grid; grid-template-columns: 1fr auto; gap: 0 8px; padding: 3px 0 1px; }
+.parallel-group.many .parallel-rank > .name, .parallel-group.many .parallel-rank > .sent { display: none; }
+.parallel-group.many .parallel-rank > .line, .parallel-group.many .parallel-rank > progress { grid-column: 1 / -1; }
+.parallel-group.many .parallel-key { font-size: 11px; flex-wrap: nowrap; }
+.parallel-group.many .parallel-key > :not(:last-child) { display: none; }
+.parallel-group.many .parallel-rank > .gauges { font-size: 11px; grid-column: 1 / -1; }
 .parallel-memory { display: flex; height: 8px; border-radius: 4px; overflow: hidden; margin: 3px 0;
   background: var(--comfy-input-bg); border: 1px solid var(--border-color); }
 .parallel-memory i, .parallel-key i { background: var(--part); }
@@ -101,10 +108,10 @@ function memoryBar() {
 function rankRow() {
   const device = element("b");
   const words = element("span", "muted");
-  const name = element("div", "muted");
+  const name = element("div", "muted name");
   const progress = document.createElement("progress");
-  const gauges = element("div", "muted");
-  const sent = element("div", "muted");
+  const gauges = element("div", "muted gauges");
+  const sent = element("div", "muted sent");
   const memory = memoryBar();
   const root = element("li", "parallel-rank", element("div", "line", device, words), name, progress, memory.bar, memory.key);
   root.append(gauges, sent);
@@ -112,6 +119,7 @@ function rankRow() {
     show(device, translate(`rank ${rank.rank} · ${rank.device}`));
     show(words, translate(rank.words));
     show(name, rank.gauge?.name ?? "");
+    root.title = name.textContent; // which is not drawn where there are many
     progress.hidden = rank.progress === null;
     if (rank.progress !== null) {
       progress.value = rank.progress;
@@ -183,6 +191,7 @@ export function groupCard(ask) {
       explain(made, group.why_not[name], translate(starts ? "Start the ranks now, not with the next prompt" : hint));
     }
     steps.update(group.step_seconds);
+    root.classList.toggle("many", group.ranks.length > MANY);
     for (const rank of group.ranks) {
       if (!rows.has(rank.device)) {
         rows.set(rank.device, rankRow());

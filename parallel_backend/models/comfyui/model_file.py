@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -67,7 +67,8 @@ class ComfyUIModelFile:
     `pixels`: of the image in a cell of the latent, along a side;
     `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
-    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands.
+    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands;
+    `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty.
     """
 
     path: str
@@ -88,6 +89,7 @@ class ComfyUIModelFile:
     is_transformer: bool = True
     image_attention: float = 0.0
     band_rows: int = 0
+    why_less: str = ""
 
     @property
     def name(self) -> str:
@@ -311,3 +313,5 @@ TYPICAL = ComfyUIModelFile(
     pooled_width=768,
     channels=16,
 )
+# Any model of ComfyUI's own: what none of them can be split by. Zero heads divide by everything.
+ANY_MODEL = replace(TYPICAL, path="this model", model="this model", heads=0)

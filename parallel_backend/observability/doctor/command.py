@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         _name_machines(devices)
     if args.gpu:
         return _run_gpu_check(args, devices)
-    report = examine(devices, on_phase=_report_progress)
+    report = examine(devices, on_phase=_tell_parent if args.parent and args.json else _report_progress)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
@@ -113,6 +113,12 @@ def _gpus_or_cpu() -> tuple[str, ...]:
 
     found = resolve_devices("all")
     return ("cpu:0", "cpu:1") if is_cpu(found) else found
+
+
+def _tell_parent(text: str) -> None:
+    """A line of JSON before the report's."""
+    sys.stdout.write(json.dumps({"phase": text}) + "\n")
+    sys.stdout.flush()
 
 
 def _report_progress(text: str) -> None:

@@ -77,7 +77,7 @@ def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> lis
 
 def _device(index: int, device: Device) -> Verdict:
     capability = ".".join(map(str, device.capability))
-    finding = f"{device.name}, {device.memory / 1e9:.0f} GB, compute capability {capability}"
+    finding = f"{device.name}, {device.memory / 2**30:.0f} GiB, compute capability {capability}"
     if device.pcie:
         finding += f", PCIe {device.pcie:g} GB/s"
     if device.numa is not None:

@@ -50,6 +50,7 @@ class Report:
     def as_dict(self) -> dict[str, object]:
         return {
             "exit_status": self.exit_status,
+            "summary": self.summary,
             "counts": {status: self.count(status) for status in STATUSES},
             "verdicts": [asdict(v) for v in self.verdicts],
         }

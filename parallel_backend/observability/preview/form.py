@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
+from ...models.comfyui.model_file import ANY_MODEL, ComfyUIModelFile
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.rules import StrategySettings
@@ -20,7 +21,7 @@ _MOST_LETTERS = 1000
 # Smallest and largest value of each whole number that can be set.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
 _PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
-_UNNAMED = ("ParallelModel",)  # nodes behind a loader that the page does not ask for its file
+_OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # which share out the tokens of one image
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy.
 _OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
@@ -63,11 +64,13 @@ class SelectorInputs:
 
 @dataclass(frozen=True)
 class Loader:
-    """The node that names the model, with its own inputs; `node`: its class, empty where there is none."""
+    """The node that names the model, with its own inputs; `node`: its class, empty where there is none; `source`: of
+    ComfyUI's own loader in front of it, whose file it then is."""
 
     node: str = ""
     unet_name: str = ""
     weight_dtype: str = "auto"
+    source: str = ""
 
 
 def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
@@ -101,7 +104,7 @@ def check_inputs(
     file = None
     try:
         file = find_file(loader)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, RequestError, OSError) as error:
         notes.append(
             f"Checked by the rules for {typical_model().name}, since its model cannot be read: {error}"
         )
@@ -110,23 +113,32 @@ def check_inputs(
         pixels = _PIXELS.get(loader.node, PIXELS)
         told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
     except ParallelError as error:
-        return _answer(inputs, problems=_problems(error), notes=notes)
-    if file is None or loader.node in _UNNAMED:
+        return _answer(inputs, problems=_problems(error, file), notes=notes)
+    if file is None or file is ANY_MODEL:
         told = replace(told, memory="")  # a typical model's, which says nothing of this one
     return _answer(inputs, told, notes=notes)
 
 
-def find_problems(inputs: SelectorInputs) -> tuple[Problem, ...]:
-    """What is wrong with them whatever the model is; empty where some model can run."""
-    try:
-        preview(inputs.settings())
-    except ParallelError as error:
-        return _problems(error)
-    return ()
+def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
+    """What is wrong with them for the models that they decide for; without `files` whatever the model is: then empty
+    where some model can run."""
+    found: dict[str, Problem] = {}
+    for file in files or (None,):
+        try:
+            preview(inputs.settings(), file)
+        except ParallelError as error:
+            found |= {problem.message: problem for problem in _problems(error, file)}
+    return tuple(found.values())
 
 
-def _problems(error: ParallelError) -> tuple[Problem, ...]:
-    return error.problems if isinstance(error, SettingsError) else (Problem(str(error)),)
+def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ...]:
+    if not isinstance(error, SettingsError):
+        return (Problem(str(error)),)
+    why = file.why_less if isinstance(file, ComfyUIModelFile) else ""
+    return tuple(
+        replace(p, message=f"{p.message} The reason: {why}.") if why and _OF_SEQUENCE & set(p.inputs) else p
+        for p in error.problems
+    )
 
 
 def _answer(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
 from ...models.arithmetic import Family
+from ...models.comfyui.model_file import ANY_MODEL
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.decide import find_machine
@@ -49,10 +50,12 @@ class Preview:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is told of: a model, a typical one where none `is_known`, and its images."""
+    """What is told of: a model, a typical one where none was given, and its images. `has_rules`: one was given;
+    `is_known`: and its sizes are its own."""
 
     model: CheckpointModel
     pixels: int
+    has_rules: bool
     is_known: bool
 
     @property
@@ -76,14 +79,15 @@ def preview(
     `pixels`: sides of the images that the model makes.
     """
     machine = find_machine(settings)
-    subject = _Subject(CheckpointModel(file or typical_model(), weight_dtype), pixels, file is not None)
+    model = CheckpointModel(file or typical_model(), weight_dtype)
+    subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
     tell = _manual if settings.mode == "manual" else _auto
     return tell(settings, machine, subject)
 
 
 def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
     model = subject.model
-    job = replace(_ANY_JOB, model=model) if subject.is_known else _ANY_JOB
+    job = replace(_ANY_JOB, model=model) if subject.has_rules else _ANY_JOB
     decision = resolve_strategy(settings, job, machine.devices)
     strategy, notes = decision.strategy, decision.notes
     memory = _memory(subject, strategy, machine)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel_backend.errors import CheckpointError, RequestError, StrategyError
+from parallel_backend.models.comfyui.model_file import ANY_MODEL
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
 from parallel_backend.observability.preview import form as selector_inputs
 from parallel_backend.observability.preview.form import (
@@ -57,7 +58,8 @@ def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
     flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda loader: PUBLISHED_DEV)
     assert "at 1024x1024" in flux["memory"]
     assert check_inputs(chosen, Loader(), lambda loader: None)["memory"] == ""
-    assert check_inputs(chosen, Loader("ParallelModel"), lambda loader: PUBLISHED_DEV)["memory"] == ""
+    any_model = check_inputs(chosen, Loader("ParallelModel"), lambda loader: ANY_MODEL)
+    assert any_model["memory"] == "" and "24" not in any_model["why"] and "GiB" not in any_model["why"]
 
 
 def test_auto_is_shown_without_and_with_a_negative_prompt():
@@ -109,6 +111,17 @@ def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
     problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
     assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "ulysses_degree", "cfg_degree"]
     assert all(problem["message"] in str(raised.value) for problem in problems)
+
+
+def test_the_rules_of_every_model_that_is_decided_for_count():
+    pipelined = SelectorInputs("manual", "cpu:2", pipefusion_degree=2)
+    assert find_problems(pipelined) == find_problems(pipelined, [PUBLISHED_DEV]) == ()
+    (problem,) = find_problems(pipelined, [PUBLISHED_DEV, ANY_MODEL, ANY_MODEL])
+    assert problem.inputs == ("pipefusion_degree",) and "the blocks of this model" in problem.message
+    assert problem.nearest == (("pipefusion_degree", 1),)
+    heads = SelectorInputs("manual", "cpu:16", ulysses_degree=16)
+    assert find_problems(heads, [ANY_MODEL]) == ()  # whose heads nobody knows
+    assert find_problems(heads, [PUBLISHED_DEV])[0].inputs == ("ulysses_degree",)
 
 
 def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():

@@ -1,0 +1,91 @@
+"""The model that a loader names, as its file's header tells it: what rules of a strategy ask before anything runs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import comfy.model_base
+import folder_paths
+
+from ...parallel_backend.errors import CheckpointError, ParallelError
+from ...parallel_backend.models.comfyui.model_file import ANY_MODEL
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.models.registry import inspect_model
+from ..demo_loader import MODEL as DEMO_MODEL
+from ..host.comfyui_flags import comfyui_root
+from ..preload.tail import Prompt
+from ..prompt_links import loaders_for, source_of, value_of
+from .class_verdict import known_verdict
+from .facts import count_facts
+from .header_model import open_model
+from .source import make_spec
+
+# By loader: the provider of its models, the input that names the file, the folders that it offers files of.
+_NAMES = {
+    "ParallelFluxLoader": ("flux", "unet_name", ("diffusion_models",)),
+    "ParallelModelLoader": ("comfyui", "model_name", ("diffusion_models", "checkpoints")),
+    "UNETLoader": ("comfyui", "unet_name", ("diffusion_models",)),
+    "CheckpointLoaderSimple": ("comfyui", "ckpt_name", ("checkpoints",)),
+}
+# What ComfyUI loads from them (ComfyUISource.part).
+_PARTS = {"diffusion_models": "diffusion_model", "checkpoints": "checkpoint"}
+
+
+def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
+    """Of a loader's class and the file that it names; None for a file that it does not offer, and a node that is none.
+
+    `source`: the class of ComfyUI's own loader in front of a Parallel Model, whose file it is; of one that nobody knows
+    what holds for any model is told. Raises CheckpointError or RequestError for a file that is refused, OSError.
+    """
+    if loader == "ParallelDemoLoader":
+        return inspect_model(str(DEMO_MODEL))
+    is_behind = loader == "ParallelModel"
+    provider, _, folders = _NAMES.get(source if is_behind else loader, ("", "", ()))
+    for folder in folders:
+        if name in folder_paths.get_filename_list(folder):
+            path = folder_paths.get_full_path_or_raise(folder, name)
+            return inspect_model(path, provider) if provider != "comfyui" else _counted(path, _PARTS[folder])
+    return ANY_MODEL if is_behind else None
+
+
+def files_decided_by(prompt: Prompt, selector: str) -> list[ModelFile]:
+    """The models for which a Strategy Selector of a prompt decides, as far as the prompt tells. What cannot be read is
+    left out: its loader says so, in its place."""
+    found = (_file_of(prompt, loader) for loader in loaders_for(prompt, selector))
+    return [file for file in found if file is not None]
+
+
+def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
+    kind = str(prompt[loader]["class_type"])
+    if kind == "ParallelModel":
+        source, inputs = source_of(prompt, loader)
+        name = inputs.get(_NAMES[source][1]) if source in _NAMES else None
+    else:
+        source = ""
+        name = value_of(prompt, loader, _NAMES[kind][1]) if kind in _NAMES else None
+    try:
+        return read_named(kind, name if isinstance(name, str) else "", source)
+    except (ParallelError, OSError):
+        return None
+
+
+def _counted(path: str, part: str) -> ModelFile:
+    make_spec(path, part, {})  # refuses what ranks do not read
+    status = Path(path).stat()
+    try:
+        model = _opened(path, part, (status.st_mtime_ns, status.st_size))
+    except (ParallelError, OSError):
+        raise
+    except Exception as error:  # whatever ComfyUI's detection makes of such a file
+        raise CheckpointError(
+            f"ComfyUI cannot tell which model {Path(path).name} is ({type(error).__name__}: {error})."
+        ) from error
+    name = type(model.diffusion_model).__name__
+    return count_facts(path, model, known_verdict(comfyui_root(), name))
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(path: str, part: str, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
+    """Its outline: making one of a large model takes a second. `stamp`: of the file, which may change."""
+    return open_model(path, part, {}).model

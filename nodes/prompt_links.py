@@ -1,0 +1,102 @@
+"""The prompt that ComfyUI validates or runs at this moment, as data: what a node's links lead to, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from comfy_execution.utils import get_executing_context
+
+import nodes
+
+from .preload.tail import LOADERS, Prompt, links, needed
+
+if TYPE_CHECKING:
+    from server import PromptServer  # ComfyUI's
+
+# Of the request that brought it: ComfyUI validates a prompt in the task that has read it.
+_validated: ContextVar[Prompt | None] = ContextVar("validated_prompt", default=None)
+
+
+def begin(server: PromptServer) -> None:
+    """Knows of each prompt that ComfyUI is given from now on."""
+
+    def remember(body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body.get("prompt")
+        _validated.set(prompt if isinstance(prompt, dict) else None)
+        return body
+
+    server.add_on_prompt_handler(remember)
+
+
+def current_node() -> tuple[Prompt, str] | None:
+    """The prompt and the id of its node that is validated or runs in this thread; None where nobody knows."""
+    context = get_executing_context()
+    if context is None:
+        return None
+    prompt = _validated.get()
+    if prompt is None:
+        from server import PromptServer
+
+        running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+        prompt = next((item[2] for item in running if item[1] == context.prompt_id), None)
+    return (prompt, context.node_id) if prompt and context.node_id in prompt else None
+
+
+def loaders_for(prompt: Prompt, selector: str) -> list[str]:
+    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs. One
+    that no output needs does not run, and nothing is held against it."""
+    found: dict[str, None] = {}
+    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)):
+        if any(name == "strategy" and origin == selector for name, origin, _ in links(_inputs(prompt, node))):
+            loader = _loader_of(prompt, node)
+            if loader is not None:
+                found[loader] = None
+    return list(found)
+
+
+def _is_output(prompt: Prompt, node: str) -> bool:
+    kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node].get("class_type"))
+    return bool(getattr(kind, "OUTPUT_NODE", False))
+
+
+def _loader_of(prompt: Prompt, node: str) -> str | None:
+    seen: set[str] = set()
+    while node in prompt and node not in seen:
+        seen.add(node)
+        if prompt[node].get("class_type") in LOADERS:
+            return node
+        node = next((o for name, o, _ in links(_inputs(prompt, node)) if name == "parallel_model"), "")
+    return None
+
+
+def value_of(prompt: Prompt, node: str, name: str) -> object:
+    """An input's value, also where a node gives it that only holds one; None where a node has to run for it."""
+    value = _inputs(prompt, node).get(name)
+    found = {link: origin for link, origin, _ in links({name: value})}
+    if name not in found:
+        return value
+    origin = found[name]
+    kind = str(prompt.get(origin, {}).get("class_type", ""))
+    held = _inputs(prompt, origin).get("value") if kind.startswith("Primitive") else None
+    return held if isinstance(held, (bool, int, str)) else None
+
+
+def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
+    """(class, inputs) of the loader in front of a Parallel Model, past nodes that change its MODEL; else ("", {})."""
+    seen: set[str] = set()
+    while node in prompt and node not in seen:
+        seen.add(node)
+        inputs = _inputs(prompt, node)
+        if not isinstance(inputs.get("model"), list):
+            return str(prompt[node].get("class_type", "")), inputs
+        node = next((origin for name, origin, _ in links(inputs) if name == "model"), "")
+    return "", {}
+
+
+def _inputs(prompt: Prompt, node: str) -> Mapping[str, Any]:
+    found = prompt.get(node)
+    inputs = found.get("inputs") if isinstance(found, Mapping) else None
+    return inputs if isinstance(inputs, Mapping) else {}

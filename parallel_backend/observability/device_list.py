@@ -1,0 +1,110 @@
+"""The devices that a person may choose: name, memory, and who uses each; for the picker and the status panel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ..devices import MAX_CPU_RANKS, is_cpu, machine_of, memory_elsewhere, resolve_devices
+from ..errors import DeviceError
+from ..machine.fingerprint import cores
+from ..machine.probe import visible_topology
+from ..planner.memory.rank_memory import in_gib
+from ..sidecar import clusters, device_lock
+from ..sidecar.lease import State
+from ..sidecar.status import GroupStatus
+from .gauges import DeviceGauges
+from .panel import Shown, group_words
+
+_AT_WORK = (State.STARTING.value, State.RUNNING.value)
+_THERE = (*_AT_WORK, State.READY.value, State.ASLEEP.value)
+_SMALL = 64 * 2**20  # bytes of another program that are not worth a word: a desktop's, say
+NO_GPU = (
+    "No GPU that torch can use. Ranks on the CPU share its cores and its memory: they show how it works, and seldom "
+    "gain time."
+)
+
+
+def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Every GPU; without one a rank for each core of the CPU, and those `chosen` beside them."""
+    found = resolve_devices("all")
+    if not is_cpu(found):
+        return found
+    ranks = [int(device.removeprefix("cpu:")) + 1 for device in chosen if not machine_of(device)]
+    return tuple(f"cpu:{rank}" for rank in range(max([min(MAX_CPU_RANKS, cores()), *ranks])))
+
+
+def list_devices(
+    devices: tuple[str, ...], groups: Iterable[GroupStatus], gauges: DeviceGauges, proc: Path = Path("/proc")
+) -> list[Shown]:
+    """[{"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": somebody computes there now}, …]"""
+    groups = [group for group in groups if group.state in _THERE]
+    read, running = gauges.read(devices), gauges.processes(devices)
+    own = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
+    listed: list[Shown] = []
+    for device in devices:
+        gauge = read.get(device)
+        ours = [group for group in groups if device in group.devices]
+        other = device_lock.holder_of(device)
+        users = [f"ranks of this ComfyUI: {group_words(group)}" for group in ours]
+        users += [f"another ComfyUI ({other})"] if other else []
+        users += _programs(running.get(device, {}), own, proc)
+        listed.append(
+            {
+                "device": device,
+                "name": gauge.name if gauge else "",
+                "total_bytes": gauge.total_bytes if gauge else 0,
+                "free_bytes": gauge.free_bytes if gauge else 0,
+                "users": users,
+                "busy": bool(other) or any(group.state in _AT_WORK for group in ours),
+            }
+        )
+    return listed
+
+
+def list_clusters() -> list[Shown]:
+    """[{"devices": the text that selects it, "words", "there": a machine has joined}, …]"""
+    return [
+        {"devices": f"cluster:{name}", "words": _cluster_words(devices), "there": bool(devices)}
+        for name, devices in clusters.served().items()
+    ]
+
+
+def machine_words() -> str:
+    """The GPUs of this machine and the links between them, in a sentence."""
+    return NO_GPU if is_cpu(resolve_devices("all")) else visible_topology().describe()
+
+
+def selected(text: str) -> tuple[str, ...]:
+    """The devices that it means; none where it means nothing."""
+    try:
+        return resolve_devices(text)
+    except DeviceError:
+        return ()
+
+
+def _programs(running: Mapping[int, int], own: set[int | None], proc: Path) -> list[str]:
+    found = []
+    for pid, size in sorted(running.items(), key=lambda one: -one[1]):
+        if pid not in own and size >= _SMALL:
+            found.append(f"{_name_of(pid, proc)}: {in_gib(size)} GiB")
+    return found
+
+
+def _name_of(pid: int, proc: Path) -> str:
+    try:
+        return f"{(proc / str(pid) / 'comm').read_text().strip()} (process {pid})"
+    except OSError:  # of another user, or outside of this container
+        return f"process {pid}"
+
+
+def _cluster_words(devices: tuple[str, ...]) -> str:
+    if not devices:
+        return "no machine has joined yet"
+    count, machines = len(devices), len({machine_of(device) for device in devices})
+    words = f"{count} devices on one machine" if count > 1 else "one device on one machine"
+    if machines > 1:
+        words = f"{count} devices on {machines} machines"
+    size = sum(map(memory_elsewhere, devices))
+    return f"{words}, {in_gib(size)} GiB" if size else words

@@ -1,0 +1,170 @@
+"""The picker beside the text `devices` in a real browser: what there is, who uses it, and the text that it writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs import Graph
+from pages import show_prompt
+
+UNET = "tiny_devices.safetensors"  # two attention heads
+ROUTE = "**/parallel_sampling/devices*"
+SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
+TEXT = f"() => {SELECTOR}.widgets.find(w => w.name === 'devices').value"
+WRITE = f"""text => {{
+  const widget = {SELECTOR}.widgets.find(w => w.name === 'devices');
+  widget.value = text;
+  widget.callback?.(text);
+}}"""
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET)
+
+
+@pytest.fixture(params=["canvas", "vue"])
+def drawn_by(request, page):
+    page.evaluate(
+        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
+    )
+    yield request.param
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
+def _gpu(index: int, **changes) -> dict:
+    memory = {"total_bytes": 80 * GIB, "free_bytes": 70 * GIB}
+    return {"device": f"cuda:{index}", "name": "NVIDIA H100", **memory, "users": [], "busy": False} | changes
+
+
+BOX = {
+    "devices": [
+        _gpu(0, users=["ranks of this ComfyUI: sampling 3/28"], busy=True),
+        _gpu(1, users=["blender (process 77): 9.50 GiB"]),
+        *map(_gpu, range(2, 8)),
+    ],
+    "clusters": [{"devices": "cluster:den", "words": "16 devices on 2 machines, 1280.0 GiB", "there": True}],
+    "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
+}
+
+
+def _show(page, devices="cpu:2") -> None:
+    graph = Graph()
+    graph.parallel_loader(UNET, devices)
+    show_prompt(page, graph.prompt, "StrategySelector")
+    page.evaluate(f"() => {{ {SELECTOR}.setSize([420, 700]); }}")
+
+
+def _open(page, words="Choose devices"):
+    """By keyboard: the list of devices."""
+    page.locator(".parallel-devices summary", has_text=words).focus()
+    page.keyboard.press("Enter")
+    picker = page.locator(".parallel-devices fieldset")
+    picker.locator("input").first.wait_for(timeout=20_000)
+    return picker
+
+
+def _wait_for(page, text: str, checked: list[str]) -> None:
+    page.wait_for_function(
+        f"""([text, checked]) => ({TEXT})() === text && JSON.stringify(checked) === JSON.stringify(
+          [...document.querySelectorAll('.parallel-devices label')].filter(l => l.control.checked)
+            .map(l => l.querySelector('b').textContent))""",
+        arg=[text, checked],
+        timeout=20_000,
+    )
+
+
+def test_a_machine_without_gpus_says_so_and_lists_its_cpu(page):
+    _show(page)
+    picker = _open(page)
+    _wait_for(page, "cpu:2", ["cpu:0", "cpu:1"])
+    words = picker.inner_text()
+    assert "No GPU that torch can use" in words and "GiB" in words and words.count("free ") >= 2
+    # What is typed counts as it always did, and the picker follows.
+    page.evaluate(WRITE, "cpu:4")
+    _wait_for(page, "cpu:4", [f"cpu:{rank}" for rank in range(4)])
+    picker.get_by_label("cpu:2").focus()
+    page.keyboard.press("Space")
+    _wait_for(page, "cpu:0,cpu:1,cpu:3", ["cpu:0", "cpu:1", "cpu:3"])
+    page.evaluate(WRITE, "cpu:1")
+    _wait_for(page, "cpu:1", ["cpu:0"])
+    picker.get_by_label("cpu:0").click()  # the last one stays
+    _wait_for(page, "cpu:1", ["cpu:0"])
+    # One step that undo takes back.
+    picker.get_by_label("cpu:1").check()
+    _wait_for(page, "cpu:2", ["cpu:0", "cpu:1"])
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    page.wait_for_function(f"() => ({TEXT})() === 'cpu:1'", timeout=20_000)
+
+
+def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, drawn_by):
+    selected = {"0-1": [0, 1], "1": [1], "1,2": [1, 2], "all": range(8)}
+
+    def answer(route) -> None:
+        text = route.request.url.partition("text=")[2].replace("%2C", ",").replace("%3A", ":")
+        route.fulfill(json={**BOX, "selected": [f"cuda:{i}" for i in selected.get(text, ())]})
+
+    page.route(ROUTE, answer)
+    _show(page)
+    page.evaluate(WRITE, "0-1")
+    picker = _open(page)
+    _wait_for(page, "0-1", ["cuda:0", "cuda:1"])
+    assert picker.locator("label").count() == 9
+    rows = [picker.locator("label").nth(i) for i in range(3)]
+    assert [row.evaluate("e => e.classList.contains('busy')") for row in rows] == [True, False, False]
+    assert all(
+        word in rows[0].inner_text() for word in ("NVIDIA H100", "free 70 GiB of 80 GiB", "sampling 3/28")
+    )
+    assert "blender (process 77): 9.50 GiB" in rows[1].inner_text()
+    assert "NVSWITCH" in picker.inner_text() and "16 devices on 2 machines" in picker.inner_text()
+    picker.get_by_label("cuda:0").uncheck()
+    _wait_for(page, "1", ["cuda:1"])
+    picker.get_by_label("cuda:2").check()
+    _wait_for(page, "1,2", ["cuda:1", "cuda:2"])
+    for index in (0, *range(3, 8)):
+        selected[",".join(map(str, sorted({1, 2, 0, *range(3, index + 1)})))] = [
+            0,
+            1,
+            2,
+            *range(3, index + 1),
+        ]
+        picker.get_by_label(f"cuda:{index}").check()
+    _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
+    picker.get_by_label("cluster:den").click()
+    _wait_for(page, "cluster:den", ["cluster:den"])
+    picker.get_by_label("cluster:den").click()
+    _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
+
+
+def test_devices_that_another_node_gives_are_shown_and_not_written(page):
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2")
+    strategy = graph.prompt[loader]["inputs"]["strategy"][0]
+    graph.prompt[strategy]["inputs"]["devices"] = [graph.add("PrimitiveString", value="cpu:3"), 0]
+    show_prompt(page, graph.prompt, "StrategySelector")
+    picker = _open(page)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.parallel-devices input')].filter(i => i.checked).length === 3"
+    )
+    assert "Another node gives devices" in picker.inner_text()
+    assert picker.get_by_label("cpu:0").is_disabled()
+
+
+def test_it_speaks_the_pages_language(page):
+    page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
+    try:
+        for language, summary in (("es", "Elegir dispositivos"), ("zh", "选择设备")):
+            page.evaluate("one => app.extensionManager.setting.set('Comfy.Locale', one)", language)
+            page.reload()
+            page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+            name = "parallel_sampling.strategy_panel"
+            page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+            _show(page)
+            words = _open(page, summary).inner_text()
+            assert BOX["devices"][0]["name"] in words
+            for english in ("free ", "ranks of", "process", "slowest path", "devices on"):
+                assert english not in words
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")

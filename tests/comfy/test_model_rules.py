@@ -1,0 +1,96 @@
+"""What the model behind a Strategy Selector cannot be split by is refused before it is queued, wherever it is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from comfyui_client import PromptRejected
+from graphs import Graph
+
+UNET = "tiny_rules.safetensors"  # two attention heads
+HEADS = f"ulysses_degree: ulysses_degree 3 does not divide the 2 attention heads of {UNET}"
+TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
+STAGES = f"pipefusion_degree: pipefusion_degree 2: the blocks of {UNET} cannot be laid out over devices"
+LAYERS = f"tensor_degree: tensor_degree 2: the layers of {UNET} cannot be split"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(comfy):
+    comfy.write_flux(UNET)
+
+
+def _loader(graph: Graph, kind: str, strategy: list | None) -> list:
+    """The parallel_model of a loader; `strategy`: its own, or none."""
+    own = {} if strategy is None else {"strategy": strategy}
+    if kind == "ParallelModel":
+        stock = [graph.add("UNETLoader", unet_name=UNET, weight_dtype="default"), 0]
+        changed = graph.add(
+            "ModelSamplingFlux", model=stock, max_shift=1.15, base_shift=0.5, width=128, height=96
+        )
+        return [graph.add(kind, model=[changed, 0], **own), 1]
+    if kind == "ParallelModelLoader":
+        return [graph.add(kind, model_name=UNET, weight_dtype="default", **own), 1]
+    return [graph.add(kind, unet_name=UNET, weight_dtype="auto", **own), 0]
+
+
+def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> Graph:
+    graph = Graph()
+    strategy = graph.strategy(devices, **choice)
+    loader = _loader(graph, kind, None if at_sampler else strategy)
+    own = {"strategy": strategy} if at_sampler else {}
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), steps=1, **own)
+    graph.save(latent, "rules.safetensors")
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "choice", "line"),
+    [
+        ("ParallelFluxLoader", "cpu:3", {"ulysses": 3}, HEADS),
+        ("ParallelModel", "cpu:3", {"ulysses": 3}, TOO_MANY),
+        ("ParallelModelLoader", "cpu:2", {"pipefusion": 2}, STAGES),
+        ("ParallelModel", "cpu:2", {"tensor": 2}, LAYERS),
+        ("ParallelFluxLoader", "cpu:3", {"ulysses": 3, "at_sampler": True}, HEADS),
+    ],
+)
+def test_what_the_model_cannot_be_split_by_is_never_queued(comfy, kind, devices, choice, line):
+    with pytest.raises(PromptRejected) as rejected:
+        comfy.client.queue(_prompt(kind, devices, **choice).prompt)
+    ((node, report),) = rejected.value.node_errors.items()
+    assert node == "StrategySelector0" and report["class_type"] == "StrategySelector"
+    marked = line.split(":")[0]
+    details = {error["extra_info"]["input_name"]: error["details"] for error in report["errors"]}
+    assert details[marked].startswith(f"{marked} - {line}") and "nearest valid" in details[marked]
+
+
+def test_of_a_model_that_only_a_run_tells_what_holds_for_all_is_checked(comfy):
+    graph = Graph()
+    unknown = graph.add("TestAnything")
+    loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:2", pipefusion=2))
+    latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent(), steps=1)
+    graph.save(latent, "rules.safetensors")
+    with pytest.raises(PromptRejected, match="the blocks of this model cannot be laid out"):
+        comfy.client.queue(graph.prompt)
+
+
+def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers(comfy):
+    """Of two in one prompt; and what can run is queued and runs."""
+    graph = _prompt("ParallelFluxLoader", "cpu:2", ulysses=2)
+    four = comfy.write_flux("tiny_rules_4.safetensors", heads=4)
+    other = graph.parallel_loader(four, "cpu:4", ulysses=4)
+    # Nothing needs this one, so its two heads do not count.
+    graph.add(
+        "ParallelFluxLoader",
+        unet_name=UNET,
+        weight_dtype="auto",
+        strategy=graph.prompt[other]["inputs"]["strategy"],
+    )
+    told = graph.add("TestSaveText", text=["StrategySelector0", 1], path="why.txt")
+    graph.add("PreviewAny", source=[other, 0])
+    comfy.run(graph.prompt)
+    assert f"Predicted for {UNET}" in comfy.output("why.txt").read_text()
+    graph.prompt["StrategySelector0"]["inputs"] |= {"mode": "auto", "devices": "cpu:3"}
+    graph.prompt[told]["inputs"]["path"] = "auto.txt"
+    comfy.run(graph.prompt)
+    why = comfy.output("auto.txt").read_text()
+    assert f"By the rule for {UNET}" in why and "the 2 attention heads" in why and "the 24" not in why

@@ -1,0 +1,138 @@
+// The devices to choose from, beside the text that names them: name, memory, who uses each. What is chosen is written into
+// the text, which stays what counts.
+import { api } from "../../../scripts/api.js";
+import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
+import { say } from "./words.js";
+
+const ROUTE = "/parallel_sampling/devices";
+const LOOK_AGAIN = 2000; // ms, while it is open
+const ALL = "all";
+const CPU = "cpu:";
+
+addStyle(`
+.parallel-devices { margin: 4px; }
+.parallel-devices summary { cursor: pointer; }
+.parallel-devices summary:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
+.parallel-devices fieldset { border: 0; margin: 0; padding: 2px 0 0; min-width: 0; }
+.parallel-devices label { display: flex; gap: 6px; align-items: baseline; padding: 2px 0; border-top: 1px solid var(--border-color); }
+.parallel-devices label > span { flex: 1 1 0; min-width: 0; overflow-wrap: anywhere; }
+.parallel-devices small { display: block; color: var(--descrip-text); }
+.parallel-devices .busy small.users { color: var(--error-text); }
+.parallel-devices small:empty { display: none; }
+`);
+
+const inGib = (bytes) => `${(bytes / 2 ** 30).toFixed(bytes < 10 * 2 ** 30 ? 1 : 0)} GiB`;
+
+export function memoryOf({ total_bytes: total, free_bytes: free }) {
+  if (!total) return "";
+  return free ? translate(`free ${inGib(free)} of ${inGib(total)}`) : inGib(total);
+}
+
+// The text for these devices, some of `all`. A rank on the CPU alone is the first one, however it is called.
+function textFor(chosen, all) {
+  if (!chosen[0].startsWith(CPU)) return chosen.length === all.length ? ALL : chosen.map((name) => name.split(":")[1]).join(",");
+  const first = chosen.every((name, at) => name === CPU + at);
+  return first || chosen.length === 1 ? CPU + chosen.length : chosen.join(",");
+}
+
+function row(choose) {
+  const box = document.createElement("input");
+  box.type = "checkbox";
+  const [name, memory, users] = ["", "memory", "users"].map((kind) => element("small", kind));
+  const title = element("b");
+  const root = element("label", "", box, element("span", "", title, name, memory, users));
+  box.addEventListener("change", () => choose(box));
+  return { box, title, name, memory, users, root };
+}
+
+// `text()`: undefined where a node has to run for it; `isLinked()`: another node gives it; `write(text)`; `isThere()`: the
+// node that it is on.
+export class DevicePicker {
+  constructor(input) {
+    this.input = input;
+    this.rows = new Map(); // what it writes -> its row
+    this.machine = element("p");
+    this.list = element("div");
+    this.fields = element("fieldset", "", this.list, this.machine);
+    this.fields.setAttribute("aria-label", say("choose_devices"));
+    this.root = element("details", "parallel-devices", element("summary", "", say("choose_devices")), this.fields);
+    this.root.addEventListener("toggle", () => this.follow());
+    // Else ComfyUI takes keys for shortcuts.
+    this.root.addEventListener("keydown", (event) => event.stopPropagation());
+  }
+
+  // Looks while it is open and seen.
+  async follow() {
+    clearTimeout(this.timer);
+    if (!this.root.open || !this.input.isThere()) return;
+    if (this.root.checkVisibility()) await this.look();
+    this.timer = setTimeout(() => this.follow(), LOOK_AGAIN);
+  }
+
+  async look() {
+    const text = this.input.text();
+    const asked = (this.asked = (this.asked ?? 0) + 1);
+    try {
+      const answer = await api.fetchApi(`${ROUTE}?text=${encodeURIComponent(text ?? ALL)}`);
+      if (!answer.ok) throw new Error(String(answer.status));
+      const said = await answer.json();
+      if (asked === this.asked) this.show(said, text);
+    } catch (error) {
+      this.machine.textContent = translate(`ComfyUI did not answer: ${error.message}`);
+    }
+  }
+
+  show({ devices, clusters, selected, machine }, text) {
+    const all = devices.map(({ device }) => device);
+    const chosen = text === undefined ? [] : selected;
+    this.fields.disabled = this.input.isLinked();
+    this.machine.textContent = this.fields.disabled ? say("devices_linked") : translate(machine);
+    const seen = new Set();
+    for (const one of devices) {
+      const { device, busy } = one;
+      const after = (box) => all.filter((name) => (name === device ? box.checked : chosen.includes(name)));
+      const made = this.rowOf(device, seen, (box) => this.choose(after(box), all, box));
+      made.box.checked = chosen.includes(device);
+      made.title.textContent = device;
+      made.name.textContent = one.name;
+      made.memory.textContent = memoryOf(one);
+      made.users.textContent = one.users.map(translate).join("; ");
+      made.root.classList.toggle("busy", busy);
+    }
+    for (const { devices: cluster, words, there } of clusters) {
+      const made = this.rowOf(cluster, seen, (box) => this.input.write(box.checked ? cluster : ALL));
+      made.box.checked = text?.trim().toLowerCase() === cluster;
+      made.box.disabled = !there;
+      made.title.textContent = cluster;
+      made.users.textContent = translate(words);
+    }
+    for (const [key, { root }] of this.rows) {
+      if (seen.has(key)) continue;
+      root.remove();
+      this.rows.delete(key);
+    }
+  }
+
+  // Rows stay, so that the focus does.
+  rowOf(key, seen, choose) {
+    seen.add(key);
+    let made = this.rows.get(key);
+    if (!made) {
+      made = row((box) => made.choose(box));
+      this.rows.set(key, made);
+      this.list.append(made.root);
+    }
+    made.choose = async (box) => {
+      choose(box);
+      await this.look();
+    };
+    return made;
+  }
+
+  // The last one stays: no device at all would mean all of them.
+  choose(chosen, all, box) {
+    if (chosen.length) this.input.write(textFor(chosen, all));
+    else box.checked = true;
+  }
+}
