@@ -14,7 +14,15 @@ from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
-from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
+from .ranks import (
+    TestNoFreeMemory,
+    TestOtherPlatform,
+    TestRankStates,
+    TestUnload,
+    TestUntilHeld,
+    TestUntilWaiting,
+    fork_ranks,
+)
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
 
 
@@ -41,6 +49,7 @@ class InjectExtension(ComfyExtension):
             TestRankStates,
             TestUnload,
             TestUntilHeld,
+            TestUntilWaiting,
             TestWanVAE,
         ]
 
