@@ -46,13 +46,14 @@ class ParallelSampler(io.ComfyNode):
         settings = job.settings
         job.check(settings)
         record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())
-        samples, record = sample(job, settings, record)
+        samples, ran = sample(job, settings, record)
+        is_one_of_several, record = ran is not record, ran
         if record.runs:  # nothing runs at denoise 0
             report_progress(summarise(record))
         report = write_report(record)
         file = job.parallel_model.file
-        images = samples.shape[0] if record.plan is None else record.plan.job.batch
+        images = record.plan.job.batch if is_one_of_several else samples.shape[0]
         shown = run_ui(record, report, settings, file, images=images, has_cfg=job.cfg != 1.0)
-        if images != samples.shape[0]:  # several prompts at once: the candidates are not of this graph's job
+        if is_one_of_several:  # prompts, whose candidates are not of this graph's job
             shown.pop("parallel_candidates", None)
         return io.NodeOutput(job.as_latent(samples), report, ui=shown)

@@ -43,7 +43,7 @@ def sample(job: SamplingJob, settings: StrategySettings, record: RunRecord) -> t
     key = (context.prompt_id, context.node_id)
     if (ahead := _kept.take(key, job)) is not None:
         return ahead.samples, replace(ahead.record, notes=[*ahead.record.notes, TAKEN])
-    if setting(SETTING) and (waiting := _waiting(key)):
+    if job.denoise > 0 and setting(SETTING) and (waiting := _waiting(key)):
         why = _why_alone(job, settings) or _kept_is_full(job, len(waiting))
         together = None if why else _split(job, settings, len(waiting))
         if together is not None:
@@ -53,7 +53,7 @@ def sample(job: SamplingJob, settings: StrategySettings, record: RunRecord) -> t
             except (ParallelError, RunsStepwise, comfy.model_management.OOM_EXCEPTION) as error:
                 if isinstance(error, Cancelled):
                     raise
-                why = str(error)
+                why = " ".join(str(error).split())
                 _kept.leave_alone([key[0], *(one.prompt_id for one in others)])
         if why:
             record.notes.append(f"one image per GPU was not possible, so this prompt ran alone: {why}")
