@@ -54,6 +54,7 @@ class KeptLatents:
         self._lock = threading.Lock()
         self._ahead: dict[Key, list[Ahead]] = {}
         self._alone: set[str] = set()  # prompts that shall be computed alone
+        self._missed: set[str] = set()  # nodes that asked for another job than was computed ahead
         self._watcher: threading.Thread | None = None
 
     @property
@@ -63,7 +64,7 @@ class KeptLatents:
 
     def take(self, key: Key, job: SamplingJob) -> Ahead | None:
         """What was computed for this job of this prompt, which is not kept any longer. Where all that is kept for it is
-        for another job, the prompt is computed alone: ComfyUI has not kept what it had when that was computed."""
+        for another job, ComfyUI has not kept what it had when that was computed, and may not the next time either."""
         with self._lock:
             kept = self._ahead.get(key, [])
             found = next((one for one in kept if one.is_for(job)), None)
@@ -71,6 +72,7 @@ class KeptLatents:
                 kept.remove(found)
             elif kept:
                 self._alone.add(key[0])
+                self._missed.add(key[1])
             if found is None or not kept:
                 self._ahead.pop(key, None)
             return found
@@ -86,6 +88,11 @@ class KeptLatents:
         with self._lock:
             self._alone.update(prompts)
             self._watch()
+
+    def has_missed(self, node: str) -> bool:
+        """Whether what is computed ahead does not hold there, since the queue was empty the last time."""
+        with self._lock:
+            return node in self._missed
 
     def passed(self, node: str) -> set[str]:
         """Prompts for which nothing is to be computed ahead."""
@@ -105,6 +112,7 @@ class KeptLatents:
             with self._lock:
                 self._ahead = {key: kept for key, kept in self._ahead.items() if key[0] in queued}
                 self._alone &= queued
-                if not self._ahead and not self._alone:
+                if not self._ahead and not self._alone and not (self._missed and queued):
+                    self._missed.clear()
                     self._watcher = None
                     return

@@ -30,7 +30,10 @@ from .kept import MOST_BYTES, Ahead, KeptLatents, Key
 from .queue import queued_prompts, running_prompt, waiting_prompts
 
 SETTING = "one_image_per_gpu"
-TAKEN = "computed at once with the prompt before it, one image per GPU; the times are those of that run"
+TAKEN = "computed at once with the prompt before it; the times are those of that run"
+_NOTHING_HOLDS = (
+    "a node before the sampler gives something else each time, so nothing holds that is computed ahead"
+)
 
 _kept = KeptLatents(queued_prompts)
 
@@ -38,41 +41,57 @@ _kept = KeptLatents(queued_prompts)
 def sample(job: SamplingJob, settings: StrategySettings, record: RunRecord) -> tuple[Tensor, RunRecord]:
     """The samples that the job gives, and the record of the run that they come from; `record` is of a run alone."""
     context = get_executing_context()
-    if context is None:
-        return job.run(settings, record), record
-    key = (context.prompt_id, context.node_id)
-    if (ahead := _kept.take(key, job)) is not None:
-        return ahead.samples, replace(ahead.record, notes=[*ahead.record.notes, TAKEN])
-    if job.denoise > 0 and setting(SETTING) and (waiting := _waiting(key)):
-        why = _why_alone(job, settings) or _kept_is_full(job, len(waiting))
-        together = None if why else _split(job, settings, len(waiting))
-        if together is not None:
-            others = waiting[: together.strategy.data_degree - 1]
-            try:
-                return _run(job, together, RunRecord(price_per_hour=record.price_per_hour), key, others)
-            except (ParallelError, RunsStepwise, comfy.model_management.OOM_EXCEPTION) as error:
-                if isinstance(error, Cancelled):
-                    raise
-                why = " ".join(str(error).split())
-                _kept.leave_alone([key[0], *(one.prompt_id for one in others)])
-        if why:
-            record.notes.append(f"one image per GPU was not possible, so this prompt ran alone: {why}")
+    if context is not None:
+        key = (context.prompt_id, context.node_id)
+        if (ahead := _kept.take(key, job)) is not None:
+            return ahead.samples, replace(ahead.record, notes=[*ahead.record.notes, TAKEN])
+        if (
+            job.denoise > 0
+            and setting(SETTING)
+            and (found := _at_once(job, settings, record, key)) is not None
+        ):
+            return found
     return job.run(settings, record), record
 
 
+def _at_once(
+    job: SamplingJob, settings: StrategySettings, record: RunRecord, key: Key
+) -> tuple[Tensor, RunRecord] | None:
+    """As `sample`, with the prompts that wait; None where this one runs alone: `record` says why, where others wait."""
+    prompt_id, node = key
+    waiting = _waiting(key)
+    why = _NOTHING_HOLDS if _kept.has_missed(node) else ""
+    if waiting and not why:
+        why = _why_alone(job, settings) or _kept_is_full(job, len(waiting))
+    together = None if why or not waiting else _split(job, settings, len(waiting))
+    if together is not None:
+        others = waiting[: together.strategy.data_degree - 1]
+        try:
+            return _run(job, together, RunRecord(price_per_hour=record.price_per_hour), node, others)
+        except (ParallelError, RunsStepwise, comfy.model_management.OOM_EXCEPTION) as error:
+            if isinstance(error, Cancelled):
+                raise
+            why = " ".join(str(error).split())
+            _kept.leave_alone([prompt_id, *(one.prompt_id for one in others)])
+    if why:
+        record.notes.append(f"one image per GPU was not possible, so this prompt ran alone: {why}")
+    return None
+
+
 def _run(
-    job: SamplingJob, settings: StrategySettings, record: RunRecord, key: Key, others: list[Waiting]
+    job: SamplingJob, settings: StrategySettings, record: RunRecord, node: str, others: list[Waiting]
 ) -> tuple[Tensor, RunRecord]:
-    count = 1 + len(others)
-    report_progress(f"{count} prompts at once, one image per GPU")
-    record.notes = [f"{count} prompts that differ by their seed were computed at once, one image per GPU"]
+    count, each = 1 + len(others), settings.strategy.world_size // settings.strategy.data_degree
+    share = "one image per GPU" if each == 1 else f"one image per {each} GPUs"
+    report_progress(f"{count} prompts at once, {share}")
+    record.notes = [f"{count} prompts that differ by their seed were computed at once, {share}"]
     samples = job.run(settings, record, [one.seed for one in others])
     if record.decisions:
-        why = f"{record.name_of(settings.strategy)}: one image per GPU, for {count} prompts"
+        why = f"{record.name_of(settings.strategy)}: {share}, for {count} prompts"
         record.decisions[-1] = replace(record.decisions[-1], reason=why)
     for row, one in enumerate(others, start=1):
         own = samples[row : row + 1].clone()  # else each would keep those of all
-        _kept.keep((one.prompt_id, key[1]), Ahead(job, one.seed, own, record))
+        _kept.keep((one.prompt_id, node), Ahead(job, one.seed, own, record))
     return samples[:1].clone(), record
 
 

@@ -134,7 +134,7 @@ def test_devices_beside_an_image_share_its_tokens(together):
     prompts.put(1, 2)
     prompts.wait()
     prompts.expect(1, 2)
-    assert prompts.samplings() == 1 and "data 2 × Ulysses 2: one image per GPU" in prompts.report(1)
+    assert prompts.samplings() == 1 and "data 2 × Ulysses 2: one image per 2 GPUs" in prompts.report(1)
 
 
 def test_it_is_off_until_it_is_wanted(comfy):
@@ -196,6 +196,22 @@ def test_a_prompt_that_fails_takes_none_with_it(together):
         together.client.wait(prompts.ids[1])
     prompts.expect(1)
     assert prompts.samplings() == 1
+
+
+def test_where_nothing_holds_that_is_computed_ahead_that_is_found_out_once(together):
+    prompts = _Prompts(together, 4)
+    for seed in (1, 2, 3, 4):
+        graph = prompts.graph(seed)
+        sampler = graph.prompt[prompts.node]["inputs"]
+        sampler["latent_image"] = [graph.add("TestNew", latent=sampler["latent_image"]), 0]
+        prompts.ids.append(together.client.queue(graph.prompt))
+    prompts.wait()
+    prompts.expect(1, 2, 3, 4)
+    assert prompts.samplings() == 4
+    assert TOGETHER in prompts.report(1) and TAKEN not in prompts.report(2)
+    assert all(
+        f"{ALONE}, so this prompt ran alone: a node before" in prompts.report(seed) for seed in (2, 3, 4)
+    )
 
 
 def test_where_several_cannot_be_computed_at_once_each_runs_alone_and_says_so(together):

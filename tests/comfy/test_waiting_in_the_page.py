@@ -65,7 +65,7 @@ def _wait_for(page, what: str, words: str) -> None:
     page.wait_for_function(f"words => ({what})().includes(words)", arg=words, timeout=60_000)
 
 
-def test_the_offer_says_how_many_wait_and_a_click_computes_them_at_once(page, drawn_by):
+def test_the_offer_counts_a_click_computes_at_once_and_what_cannot_be_says_why(page, drawn_by):
     _show(page, waiting=4)
     assert page.evaluate(OFFER) == ""
     page.evaluate(QUEUE, [[1, 2, 3, 4], {}])
@@ -87,8 +87,6 @@ def test_the_offer_says_how_many_wait_and_a_click_computes_them_at_once(page, dr
     _wait_for(page, REPORT, "strategy: ")
     assert "one image per GPU" not in page.evaluate(REPORT)
 
-
-def test_what_cannot_be_computed_at_once_is_not_offered_and_why_is_said(page, drawn_by):
     _show(page, waiting=2)
     page.evaluate(QUEUE, [[1, 2], {"sampler_name": "euler_ancestral"}])
     _wait_for(page, OFFER, "the sampler euler_ancestral draws noise of its own")

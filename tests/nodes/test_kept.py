@@ -75,6 +75,7 @@ def test_for_any_other_job_it_is_dropped_and_its_prompt_computed_alone(kept, cha
     _keep(kept, job, 5)
     assert kept.take(("a", "7"), _with(job, **{"seed": 5, **change})) is None
     assert kept.bytes == 0 and kept.passed("7") == {"a"}
+    assert kept.has_missed("7") and not kept.has_missed("8")
 
 
 def test_lists_of_jobs_of_one_prompt_find_their_own(kept):
@@ -94,6 +95,16 @@ def test_what_prompts_leave_behind_that_are_gone_is_dropped(kept, queued):
     assert kept.bytes == 16
     queued.discard("b")
     wait_until(lambda: kept.bytes == 0 and not kept.passed("7"))
+
+
+def test_where_it_did_not_hold_is_known_until_the_queue_is_empty(kept, queued):
+    _keep(kept, _job(), 5)
+    kept.take(("a", "7"), _job(5))
+    queued.discard("a")
+    wait_until(lambda: not kept.passed("7"))
+    assert kept.has_missed("7")
+    queued.discard("b")
+    wait_until(lambda: not kept.has_missed("7"))
 
 
 def test_it_does_not_keep_the_model_that_it_was_computed_with(kept):

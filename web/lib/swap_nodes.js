@@ -1,7 +1,7 @@
 // Load Diffusion Model and KSampler in exchange for Parallel Model Loader and Parallel Sampler, and back: values, links and
-// places stay. Where something changes the model on its way, or its loader gives more, Parallel Model stands before the
-// sampler instead.
-import { loaderOf, originOf } from "./graph.js";
+// places stay. Where something changes the model on its way, or others need its loader's, Parallel Model stands before the
+// sampler instead, which takes no model that is parallel already.
+import { followersOf, loaderOf, originOf } from "./graph.js";
 import { ACTIVE, change, freePlace, GAP, graphs, linksOf, move } from "./parallel_graph.js";
 
 const STOCK = { loader: "UNETLoader", sampler: "KSampler" };
@@ -62,12 +62,19 @@ function exchange(graph, old, kind, names, types) {
   return node;
 }
 
+// Whether all that this loader's model goes to, directly, are samplers to be exchanged.
+function servesSamplersAlone(loader) {
+  const followers = followersOf(loader, loader.outputs[slotOfType(loader, MODEL)].name);
+  return followers.every(({ comfyClass, mode }) => comfyClass === STOCK.sampler && mode === ACTIVE);
+}
+
 // [node, slot] that gives this sampler's model to ours; `made`: Parallel Model nodes by what they stand behind.
 function parallelFor(graph, sampler, made) {
   const origin = originOf(sampler, "model");
   const ready = slotOfType(origin, PARALLEL);
   if (ready >= 0) return [origin, ready];
-  if (origin?.comfyClass === STOCK.loader && origin.mode === ACTIVE && takesFile(OURS.loader, origin)) {
+  const isPlain = origin.comfyClass === STOCK.loader && origin.mode === ACTIVE && servesSamplersAlone(origin);
+  if (isPlain && takesFile(OURS.loader, origin)) {
     const loader = exchange(graph, origin, OURS.loader, { unet_name: "model_name" }, [MODEL]);
     return [loader, slotOfType(loader, PARALLEL)];
   }

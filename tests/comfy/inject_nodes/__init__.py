@@ -11,7 +11,7 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
-from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
+from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestNew, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import (
@@ -37,6 +37,7 @@ class InjectExtension(ComfyExtension):
             TestClip,
             TestConditioning,
             TestLatent,
+            TestNew,
             TestNoFreeMemory,
             TestOtherPlatform,
             TestSaveImage,
