@@ -68,7 +68,7 @@ def write_report(record: RunRecord) -> str:
             "step_cache did nothing, so the result is exact: it belongs to the devices' own loop, and here ComfyUI "
             "runs the loop"
         )
-    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped])]
+    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
     return "\n".join(lines)
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from drawn_from import digest, save
+
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+SOURCES = [Path(__file__)]
 ICON = 400  # pixels; the registry takes up to 800 x 400
 BANNER = (1260, 540)  # 21:9
 
@@ -26,7 +29,7 @@ def mark(side: int) -> Image.Image:
     inner = (large - 2 * edge - gap) // 2
     for place, colour in enumerate(_DEVICES):
         left, top = edge + place % 2 * (inner + gap), edge + place // 2 * (inner + gap)
-        quarter = _landscape(2 * inner, colour).crop(
+        quarter = landscape(2 * inner, colour).crop(
             (place % 2 * inner, place // 2 * inner, place % 2 * inner + inner, place // 2 * inner + inner)
         )
         rounded = Image.new("L", quarter.size, 0)
@@ -38,7 +41,7 @@ def mark(side: int) -> Image.Image:
     return picture.resize((side, side), Image.LANCZOS)
 
 
-def _landscape(side: int, colour: str) -> Image.Image:
+def landscape(side: int, colour: str) -> Image.Image:
     """The whole picture in shades of one device's colour."""
     paper, tint = Image.new("RGB", (side, side), _PAPER), Image.new("RGB", (side, side), colour)
 
@@ -72,8 +75,8 @@ def banner() -> Image.Image:
 
 def main() -> None:
     """Writes both."""
-    mark(ICON).save(IMAGES / "icon.png", optimize=True)
-    banner().save(IMAGES / "banner.png", optimize=True)
+    save(mark(ICON), IMAGES / "icon.png", digest(SOURCES))
+    save(banner(), IMAGES / "banner.png", digest(SOURCES))
     print(f"icon.png and banner.png in {IMAGES.name}")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from PIL import Image, ImageDraw, ImageFont
 
 from draw_brand import _DEVICES, _FAINT, _PAPER, _TEXT, IMAGES, mark
+from drawn_from import digest, save
 
 SIZE = (1400, 520)
+SOURCES = [Path(__file__).parent / name for name in ("draw_overview.py", "draw_brand.py")]
 _EDGE = "#4a5160"
 _PANEL = "#23262d"
 _STOCK = (
@@ -68,5 +72,5 @@ def _arrow(draw: ImageDraw.ImageDraw, start: tuple[int, int], end: tuple[int, in
 
 
 if __name__ == "__main__":
-    overview().save(IMAGES / "overview.png", optimize=True)
+    save(overview(), IMAGES / "overview.png", digest(SOURCES))
     print(f"overview.png in {IMAGES.name}")

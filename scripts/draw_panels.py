@@ -1,19 +1,25 @@
 """Photograph Strategy Selector and the status panel in ComfyUI's own page, for their help.
 
 ``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
-writes ``web/docs/StrategySelector*.png`` and ``docs/images/status_panel.png``.
+writes ``web/docs/StrategySelector*.png`` and ``docs/images/status_panel.png``. Each picture of Strategy Selector keeps
+the words that it shows, by which a test tells that it is out of date.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
+from drawn_from import save
 from steps import SetupError, exit_on_setup_error
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +44,12 @@ ALONE = """async ([workflow, type, values, height]) => {
 HYBRID = {"mode": "manual", "devices": "cpu:8", "cfg_degree": 2, "ring_degree": 2, "ulysses_degree": 2}
 # Picture -> the node, its inputs, how tall it is, and what to wait for.
 PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "StrategySelectorPanel": ("StrategySelector", HYBRID, 800, "li.device"),
+    "StrategySelectorPanel": (
+        "StrategySelector",
+        HYBRID,
+        800,
+        ".parallel-strategy:has-text('CFG 2 × Ring 2 × Ulysses 2') li.device",
+    ),
     "StrategySelectorProblem": (
         "StrategySelector",
         {"mode": "manual", "devices": "cpu:8", "ulysses_degree": 5},
@@ -46,6 +57,13 @@ PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         ".parallel-strategy [role=alert] p",
     ),
 }
+
+WORDS = """type => {
+  const node = app.graph.nodes.find(n => n.type === type);
+  const rows = node.widgets.filter(w => !w.hidden && w.type !== 'strategy_panel');
+  return [node.title, ...rows.map(w => `${w.label ?? w.name}: ${w.value}`), node.widgets.find(
+    w => w.name === 'strategy_panel').element.innerText].join('\\n');
+}"""
 
 STATUS = ROOT / "docs" / "images" / "status_panel.png"
 # Runs the workflow on two ranks with more steps than it has, so that there is time for a picture.
@@ -64,6 +82,14 @@ TWO_RANKS = {
     "ParallelSampler": {"steps": 1000},
 }
 HALF_WAY = "() => /^sampling [1-9]\\d\\d/.test(document.querySelector('.parallel-group .state')?.textContent)"
+
+
+def show(page: Any, workflow: dict[str, Any], name: str) -> str:
+    """Has the page show what a picture of PICTURES is of; the words that stand there, whatever the numbers."""
+    node, values, height, wanted = PICTURES[name]
+    page.evaluate(ALONE, [workflow, node, values, height])
+    page.wait_for_selector(wanted, timeout=20_000)
+    return re.sub(r"[0-9][0-9.,]*", "7", page.evaluate(WORDS, node))
 
 
 def photograph_status(page: Any, workflow: dict[str, Any]) -> None:
@@ -97,12 +123,12 @@ def main() -> None:
             page = browser.new_page(viewport={"width": 800, "height": 1200})
             page.goto(server.url)
             page.wait_for_function(READY, timeout=60_000)
-            for name, (node, values, height, wanted) in PICTURES.items():
-                page.evaluate(ALONE, [workflow, node, values, height])
-                page.wait_for_selector(wanted, timeout=20_000)
+            for name, (_, _, height, _) in PICTURES.items():
+                words = show(page, workflow, name)
                 page.wait_for_timeout(500)  # until the canvas is drawn
                 clip = {"x": 190, "y": 185, "width": 340, "height": height + 40}
-                page.screenshot(path=PAGES / f"{name}.png", clip=clip)
+                drawn = Image.open(io.BytesIO(page.screenshot(clip=clip)))
+                save(drawn, PAGES / f"{name}.png", words)
                 print(f"{name}.png")
             page.set_viewport_size({"width": 1200, "height": 520})
             photograph_status(page, workflow)

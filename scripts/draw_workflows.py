@@ -1,14 +1,17 @@
 """Draw the pictures of the example workflows and of the nodes' help pages from the saved graphs themselves.
 
-``python scripts/draw_workflows.py`` asks a real ComfyUI for the names of the widgets, and writes
-``example_workflows/*.jpg`` and the pictures in ``web/docs``.
+``python scripts/draw_workflows.py`` asks a real ComfyUI for the names of the widgets, has it run the template of the
+demo model, and writes ``example_workflows/*.jpg`` and the pictures in ``web/docs``. The other templates' models are too
+large to run here: what their devices do is drawn.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +20,10 @@ from PIL import Image, ImageDraw, ImageFont
 from comfyui_client import ComfyUIClient
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
+from draw_shares import draw_shares
+from drawn_from import digest, save
 from steps import SetupError, exit_on_setup_error
-from workflow_to_api import widgets
+from workflow_to_api import widgets, workflow_to_api
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "example_workflows"
@@ -27,22 +32,21 @@ SIDE = 768  # pixels of a thumbnail
 HELP_SCALE = 0.75
 # What the demo model drew (scripts/train_demo_model.py).
 DEMO_PICTURES = ROOT / "docs" / "images" / "demo_contact_sheet.jpg"
-# The two nodes that a thumbnail shows large; the demo's first is its pictures.
-LARGE = {
-    "Try it without a download": (None, "ParallelSampler"),
-    "Flux.2 dev on all GPUs": ("UNETLoader", "EmptyFlux2LatentImage"),
-    "Flux.1 dev with a ControlNet": ("ControlNetApplyAdvanced", "ParallelSampler"),
-    "Flux.1 dev at high resolution": ("EmptySD3LatentImage", "ParallelVAEDecode"),
-    "Flux.1 dev from a picture": ("LoadImage", "ParallelSampler"),
-    "Flux.1 dev inpainting": ("SetLatentNoiseMask", "ParallelSampler"),
-    "Flux.1 dev with LoRAs": ("ParallelLoraLoader", "ParallelSampler"),
-    "HunyuanVideo 1.5 text to video on all GPUs": ("UNETLoader", "EmptyHunyuanVideo15Latent"),
-    "LTX-2 text to video on all GPUs": ("CheckpointLoaderSimple", "EmptyLTXVLatentVideo"),
-    "MiniMax-H3 text to video on all GPUs": ("UNETLoader", "MiniMaxH3ImageToVideo"),
-    "Qwen-Image-Edit on all GPUs": ("UNETLoader", "TextEncodeQwenImageEditPlus"),
-    "SDXL on all GPUs": ("CheckpointLoaderSimple", "KSampler"),
-    "Stock KSampler on all GPUs": ("ParallelFluxLoader", "KSampler"),
-    "Wan 2.2 text to video on all GPUs": ("UNETLoader", "KSamplerAdvanced"),
+DEMO = "Try it without a download"
+# What is drawn of the others (draw_shares.py); of all that are not named one picture, a share of it on each device.
+MOTIFS = {
+    "Flux.1 dev from a picture": "from a picture",
+    "Flux.1 dev inpainting": "mask",
+    "Flux.1 dev larger than a card": "weights",
+    "Flux.1 dev with LoRAs": "LoRAs",
+    "Flux.1 dev with a ControlNet": "outlines",
+    "Flux.1 dev with a negative prompt": "prompts",
+    "HunyuanVideo 1.5 text to video on all GPUs": "film",
+    "LTX-2 text to video on all GPUs": "film",
+    "MiniMax-H3 text to video on all GPUs": "film",
+    "Qwen-Image-Edit on all GPUs": "from a picture",
+    "SDXL on all GPUs": "prompts",
+    "Wan 2.2 text to video on all GPUs": "film",
 }
 # Help page -> the workflow and the nodes that its picture shows.
 HELP = {
@@ -56,6 +60,8 @@ HELP = {
     "ParallelSampler": ("Flux.1 dev on all GPUs", ("ParallelSampler",)),
     "ParallelVAEDecode": ("Flux.1 dev at high resolution", ("ParallelVAEDecode",)),
 }
+
+_SIZED = re.compile("Empty.*Latent.*|MiniMaxH3ImageToVideo")  # nodes that begin with width and height
 
 # LiteGraph's measures, in the graph's units.
 _TITLE, _SLOT, _WIDGET = 30, 20, 24
@@ -242,26 +248,34 @@ def _draw_lines(
             line += f"{word} "
 
 
-def thumbnail(name: str, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
-    """[SIDE, SIDE]: what it is, two of its nodes large, and the whole graph."""
+def thumbnail(
+    name: str, workflow: dict[str, Any], object_info: dict[str, Any], result: Image.Image | None = None
+) -> Image.Image:
+    """[SIDE, SIDE]: what it is, its `result` or what the devices do for one, and the whole graph."""
     sheet = Sheet(Box(0, 0, SIDE, SIDE), 1)
-    sheet.text(32, 36, name, "#ffffff", 34, "la", SIDE - 64)
-    sheet.text(32, 86, "Parallel Sampling for ComfyUI", "#8fb8e8", 22, "la")
+    lines = textwrap.wrap(name, 26)
+    for row, line in enumerate(lines):
+        sheet.text(36, 32 + row * 56, line, "#ffffff", 50, "la", SIDE - 64)
     picture = sheet.picture()
-    wanted = LARGE.get(name, ("StrategySelector", "ParallelSampler"))
-    for place, kind in enumerate(wanted):
-        if kind is None:
-            picture.paste(_demo_pictures(352).crop((0, 0, 352, 300)), (24 + place * 368, 136))
-            continue
-        node = next(node for node in workflow["nodes"] if node["type"] == kind)
-        left, top, _, _ = around([node], 12)
-        cut = Box(left, top, left + 352, top + 300)
-        picture.paste(draw_graph(workflow, object_info, cut, 1), (24 + place * 368, 136))
+    top = 40 + 56 * len(lines)
+    room = SIDE - 72, SIDE - 200 - top
+    if result is not None:
+        shown = result.resize((room[1], room[1]), Image.LANCZOS)
+    else:
+        shown = draw_shares(MOTIFS.get(name, "picture"), room, _ratio(workflow))
+    picture.paste(shown, ((SIDE - shown.width) // 2, top))
     whole = around(workflow["nodes"], 70)
-    scale = min((SIDE - 48) / (whole.right - whole.left), 290 / (whole.bottom - whole.top))
+    scale = min((SIDE - 48) / (whole.right - whole.left), 180 / (whole.bottom - whole.top))
     graph = draw_graph(workflow, object_info, whole, scale)
-    picture.paste(graph, ((SIDE - graph.width) // 2, 456))
+    picture.paste(graph, ((SIDE - graph.width) // 2, SIDE - 190))
     return picture
+
+
+def _ratio(workflow: dict[str, Any]) -> float:
+    """Width by height of the picture, where a node of the graph sets them."""
+    sized = next((n for n in workflow["nodes"] if _SIZED.fullmatch(n["type"])), None)
+    sides = [value for value in sized["widgets_values"] if isinstance(value, int)] if sized else [1, 1]
+    return sides[0] / sides[1]
 
 
 def _demo_pictures(width: int) -> Image.Image:
@@ -278,26 +292,37 @@ def help_picture(page: str, workflow: dict[str, Any], object_info: dict[str, Any
     return draw_graph(workflow, object_info, around(nodes, 60), HELP_SCALE)
 
 
+def demo_result(client: ComfyUIClient, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
+    """The picture that the template of the demo model gives."""
+    entry = client.run(workflow_to_api(workflow, object_info))
+    images = next(shown["images"] for shown in entry["outputs"].values() if "images" in shown)
+    return Image.open(io.BytesIO(client.view(images[0]))).convert("RGB")
+
+
+def sources(workflow: str) -> list[Path]:
+    """The files on which the picture of a workflow depends."""
+    scripts = ("draw_workflows.py", "draw_shares.py", "draw_brand.py")
+    return [EXAMPLES / f"{workflow}.json", *(ROOT / "scripts" / script for script in scripts)]
+
+
 def main() -> None:
     """Draws them all; raises SetupError where there is no ComfyUI."""
     comfyui = find_comfyui()
     if comfyui is None:
         raise SetupError("no ComfyUI found: run ./scripts/test once, or set COMFYUI_PATH")
+    workflows = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
     with tempfile.TemporaryDirectory() as folder:
         packs = {"comfyui-parallel-sampling": ROOT}
         with ComfyUIServer(comfyui, Path(folder), packs, cpu=True) as server:
-            object_info = ComfyUIClient(server.url).object_info()
-    draw_all(object_info)
-
-
-def draw_all(object_info: dict[str, Any]) -> None:
-    """Every picture, with the node definitions of ``/object_info``."""
-    workflows = {path.stem: json.loads(path.read_text("utf-8")) for path in EXAMPLES.glob("*.json")}
-    for name, workflow in sorted(workflows.items()):
-        thumbnail(name, workflow, object_info).save(EXAMPLES / f"{name}.jpg", quality=85, optimize=True)
+            client = ComfyUIClient(server.url)
+            object_info = client.object_info()
+            result = demo_result(client, workflows[DEMO], object_info)
+    for name, workflow in workflows.items():
+        drawn = thumbnail(name, workflow, object_info, result if name == DEMO else None)
+        save(drawn, EXAMPLES / f"{name}.jpg", digest(sources(name)))
     for page, (name, _) in HELP.items():
-        picture = help_picture(page, workflows[name], object_info).quantize(256)
-        picture.save(ROOT / "web" / "docs" / f"{page}.png", optimize=True)
+        drawn = help_picture(page, workflows[name], object_info).quantize(256)
+        save(drawn, ROOT / "web" / "docs" / f"{page}.png", digest(sources(name)))
     _demo_pictures(480).save(ROOT / "web" / "docs" / "ParallelDemoLoader.jpg", quality=85, optimize=True)
     print(f"{len(workflows)} workflows and {len(HELP) + 1} help pages drawn")
 

@@ -42,11 +42,37 @@ function progressOf(ranks) {
 
 const byVue = () => app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
 
+// The others have a panel with their report.
+const opens = (node) => !SAMPLERS.includes(node.comfyClass) && Boolean(runs.get(node)?.output);
+
+const drawn = new WeakMap(); // node -> where its badge is on the canvas, beside the node's place: [x, y, width, height]
+
 // As the canvas draws badges. Nodes drawn by Vue never look at theirs again, so they get an element instead.
 function badgeOnCanvas(node) {
   if (!globalThis.LGraphBadge || !node.badges) return;
   const { BADGE_FG_COLOR: fgColor, BADGE_BG_COLOR: bgColor } = globalThis.LiteGraph;
-  node.badges.push(() => new globalThis.LGraphBadge({ text: byVue() ? "" : wordsOf(node), fgColor, bgColor }));
+  node.badges.push(() => {
+    const badge = new globalThis.LGraphBadge({ text: byVue() ? "" : wordsOf(node), fgColor, bgColor });
+    const { draw } = badge;
+    badge.draw = function (context, x, y) {
+      drawn.set(node, [x, y, this.getWidth(context), this.height]);
+      draw.call(this, context, x, y);
+    };
+    return badge;
+  });
+}
+
+// A click on a badge, which lies above its node, where the canvas asks nobody.
+function openOnCanvas(event) {
+  if (!runs.size || byVue()) return;
+  const [x, y] = app.canvas.convertEventToCanvasOffset(event);
+  const isOn = (node) => {
+    const [left, top, width, height] = drawn.get(node) ?? [0, 0, 0, 0];
+    const [right, below] = [x - node.pos[0] - left, y - node.pos[1] - top];
+    return node.graph === app.canvas.graph && wordsOf(node) && right >= 0 && right <= width && below >= 0 && below <= height;
+  };
+  const node = [...runs.keys()].find((one) => opens(one) && isOn(one));
+  if (node) openReport(node, runs.get(node).output);
 }
 
 const elements = new WeakMap(); // node -> its badge on the page
@@ -60,7 +86,7 @@ function badgeOnPage(node) {
   badge.type = "button";
   badge.textContent = words;
   badge.title = say("open_report");
-  badge.disabled = SAMPLERS.includes(node.comfyClass) || !runs.get(node)?.output; // the others have a panel
+  badge.disabled = !opens(node);
   badge.onclick = () => openReport(node, runs.get(node).output);
   if (badge.parentElement !== box) box.append(badge);
 }
@@ -115,6 +141,7 @@ app.registerExtension({
       const node = nodeOf(id);
       if (node && !SAMPLERS.includes(node.comfyClass)) update(node, { ranks: ranks.length ? ranks : null });
     });
+    app.canvas.canvas.addEventListener("click", openOnCanvas);
     keepOnPage();
   },
 });

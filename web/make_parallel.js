@@ -1,12 +1,18 @@
-// "Make this workflow parallel", and back again: in the menus of the canvas and of nodes, and as commands.
+// "Make this workflow parallel", by Parallel Model or by our loader and sampler in the place of ComfyUI's, and back again: in
+// the menus of the canvas and of nodes, and as commands.
 import { app } from "../../scripts/app.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";
+import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
 import { say } from "./lib/words.js";
 
 const PARALLEL = "ParallelModel";
 const MAKE = "parallel_sampling.make_parallel";
 const BACK = "parallel_sampling.make_stock";
+const SWAP = "parallel_sampling.swap_in";
+const SWAP_BACK = "parallel_sampling.swap_out";
 const LIFE = 6000; // ms
+const SWAPPED = ["KSampler", "UNETLoader"]; // in whose menus, and in those of what takes their places
+const OURS = ["ParallelSampler", "ParallelModelLoader"];
 
 function tell(severity, words) {
   app.extensionManager.toast.add({ severity, summary: "Parallel Sampling", detail: words, life: LIFE });
@@ -23,24 +29,48 @@ function back() {
   tell(out ? "success" : "info", words.filter(Boolean).join(" "));
 }
 
+function swap() {
+  const count = swapIn();
+  tell(count ? "success" : "info", count ? say("swapped", { count }) : say("nothing_to_swap"));
+}
+
+function swapBack() {
+  const count = swapOut();
+  tell(count ? "success" : "info", count ? say("swapped_back", { count }) : say("nothing_to_swap_back"));
+}
+
 const makeItem = () => ({ content: say("make_parallel"), callback: make });
 const backItem = () => ({ content: say("make_stock"), callback: back });
+const swapItem = () => ({ content: say("swap"), callback: swap });
+const swapBackItem = () => ({ content: say("swap_back"), callback: swapBack });
 
 app.registerExtension({
   name: "parallel_sampling.make_parallel",
   commands: [
     { id: MAKE, label: "Make this workflow parallel", icon: "pi pi-clone", function: make },
     { id: BACK, label: "Take Parallel Model out of this workflow", icon: "pi pi-undo", function: back },
+    { id: SWAP, label: "Swap KSampler and its loader for the parallel ones", icon: "pi pi-arrow-right-arrow-left", function: swap },
+    { id: SWAP_BACK, label: "Swap back to KSampler and its loader", icon: "pi pi-undo", function: swapBack },
   ],
-  menuCommands: [{ path: ["Extensions", "Parallel Sampling"], commands: [MAKE, BACK] }],
+  menuCommands: [{ path: ["Extensions", "Parallel Sampling"], commands: [MAKE, BACK, SWAP, SWAP_BACK] }],
 
   getCanvasMenuItems() {
-    const items = [...(canMakeParallel() ? [makeItem()] : []), ...(canTakeOut() ? [backItem()] : [])];
+    const items = [
+      ...(canMakeParallel() ? [makeItem()] : []),
+      ...(canSwapIn() ? [swapItem()] : []),
+      ...(canTakeOut() ? [backItem()] : []),
+      ...(canSwapOut() ? [swapBackItem()] : []),
+    ];
     return items.length ? [null, ...items] : [];
   },
 
   getNodeMenuItems(node) {
-    if (givesStockModel(node)) return [makeItem()];
-    return node.comfyClass === PARALLEL && canTakeOut() ? [backItem()] : [];
+    const kind = node.comfyClass;
+    return [
+      ...(givesStockModel(node) ? [makeItem()] : []),
+      ...(SWAPPED.includes(kind) && canSwapIn() ? [swapItem()] : []),
+      ...(kind === PARALLEL && canTakeOut() ? [backItem()] : []),
+      ...(OURS.includes(kind) && canSwapOut() ? [swapBackItem()] : []),
+    ];
   },
 });

@@ -50,6 +50,7 @@ class RunRecord:
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
     price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
+    notes: list[str] = field(default_factory=list)  # what else there is to say of it, in words
 
     @property
     def strategy(self) -> ParallelStrategy:

@@ -55,7 +55,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
     """What the node's execution would give, and the strategy that its sampler would use. Reads headers only. Raises
     RequestError for what only a run of the prompt can tell."""
     kind, inputs = _node(prompt, node)
-    settings = _settings(prompt, inputs.get("strategy")) or default_settings()
+    settings = settings_of(prompt, inputs.get("strategy")) or default_settings()
     try:
         if kind == "ParallelModel":
             model = _behind(prompt, inputs.get("model"), settings)
@@ -70,7 +70,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
             raise RequestError(f"{kind} names no model for the devices.")
     except FileNotFoundError as error:
         raise RequestError(f"Nothing was loaded: {error}") from None
-    return model, _settings(prompt, _samplers(prompt, node)) or settings
+    return model, settings_of(prompt, _samplers(prompt, node)) or settings
 
 
 def _behind(prompt: Prompt, link: object, settings: StrategySettings) -> ParallelModel:
@@ -97,8 +97,8 @@ def _samplers(prompt: Prompt, node: str) -> object:
     return None
 
 
-def _settings(prompt: Prompt, link: object) -> StrategySettings | None:
-    """Of the Strategy Selector at the other end; None without one."""
+def settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
+    """Of the Strategy Selector at the other end; None without one. Raises RequestError where only a run can tell."""
     if not (isinstance(link, list) and len(link) == 2):
         return None
     kind, inputs = _node(prompt, str(link[0]))

@@ -17,6 +17,21 @@ MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.ty
   item => item?.content).filter(Boolean)"""
 CHOOSE = """([type, words]) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).find(
   item => item?.content === words).callback()"""
+# The middle of the badge that the canvas draws, in pixels of the page.
+BADGE = """() => {
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  let found = null;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+    if (/^Ulysses 2 · /.test(text)) found = [this.getTransform(), x + this.measureText(text).width / 2, y];
+    return fillText.call(this, text, x, y, ...rest);
+  };
+  try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
+  const [transform, x, y] = found;
+  const at = transform.transformPoint({ x, y });
+  const { left, top, width } = app.canvas.canvas.getBoundingClientRect();
+  const ratio = app.canvas.canvas.width / width;
+  return [left + at.x / ratio, top + at.y / ratio];
+}"""
 SET = """([type, name, value]) => {
   app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
 }"""
@@ -78,7 +93,10 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     if drawn_by == "vue":
         page.locator(".parallel-badge").click()
     else:
-        page.evaluate(CHOOSE, [kind, WORDS["open_report"]])
+        x, y = page.evaluate(BADGE)
+        page.mouse.click(x, y - 60)  # above it
+        assert page.get_by_role("dialog").count() == 0
+        page.mouse.click(x, y)
     report = page.get_by_role("dialog")
     report.wait_for(timeout=20_000)
     words = report.inner_text()
@@ -86,6 +104,8 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert report.locator(".parallel-timeline .row").count() == 2
     assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
     report.get_by_role("button", name="Close").click()
+    page.evaluate(CHOOSE, [kind, WORDS["open_report"]])
+    report.get_by_role("button", name="Close").click(timeout=20_000)
 
     page.evaluate(CHOOSE, [kind, WORDS["prove"]])
     proof = page.get_by_role("dialog", name=WORDS["proof"])

@@ -29,7 +29,13 @@ SECTIONS = {
 }
 # Labels of buttons: those in web/said.json, and those in locales/<language>/main.json.
 SAID = ("Apply", "Run the GPU check")
-SHOWN = {"prove": "Prove it", "preload": "Preload", "timeline": "Where the time went"}
+SHOWN = {
+    "prove": "Prove it",
+    "preload": "Preload",
+    "timeline": "Where the time went",
+    "together_start": "One image per GPU",
+    "swap": "Swap KSampler and its loader for the parallel ones",
+}
 
 
 def _locale(language: str, file: str) -> dict:

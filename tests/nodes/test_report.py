@@ -29,6 +29,7 @@ def record(**changes):
         "loads": [],
         "switches": [],
         "dropped": [],
+        "notes": [],
         "patched": None,
         "trials": (),
         "stepwise_because": None,

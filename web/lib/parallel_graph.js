@@ -6,15 +6,15 @@ const PARALLEL = "ParallelModel";
 const MODEL = "MODEL";
 const IN = { model: 0 }; // its slots
 const OUT = { model: 0, parallel: 1 };
-const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
-const ACTIVE = 0; // neither muted nor bypassed
-const GAP = 40; // pixels
+export const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
+export const ACTIVE = 0; // neither muted nor bypassed
+export const GAP = 40; // pixels
 
-const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
+export const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
 const isOurs = (node) => node.constructor.nodeData?.python_module === parallelModule();
 const parallelModule = () => globalThis.LiteGraph.registered_node_types[PARALLEL]?.nodeData?.python_module;
 
-function linksOf(graph, node, slot) {
+export function linksOf(graph, node, slot) {
   return (node.outputs[slot]?.links ?? []).map((id) => graph.links.get?.(id) ?? graph.links[id]).filter(Boolean);
 }
 
@@ -51,13 +51,13 @@ const parallelModels = () =>
   graphs().flatMap((graph) => graph.nodes.filter((node) => node.comfyClass === PARALLEL).map((node) => [graph, node]));
 
 // Gives a link's end to another node.
-function move(graph, link, origin, slot) {
+export function move(graph, link, origin, slot) {
   if (Number(link.target_id) === OUTSIDE) graph.outputs[link.target_slot].connect(origin.outputs[slot], origin);
   else origin.connect(slot, graph.getNodeById(link.target_id), link.target_slot, link.parentId);
 }
 
 // The first free place at or below `pos`.
-function freePlace(graph, [x, top], [width, height], title) {
+export function freePlace(graph, [x, top], [width, height], title) {
   let y = top + title;
   for (let tries = 0; tries < 100; tries++) {
     const over = graph.nodes.find(
@@ -74,7 +74,7 @@ function freePlace(graph, [x, top], [width, height], title) {
 }
 
 // One step of undo.
-function change(act) {
+export function change(act) {
   const canvas = app.canvas;
   canvas.emitBeforeChange?.();
   try {

@@ -11,10 +11,18 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
-from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
+from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestNew, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
-from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
+from .ranks import (
+    TestNoFreeMemory,
+    TestOtherPlatform,
+    TestRankStates,
+    TestUnload,
+    TestUntilHeld,
+    TestUntilWaiting,
+    fork_ranks,
+)
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
 
 
@@ -29,6 +37,7 @@ class InjectExtension(ComfyExtension):
             TestClip,
             TestConditioning,
             TestLatent,
+            TestNew,
             TestNoFreeMemory,
             TestOtherPlatform,
             TestSaveImage,
@@ -41,6 +50,7 @@ class InjectExtension(ComfyExtension):
             TestRankStates,
             TestUnload,
             TestUntilHeld,
+            TestUntilWaiting,
             TestWanVAE,
         ]
 

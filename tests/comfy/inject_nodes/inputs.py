@@ -83,6 +83,27 @@ class TestLatent(io.ComfyNode):
         return io.NodeOutput(latent)
 
 
+class TestNew(io.ComfyNode):
+    """Passes a LATENT on as another object in each prompt, as nodes do whose outputs ComfyUI may not keep."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestNew",
+            category=CATEGORY,
+            inputs=[io.Latent.Input("latent")],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> float:
+        return float("nan")
+
+    @classmethod
+    def execute(cls, latent) -> io.NodeOutput:
+        return io.NodeOutput({**latent})
+
+
 class TestAttentionMask(io.ComfyNode):
     """A mask as StyleModelApply leaves it: an image's left half does not see the last words of the prompt."""
 

@@ -1,0 +1,142 @@
+"""In a real browser: KSampler and its loader in exchange for ours, on request; links and values stay, nothing overlaps,
+and one undo, or the way back, gives the workflow as it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from comfy_harness import ROOT
+from graphs import STOCK, Graph
+from pages import show_prompt
+
+UNET = "tiny_swapped.safetensors"
+LINKS = """() => [app.graph, ...app.graph.subgraphs.values()].map(graph => [...graph.links.values()].map(link => [
+  graph.getNodeById(link.origin_id)?.type ?? 'outside', link.origin_slot,
+  graph.getNodeById(link.target_id)?.type ?? 'outside',
+  graph.getNodeById(link.target_id)?.inputs[link.target_slot].name ?? '']).sort())"""
+VALUES = """() => app.graph.nodes.map(n => [String(n.id), n.type, n.title,
+  Object.fromEntries((n.widgets ?? []).filter(w => w.serialize !== false).map(w => [w.name, w.value]))]).sort()"""
+KINDS = "() => app.graph.nodes.map(n => n.type).sort()"
+OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
+  && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
+  && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
+MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
+  item => item?.content).filter(Boolean)"""
+WORDS = json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=2)
+
+
+def _command(page, name: str) -> None:
+    page.evaluate("name => app.extensionManager.command.execute(name)", name)
+
+
+def _graph() -> Graph:
+    """Two samplers behind one loader, one of them behind a node that changes the model, and one behind its own."""
+    graph = Graph()
+    model = graph.model(STOCK, UNET)
+    changed = [
+        graph.add("ModelSamplingFlux", model=model, max_shift=1.0, base_shift=0.5, width=64, height=64),
+        0,
+    ]
+    for number, wire in enumerate((model, changed, graph.model(STOCK, UNET))):
+        inputs = (graph.text(1), graph.text(2), graph.latent())
+        latent = graph.ksampler(wire, *inputs, seed=number + 3, steps=2, sampler_name="heun", denoise=0.9)
+        graph.save(latent, f"swapped-{number}.safetensors")
+    return graph
+
+
+def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(page, measuring):
+    comfy, graph = measuring[0], _graph()
+    samplers = [name for name, node in graph.prompt.items() if node["class_type"] == "KSampler"]
+    stock = [comfy.sample(graph.prompt, [name, 0]) for name in samplers]
+    show_prompt(page, graph.prompt, "KSampler")
+    page.evaluate("() => { app.graph.nodes.find(n => n.type === 'KSampler').title = 'Mine'; }")
+    page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState?.()")
+    assert page.evaluate(OVERLAPS) == []
+    links, values, kinds = (page.evaluate(what) for what in (LINKS, VALUES, KINDS))
+    assert WORDS["swap"] in page.evaluate(MENU, "KSampler") and WORDS["swap"] in page.evaluate(
+        MENU, "UNETLoader"
+    )
+
+    _command(page, "parallel_sampling.swap_in")
+    page.get_by_text(WORDS["swapped"].replace("{count}", "3")).wait_for(timeout=10_000)
+    (made,) = page.evaluate(LINKS)
+    names = {"UNETLoader": "ParallelModelLoader", "KSampler": "ParallelSampler"}
+    samplers_only = {"KSampler": "ParallelSampler"}
+    after = [samplers_only.get(kind, kind) for kind in kinds if kind != "UNETLoader"]
+    both = ["UNETLoader", "ParallelModelLoader", "ParallelModel", "ParallelModel"]
+    assert sorted(page.evaluate(KINDS)) == sorted([*after, *both])
+    assert made.count(["ParallelModelLoader", 1, "ParallelSampler", "parallel_model"]) == 1
+    assert made.count(["UNETLoader", 0, "ParallelModel", "model"]) == 1
+    assert made.count(["UNETLoader", 0, "ModelSamplingFlux", "model"]) == 1
+    assert made.count(["ModelSamplingFlux", 0, "ParallelModel", "model"]) == 1
+    assert made.count(["ParallelModel", 1, "ParallelSampler", "parallel_model"]) == 2
+    others = [link for link in links[0] if link[3] != "model"]
+    assert [link for link in made if "odel" not in link[3]] == sorted(
+        [names.get(a, a), slot, names.get(b, b), name] for a, slot, b, name in others
+    )
+    after = {node: (title, shown) for node, _, title, shown in page.evaluate(VALUES)}
+    for node, kind, title, shown in values:
+        renamed = {{"unet_name": "model_name"}.get(name, name): value for name, value in shown.items()}
+        assert any(one.items() <= after[node][1].items() for one in (shown, renamed)), kind
+        assert title != "Mine" or after[node][0] == "Mine"
+    assert page.evaluate(OVERLAPS) == []
+    assert WORDS["swap"] not in page.evaluate(MENU, "ParallelSampler")
+    assert WORDS["swap_back"] in page.evaluate(MENU, "ParallelSampler")
+
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    latents = {node["inputs"]["seed"]: name for name, node in prompt.items() if "seed" in node["inputs"]}
+    for name, expected in zip(samplers, stock, strict=True):
+        found = comfy.sample(prompt, [latents[graph.prompt[name]["inputs"]["seed"]], 0])
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+    _command(page, "Comfy.Undo")
+    page.wait_for_function(
+        f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=3, timeout=10_000
+    )
+    assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
+    _command(page, "Comfy.Redo")
+    page.wait_for_function(
+        f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0, timeout=10_000
+    )
+
+    _command(page, "parallel_sampling.swap_out")
+    page.get_by_text(WORDS["swapped_back"].replace("{count}", "3")).wait_for(timeout=10_000)
+    assert page.evaluate(KINDS) == kinds and page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
+    assert page.evaluate(OVERLAPS) == []
+
+
+def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
+    graph = Graph()
+    latent = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
+    graph.save(latent, "swapped.safetensors")
+    show_prompt(page, graph.prompt, "KSampler")
+    page.evaluate(
+        """() => app.graph.convertToSubgraph(new Set(app.graph.nodes.filter(
+          n => ['UNETLoader', 'KSampler'].includes(n.type))))"""
+    )
+    before = page.evaluate(LINKS)
+    _command(page, "parallel_sampling.swap_in")
+    outer, inner = page.evaluate(LINKS)
+    assert outer == before[0]
+    assert ["ParallelModelLoader", 1, "ParallelSampler", "parallel_model"] in inner
+    outside = {name for a, _, b, name in before[1] if (a, b) == ("outside", "KSampler")}
+    assert outside > {"positive", "negative", "latent_image"}  # and widgets that the subgraph shows
+    assert {name for a, _, b, name in inner if (a, b) == ("outside", "ParallelSampler")} == outside
+    assert ["ParallelSampler", 0, "outside", ""] in inner
+    _command(page, "parallel_sampling.swap_out")
+    assert page.evaluate(LINKS) == before
+
+    alone = Graph()
+    alone.parallel_sampler(alone.parallel_loader(UNET, "cpu:2"), alone.text(1), alone.text(2), alone.latent())
+    show_prompt(page, alone.prompt, "ParallelSampler")
+    for command, words in (("swap_in", "nothing_to_swap"), ("swap_out", "nothing_to_swap_back")):
+        _command(page, f"parallel_sampling.{command}")
+        page.get_by_text(WORDS[words]).wait_for(timeout=10_000)

@@ -1,0 +1,144 @@
+// Load Diffusion Model and KSampler in exchange for Parallel Model Loader and Parallel Sampler, and back: values, links and
+// places stay. Where something changes the model on its way, or others need its loader's, Parallel Model stands before the
+// sampler instead, which takes no model that is parallel already.
+import { followersOf, loaderOf, originOf } from "./graph.js";
+import { ACTIVE, change, freePlace, GAP, graphs, linksOf, move } from "./parallel_graph.js";
+
+const STOCK = { loader: "UNETLoader", sampler: "KSampler" };
+const OURS = { loader: "ParallelModelLoader", sampler: "ParallelSampler", model: "ParallelModel" };
+const MODEL = "MODEL";
+const PARALLEL = "PARALLEL_MODEL";
+const FROM_OUTSIDE = -10; // what a link of a subgraph begins at that comes from without
+const FILE = { UNETLoader: "unet_name", ParallelModelLoader: "model_name" }; // the input with the file's name
+
+const titleHeight = () => globalThis.LiteGraph.NODE_TITLE_HEIGHT;
+const linkOf = (graph, id) => (id == null ? null : (graph.links.get?.(id) ?? graph.links[id]));
+const slotOf = (slots, name) => slots?.findIndex((slot) => slot.name === name) ?? -1;
+const slotOfType = (node, type) => node?.outputs?.findIndex((output) => output.type === type) ?? -1;
+const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
+const activeOf = (graph, kind) => graph.nodes.filter((node) => node.comfyClass === kind && node.mode === ACTIVE);
+const isUsed = (graph, node, type) => linksOf(graph, node, slotOfType(node, type)).length > 0;
+
+// Gives a node's input what another link brings.
+function bring(graph, { origin_id: origin, origin_slot: slot, parentId }, node, name) {
+  const into = slotOf(node.inputs, name);
+  if (into < 0) return;
+  if (Number(origin) === FROM_OUTSIDE) graph.inputs[slot].connect(node.inputs[into], node);
+  else graph.getNodeById(origin).connect(slot, node, into, parentId);
+}
+
+// Whether a node of that kind can have this one's file, of which it lists those that it loads.
+function takesFile(kind, node) {
+  const { required } = globalThis.LiteGraph.registered_node_types[kind].nodeData.input;
+  const [options, more] = required[FILE[kind]];
+  return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, FILE[node.comfyClass])?.value);
+}
+
+// Puts a node of another kind in its place, under its id, so that what a subgraph shows of it stays. `names`: of inputs that
+// are called otherwise there; `types`: of outputs whose links go on.
+function exchange(graph, old, kind, names, types) {
+  const incoming = old.inputs
+    .map(({ name, link }) => [name, linkOf(graph, link)])
+    .filter(([, link]) => link)
+    .map(([name, { origin_id, origin_slot, parentId }]) => [name, { origin_id, origin_slot, parentId }]);
+  const outgoing = types.flatMap((type) =>
+    linksOf(graph, old, slotOfType(old, type)).map(({ target_id, target_slot, parentId }) => [type, { target_id, target_slot, parentId }]),
+  );
+  const node = globalThis.LiteGraph.createNode(kind);
+  graph.remove(old);
+  node.id = old.id;
+  graph.add(node);
+  for (const widget of old.widgets ?? []) {
+    const own = widgetOf(node, names[widget.name] ?? widget.name);
+    if (own && widget.serialize !== false) own.value = widget.value;
+  }
+  if (old.title !== old.constructor.title) node.title = old.title;
+  Object.assign(node, { color: old.color, bgcolor: old.bgcolor });
+  node.setSize([Math.max(old.size[0], node.size[0]), node.size[1]]);
+  node.pos = [-1e6, -1e6]; // not in its own way
+  node.pos = freePlace(graph, [old.pos[0], old.pos[1] - titleHeight()], node.size, titleHeight());
+  for (const [name, link] of incoming) bring(graph, link, node, names[name] ?? name);
+  for (const [type, link] of outgoing) move(graph, link, node, slotOfType(node, type));
+  return node;
+}
+
+// Whether all that this loader's model goes to, directly, are samplers to be exchanged.
+function servesSamplersAlone(loader) {
+  const followers = followersOf(loader, loader.outputs[slotOfType(loader, MODEL)].name);
+  return followers.every(({ comfyClass, mode }) => comfyClass === STOCK.sampler && mode === ACTIVE);
+}
+
+// [node, slot] that gives this sampler's model to ours; `made`: Parallel Model nodes by what they stand behind.
+function parallelFor(graph, sampler, made) {
+  const origin = originOf(sampler, "model");
+  const ready = slotOfType(origin, PARALLEL);
+  if (ready >= 0) return [origin, ready];
+  const isPlain = origin.comfyClass === STOCK.loader && origin.mode === ACTIVE && servesSamplersAlone(origin);
+  if (isPlain && takesFile(OURS.loader, origin)) {
+    const loader = exchange(graph, origin, OURS.loader, { unet_name: "model_name" }, [MODEL]);
+    return [loader, slotOfType(loader, PARALLEL)];
+  }
+  const link = linkOf(graph, sampler.inputs[slotOf(sampler.inputs, "model")].link);
+  const key = `${link.origin_id}:${link.origin_slot}`;
+  if (!made.has(key)) {
+    const node = globalThis.LiteGraph.createNode(OURS.model);
+    graph.add(node);
+    node.pos = [-1e6, -1e6];
+    node.pos = freePlace(graph, [sampler.pos[0], sampler.pos[1] + sampler.size[1] + GAP / 2], node.size, titleHeight());
+    bring(graph, link, node, "model");
+    made.set(key, node);
+  }
+  return [made.get(key), slotOfType(made.get(key), PARALLEL)];
+}
+
+// Its model is there, and not made parallel before something that changes it.
+function canHaveOurs(sampler) {
+  const origin = originOf(sampler, "model");
+  return origin && (!loaderOf(origin) || slotOfType(origin, PARALLEL) >= 0);
+}
+
+const givesModel = (node) => [OURS.loader, OURS.model].includes(originOf(node, "parallel_model")?.comfyClass);
+const samplersToSwap = (graph) => activeOf(graph, STOCK.sampler).filter(canHaveOurs);
+const samplersToSwapBack = (graph) => activeOf(graph, OURS.sampler).filter(givesModel);
+
+export const canSwapIn = () => graphs().some((graph) => samplersToSwap(graph).length);
+export const canSwapOut = () => graphs().some((graph) => samplersToSwapBack(graph).length);
+
+// Returns how many samplers were exchanged.
+export function swapIn() {
+  return change(() => {
+    let count = 0;
+    for (const graph of graphs()) {
+      const made = new Map();
+      for (const sampler of samplersToSwap(graph)) {
+        const [origin, slot] = parallelFor(graph, sampler, made);
+        const ours = exchange(graph, sampler, OURS.sampler, {}, ["LATENT"]);
+        origin.connect(slot, ours, slotOf(ours.inputs, "parallel_model"));
+        count += 1;
+      }
+    }
+    return count;
+  });
+}
+
+// Returns how many samplers were exchanged. What their models came through goes with them, unless others need it.
+export function swapOut() {
+  return change(() => {
+    let count = 0;
+    for (const graph of graphs()) {
+      for (const sampler of samplersToSwapBack(graph)) {
+        const origin = originOf(sampler, "parallel_model");
+        const stock = exchange(graph, sampler, STOCK.sampler, {}, ["LATENT"]);
+        count += 1;
+        if (origin.comfyClass === OURS.loader) origin.connect(slotOfType(origin, MODEL), stock, slotOf(stock.inputs, "model"));
+        else bring(graph, linkOf(graph, origin.inputs[slotOf(origin.inputs, "model")].link), stock, "model");
+        if (isUsed(graph, origin, PARALLEL)) continue;
+        if (origin.comfyClass === OURS.model && !isUsed(graph, origin, MODEL)) graph.remove(origin);
+        if (origin.comfyClass === OURS.loader && takesFile(STOCK.loader, origin)) {
+          exchange(graph, origin, STOCK.loader, { model_name: "unet_name" }, [MODEL]);
+        }
+      }
+    }
+    return count;
+  });
+}
