@@ -152,8 +152,8 @@ def _bands(rounds: int) -> float:
 
 
 def _overhead(folder: Path, rounds: int) -> tuple[float, list[int]]:
-    """(ms, page faults of this process and each rank) of all that a call takes, since its module, a script that does not
-    look at the prompt, takes next to nothing."""
+    """(ms, page faults of this process and each rank) of all that a call takes, since its module, a script that does
+    not look at the prompt, takes next to nothing."""
     weights = scripted_weights(folder / "scripted.safetensors", "good 0.5")
     x, kwargs = torch.randn(VIDEO), {"prompt": torch.randn(1, 512, 4096)}
     sidecar, times, calls = scripted_sidecar(), [], 3 * rounds
