@@ -102,6 +102,12 @@ class StepwiseNetwork(nn.Module):
                 name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
             )
 
+    def begin_run(self, threshold: float) -> None:
+        """The ranks have a step cache in their own loop only."""
+
+    def end_run(self) -> None:
+        self.record = None
+
     def size_on(self, device: torch.device, settings: StrategySettings) -> int:
         """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""
         return size_on(device, self.spec, self.file, settings, self.plans.latest)

@@ -14,10 +14,11 @@ from torch import Tensor
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE
 from ...parallel_backend.planner.rules import StrategySettings
+from ..host.calls import RunRecord
 from ..host.memory import give_cache_back, held_on, make_room
 from ..stock_run import StockRun
 from .lora import weight_patches
-from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS
+from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS, STEP_CACHE
 from .unsupported import refusal
 
 if TYPE_CHECKING:
@@ -47,12 +48,15 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         if RECORD not in options:
             self._stock_run = StockRun(options.get(SETTINGS, StrategySettings()), network.file)
             network.record = self._stock_run.record
+            network.record.cache_threshold = options.get(STEP_CACHE)
+        record: RunRecord = options.get(RECORD) or network.record
+        network.begin_run(record.cache_threshold or 0.0)
 
     def cleanup(self) -> None:
         super().cleanup()
         run, self._stock_run = self._stock_run, None
+        self.model.diffusion_model.end_run()
         if run is not None:
-            self.model.diffusion_model.record = None
             run.end(whole=sys.exc_info()[0] is None)  # ComfyUI calls this in its `finally`
 
     def is_dynamic(self) -> bool:
