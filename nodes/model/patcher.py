@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import comfy.model_management
 import comfy.model_patcher
 import torch
 from torch import Tensor
 
+from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.options import DEFAULT_COMPUTE
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.strategy import ModelShape
 from ..host.calls import RunRecord
 from ..host.memory import give_cache_back, held_on, make_room
 from ..stock_run import StockRun
@@ -33,6 +36,27 @@ if TYPE_CHECKING:
 
 # Where a model of references keeps the way in which they have their places, which every call can name as well.
 _REFERENCES_METHOD = ("diffusion_model.params.default_ref_method", "diffusion_model.default_ref_method")
+
+
+def parallel_patcher(
+    model: BaseModel, network: torch.nn.Module, settings: StrategySettings, computing: ComputeOptions
+) -> StepwisePatcher:
+    """The MODEL of `model` with a network whose calls the ranks answer. Starts nothing: ranks start with the first
+    sampling."""
+    model.diffusion_model = network
+    patcher = StepwisePatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
+    return patcher
+
+
+def check_by_hand(settings: StrategySettings, shape: ModelShape) -> None:
+    """Raises StrategyError for degrees that a person set and a model of this shape cannot be split by."""
+    if settings.mode == "manual":
+        settings.strategy.check(shape, len(resolve_devices(settings.devices)), settings.engine)
 
 
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
