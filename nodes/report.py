@@ -136,10 +136,8 @@ def _left_whole(record: RunRecord) -> list[str]:
     why = record.why_whole
     if any(run.model_calls for run in record.runs):
         return [f"step_cache left out nothing of some model calls: {why}"] if why else []
-    why = (
-        why
-        or "behind Parallel Flux Loader it belongs to the devices' own loop, and here ComfyUI runs the loop"
-    )
+    if not why:
+        why = "with Parallel Flux Loader it belongs to the devices' own loop, and here ComfyUI runs the loop"
     return [f"step_cache did nothing, so the result is exact: {why}"]
 
 
