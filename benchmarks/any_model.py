@@ -5,7 +5,8 @@
 - efficiency: t(1) / (2 * t(2)) of a model call of a random Wan (hidden 512) over 2,048 tokens, medians of interleaved
   calls, in both ways to share tokens out;
 - bands: the same of a random UNet of SDXL's shape, 64 wide, on the latent of an image of 1024 x 1024 pixels;
-- overhead: a call of a 720p video's latent (16 x 21 x 60 x 104, and its prompt) whose module only multiplies;
+- overhead: a call of a 720p video's latent (16 x 21 x 60 x 104, and its prompt) whose module only multiplies, and the
+  pages that it touches for the first time in this process and in each rank;
 - start: a cold start of two ranks and the load of a small file, the import of comfy included;
 - host: what 2 and 4 ranks take of host memory for a file, by its format.
 """
@@ -74,7 +75,7 @@ def main() -> None:
         if "bands" in wanted:
             result["bands"] = _bands(args.rounds)
         if "overhead" in wanted:
-            result["overhead_ms"] = _overhead(folder, args.rounds)
+            result["overhead_ms"], result["overhead_page_faults"] = _overhead(folder, args.rounds)
         if "start" in wanted:
             result["start_s"] = _start(folder)
         if "host" in wanted:
@@ -150,24 +151,35 @@ def _bands(rounds: int) -> float:
     return efficiency
 
 
-def _overhead(folder: Path, rounds: int) -> float:
-    """Of all that a call takes, since its module takes next to nothing."""
+def _overhead(folder: Path, rounds: int) -> tuple[float, list[int]]:
+    """(ms, page faults of this process and each rank) of all that a call takes, since its module, a script that does
+    not look at the prompt, takes next to nothing."""
     weights = scripted_weights(folder / "scripted.safetensors", "good 0.5")
-    x, kwargs = torch.randn(VIDEO), {"context": torch.randn(1, 512, 4096)}
-    sidecar, times = scripted_sidecar(), []
+    x, kwargs = torch.randn(VIDEO), {"prompt": torch.randn(1, 512, 4096)}
+    sidecar, times, calls = scripted_sidecar(), [], 3 * rounds
     try:
-        for number in range(3 * rounds + 1):
+        for number in range(calls + 3):
+            if number == 3:  # the first calls load, and make the memory that later ones use
+                pids = (os.getpid(), *sidecar.pids)
+                before = [_page_faults(pid) for pid in pids]
             begun = time.perf_counter()
             sidecar.call(weights, ModuleCall((x,), kwargs, 1), two_ranks())
-            if number:
+            if number >= 3:
                 times.append(1e3 * (time.perf_counter() - begun))
+        faults = [(_page_faults(pid) - first) // calls for pid, first in zip(pids, before, strict=True)]
     finally:
         sidecar.stop()
     print(
-        f"a call of {list(VIDEO)} beside its module: {median(times):.1f} ms (goal {OVERHEAD_GOAL:g})",
+        f"a call of {list(VIDEO)} beside its module: {median(times):.1f} ms (goal {OVERHEAD_GOAL:g}), page faults "
+        f"{', '.join(map(str, faults))}",
         flush=True,
     )
-    return round(median(times), 2)
+    return round(median(times), 2), faults
+
+
+def _page_faults(pid: int) -> int:
+    """Minor ones since its start (proc(5): minflt)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 def _start(folder: Path) -> float:

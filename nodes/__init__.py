@@ -14,6 +14,7 @@ from .parallel_model import ParallelModelNode
 from .parallel_model_loader import ParallelModelLoader
 from .prove_sampler import ProveSampler
 from .sampler import ParallelSampler
+from .step_cache import ParallelStepCache
 from .strategy_selector import StrategySelector
 from .vae_decode import ParallelVAEDecode
 
@@ -24,6 +25,7 @@ NODES = [
     ParallelFluxLoader,
     ParallelLoraLoader,
     ParallelSampler,
+    ParallelStepCache,
     CompareWithOneDevice,
     ProveSampler,
     ParallelDemoLoader,

@@ -21,7 +21,7 @@ from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
 from .flux_loader import load_parallel_model
-from .host.settings import fingerprint
+from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, parallel_model_output, strategy_input
 
@@ -65,9 +65,9 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        parallel_model, model = load_parallel_model(str(MODEL), "auto", strategy)
-        show_own_colours(model.model.latent_format)
-        return io.NodeOutput(parallel_model, model, make_clip(), make_vae())
+        parallel = load_parallel_model(str(MODEL), "auto", strategy or default_settings())
+        show_own_colours(parallel.patcher.model.latent_format)
+        return io.NodeOutput(parallel, parallel.patcher, make_clip(), make_vae())
 
 
 def show_own_colours(latents: comfy.latent_formats.LatentFormat) -> None:

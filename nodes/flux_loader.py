@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import comfy.model_patcher
 import folder_paths
 from comfy_api.latest import io
 
@@ -15,23 +14,21 @@ from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.flux import make_flux_model
+from .model.patcher import check_by_hand
 
 
 def load_parallel_model(
     path: str,
     weight_dtype: str,
-    strategy: StrategySettings | None,
-    compute_options: ComputeOptions = DEFAULT_COMPUTE,
-) -> tuple[ParallelModel, comfy.model_patcher.ModelPatcher]:
-    """Checks the file and the strategy; starts nothing. Raises CheckpointError or StrategyError."""
+    settings: StrategySettings,
+    computing: ComputeOptions = DEFAULT_COMPUTE,
+) -> ParallelModel:
+    """A Flux.1 file for the engine of diffusers' modules. Starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
-    settings = strategy or default_settings()
-    devices = resolve_devices(settings.devices)
-    if settings.mode == "manual":
-        settings.strategy.check(file.shape, len(devices), settings.engine)
+    resolve_devices(settings.devices)  # refused here, not when sampling starts
+    check_by_hand(settings, file.shape)
     spec = ModelSpec(path=path, weight_dtype=weight_dtype)
-    patcher = make_flux_model(spec, file, settings, compute_options)
-    return ParallelModel(spec, file, patcher), patcher
+    return ParallelModel(spec, file, make_flux_model(spec, file, settings, computing))
 
 
 class ParallelFluxLoader(io.ComfyNode):
@@ -94,6 +91,6 @@ class ParallelFluxLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        return io.NodeOutput(
-            *load_parallel_model(path, weight_dtype, strategy, ComputeOptions(compile, attention))
-        )
+        computing = ComputeOptions(compile, attention)
+        parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
+        return io.NodeOutput(parallel, parallel.patcher)

@@ -63,11 +63,8 @@ def write_report(record: RunRecord) -> str:
             "PipeFusion ran exactly and without its speed: in the stepwise way whole images pass the stages one after "
             f"another; samplers whose patches can flow are {', '.join(RESIDENT_SAMPLERS)}"
         )
-    if record.stepwise_because is not None and record.cache_threshold is not None:
-        notes.append(
-            "step_cache did nothing, so the result is exact: it belongs to the devices' own loop, and here ComfyUI "
-            "runs the loop"
-        )
+    if record.stepwise_because is not None and record.cache_threshold:
+        notes += _left_whole(record)
     lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
     return "\n".join(lines)
 
@@ -76,10 +73,10 @@ def summarise(record: RunRecord) -> str:
     """One short line for under the node, of a record with at least one run."""
     times = [seconds for run in record.runs for seconds in run.step_seconds]
     strategy = record.name_of(record.strategy)
+    unit = "step" if record.stepwise_because is None else "model call"
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
-        return f"{strategy}: {mean(times):.3f} s a step on average, {reused} of {calls} model calls reused"
-    unit = "step" if record.stepwise_because is None else "model call"
+        return f"{strategy}: {mean(times):.3f} s a {unit} on average, {reused} of {calls} model calls reused"
     return f"{strategy}: {typical(times):.3f} s a {unit}"
 
 
@@ -134,15 +131,27 @@ def _result(record: RunRecord) -> str:
     )
 
 
+def _left_whole(record: RunRecord) -> list[str]:
+    """Why a step cache did nothing where ComfyUI runs the loop, or not for all calls."""
+    why = record.why_whole
+    if any(run.model_calls for run in record.runs):
+        return [f"step_cache left out nothing of some model calls: {why}"] if why else []
+    if not why:
+        why = "with Parallel Flux Loader it belongs to the devices' own loop, and here ComfyUI runs the loop"
+    return [f"step_cache did nothing, so the result is exact: {why}"]
+
+
 def _step_cache(record: RunRecord) -> list[str]:
     """The share of calls that the step cache answered, where one was wanted and could."""
-    if record.cache_threshold is None or record.stepwise_because is not None or not record.runs:
+    if record.cache_threshold is None or not record.runs:
         return []
     if not record.cache_threshold:
         return ["step cache: reuses nothing at threshold 0"]
     calls, reused = (
         sum(getattr(run, name) for run in record.runs) for name in ("model_calls", "reused_calls")
     )
+    if record.stepwise_because is not None and not calls:  # a note says why
+        return []
     if not reused:
         return [
             f"step cache: each of {calls} model calls changed more than the threshold {record.cache_threshold:g}; "

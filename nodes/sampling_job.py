@@ -87,7 +87,8 @@ def sampling_inputs() -> list[io.Input]:
             default="off",
             optional=True,
             tooltip="first_block: a step whose first block hardly changed skips the others (First Block "
-            "Cache). Faster and approximate; the report says how often. Does nothing in stepwise sampling.",
+            "Cache). Faster and approximate; the report says how often. Behind Parallel Flux Loader it does nothing in "
+            "stepwise sampling.",
         ),
         io.Float.Input(
             "cache_threshold",

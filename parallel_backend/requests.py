@@ -240,10 +240,24 @@ STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """How a call of ComfyUI's own loop goes by a step cache. `run`: the sampling run that it belongs to, whose first
+    call ends what was kept of another; `like`: the number of the calls that it is like, with which it is compared, 0
+    for one that is computed whole and leaves nothing; `threshold`: at 0 it is computed whole and kept; `last`: no call
+    like it comes any more."""
+
+    run: int
+    like: int = 0
+    threshold: float = 0.0
+    last: bool = False
+
+
+@dataclass(frozen=True)
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
     batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `prompts`: within a job, the numbers of those whose
-    rows these are, by which a step cache keeps; `together`: its rows cannot be apart."""
+    rows these are, by which a step cache keeps; `together`: its rows cannot be apart; `reuse`: None without a step
+    cache."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -252,6 +266,7 @@ class ModuleCall:
     method: str = "forward"
     prompts: tuple[int, ...] = ()
     together: bool = False
+    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class RunRecord:
     devices: tuple[str, ...] = ()
     stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
+    why_whole: str = ""  # why calls of ComfyUI's own loop do not go by it
     price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
     notes: list[str] = field(default_factory=list)  # what else there is to say of it, in words
 

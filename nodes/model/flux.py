@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import comfy.ldm.flux.layers
+import comfy.model_base
 import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
@@ -17,7 +18,8 @@ from ...parallel_backend.models.flux.tensors import original_tensor
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
-from .network import StepwiseNetwork, make_stepwise_model
+from .network import StepwiseNetwork
+from .patcher import parallel_patcher
 
 _NORM_ENDING = next(
     name.removeprefix("query_norm.")
@@ -50,9 +52,14 @@ class FluxParameters:
 
 
 def make_flux_model(
-    spec: ModelSpec, file: FluxFile, settings: StrategySettings, compute_options: ComputeOptions
+    spec: ModelSpec, file: FluxFile, settings: StrategySettings, computing: ComputeOptions
 ) -> comfy.model_patcher.ModelPatcher:
     """The MODEL of `spec` for ComfyUI's loop. Starts nothing."""
+    return parallel_patcher(_base_model(file), _network(spec, file), settings, computing)
+
+
+def _base_model(file: FluxFile) -> comfy.model_base.BaseModel:
+    """ComfyUI's, without a network."""
     config = _family(file)(
         {
             "image_model": "flux",
@@ -67,6 +74,10 @@ def make_flux_model(
     )
     # The ranks round to the compute dtype; rounding here as well would lose the exact timestep.
     config.set_inference_dtype(torch.float32, None)
+    return config.get_model({}, "")
+
+
+def _network(spec: ModelSpec, file: FluxFile) -> StepwiseNetwork:
     parameters = FluxParameters(file)
     shapes = {_comfyui_key(key): shape for key, shape in parameters.shapes.items()}
     network = StepwiseNetwork(spec, file, parameters, shapes)
@@ -74,7 +85,7 @@ def make_flux_model(
     network.patch_size = 2
     network.in_channels, network.out_channels = file.dims.in_channels, file.dims.out_channels
     network.hidden_size, network.num_heads = file.dims.hidden, file.dims.heads
-    return make_stepwise_model(config.get_model({}, ""), network, settings, compute_options)
+    return network
 
 
 def _comfyui_key(key: str) -> str:

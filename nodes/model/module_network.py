@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
+from ...parallel_backend.models.comfyui.reuse import why_not_reused
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import (
@@ -31,6 +32,7 @@ from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .arguments import ModuleSignature, method_call, module_call
+from .call_reuse import CallReuse
 from .options import PATCHES, RECORD, REFERENCES_METHOD
 from .patches import CarriedPatches, FrameCaches
 from .plans import RunPlans
@@ -68,6 +70,7 @@ class RemoteModule(nn.Module):
 
     own_loop = False  # the ranks run ComfyUI's (loop.py)
     record: RunRecord | None = None  # of a run whose sampler brings none (patcher.py)
+    reuse: CallReuse | None = None  # of the run, where a step cache is wanted
 
     spec: ModelSpec
     file: ModelFile
@@ -90,6 +93,16 @@ class RemoteModule(nn.Module):
         self._options = options
         self._patches = CarriedPatches()
         watch(self, spec)
+
+    def begin_run(self, threshold: float) -> None:
+        """`threshold`: of the step cache, 0 without one."""
+        self.reuse = None
+        if threshold > 0:
+            never = why_not_reused(self.class_name, self.verdict_on_blocks().mode)
+            self.reuse = CallReuse(threshold, never)
+
+    def end_run(self) -> None:
+        self.record = self.reuse = None
 
     def verdict_on_blocks(self) -> Verdict:
         """Tested now where that was not needed to share out its tokens."""
@@ -124,6 +137,8 @@ class RemoteModule(nn.Module):
         if REFERENCES_METHOD in options:
             kwargs = {"ref_latents_method": options[REFERENCES_METHOD]} | kwargs
         call = module_call(self.class_name, self.verdict, args, kwargs, self._patches)
+        if self.reuse is not None:
+            call = replace(call, reuse=self.reuse.of(call, options))
         latent = args[0] if isinstance(args[0], Tensor) else args[0][0]
         answer = self._on_ranks(
             call, tuple(latent.shape), _text_tokens(kwargs), options, reference_shapes(kwargs)
@@ -163,9 +178,16 @@ class RemoteModule(nn.Module):
             )
 
         answer, plan, info = self.plans.run(
-            options, shape, text, run, references=references, once=call.method != "forward"
+            options,
+            shape,
+            text,
+            run,
+            references=references,
+            once=call.method != "forward",
+            step_cache=self.reuse is not None,
         )
         if record is not None:
+            record.why_whole = "" if self.reuse is None else self.reuse.why_whole
             said = (self.verdict.words,) if self.verdict.words else ()
             record.add_run(plan, replace(info, notes=(*info.notes, *said)))
         return answer

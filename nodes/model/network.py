@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import is_cpu, resolve_devices
 from ...parallel_backend.models.dtypes import Dtypes
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import (
     Conditioning,
@@ -36,28 +35,9 @@ from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .lora import FileParameters
-from .options import COMPUTE_OPTIONS, PATCHES, RECORD, SETTINGS
-from .patcher import StepwisePatcher
+from .options import PATCHES, RECORD, SETTINGS
 from .plans import RunPlans
 from .unsupported import refuse_effects
-
-
-def make_stepwise_model(
-    model: comfy.model_base.BaseModel,
-    network: StepwiseNetwork,
-    settings: StrategySettings,
-    computing: ComputeOptions,
-) -> comfy.model_patcher.ModelPatcher:
-    """The MODEL of `network`, which takes the place of the one that `model` lacks. Starts nothing: ranks start with the
-    first sampling."""
-    model.diffusion_model = network
-    patcher = StepwisePatcher(
-        model,
-        load_device=comfy.model_management.get_torch_device(),
-        offload_device=comfy.model_management.unet_offload_device(),
-    )
-    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
-    return patcher
 
 
 class _Part(nn.Module):
@@ -101,6 +81,12 @@ class StepwiseNetwork(nn.Module):
             module.register_parameter(
                 name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
             )
+
+    def begin_run(self, threshold: float) -> None:
+        """The ranks have a step cache in their own loop only."""
+
+    def end_run(self) -> None:
+        self.record = None
 
     def size_on(self, device: torch.device, settings: StrategySettings) -> int:
         """Bytes of its weights on one of ComfyUI's devices, while ranks hold them."""

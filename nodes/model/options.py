@@ -10,4 +10,6 @@ PATCHES, COMPUTE_OPTIONS = "parallel_weight_patches", "parallel_computing"
 FRAME_CACHES = "ar_state"
 # The way in which reference images have their places and timestep, where a node has replaced the model's own.
 REFERENCES_METHOD = "parallel_references_method"
-OWN_OPTIONS = frozenset({SETTINGS, RECORD, PATCHES, COMPUTE_OPTIONS, REFERENCES_METHOD})
+# The threshold of a step cache for samplers that are not the pack's.
+STEP_CACHE = "parallel_step_cache"
+OWN_OPTIONS = frozenset({SETTINGS, RECORD, PATCHES, COMPUTE_OPTIONS, REFERENCES_METHOD, STEP_CACHE})

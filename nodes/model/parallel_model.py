@@ -5,12 +5,10 @@ from __future__ import annotations
 import weakref
 
 import comfy.model_base
-import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.utils
 
-from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import StrategyError
 from ...parallel_backend.models.comfyui.proof import Verdict
 from ...parallel_backend.options import ComputeOptions
@@ -21,8 +19,7 @@ from ..links import ParallelModel
 from .arguments import refuse_model_options
 from .facts import count_facts
 from .module_network import remote_module
-from .options import COMPUTE_OPTIONS, SETTINGS
-from .patcher import StepwisePatcher
+from .patcher import StepwisePatcher, check_by_hand, parallel_patcher
 from .unsupported import refusal
 from .verdict import verdict_on
 
@@ -50,22 +47,16 @@ def make_parallel(
         patcher = getattr(held(), "current_patcher", None)
         return {} if patcher is None else patcher.model_options["transformer_options"]
 
-    model.diffusion_model = remote_module(module, spec, file, verdict, options)
-    patcher = StepwisePatcher(
-        model,
-        load_device=comfy.model_management.get_torch_device(),
-        offload_device=comfy.model_management.unet_offload_device(),
-    )
-    _carry_over(source, patcher, settings, computing)
+    network = remote_module(module, spec, file, verdict, options)
+    patcher = parallel_patcher(model, network, settings, computing)
+    _carry_over(source, patcher)
     return ParallelModel(spec, file, patcher)
 
 
 def _check(settings: StrategySettings, shape: ModelShape, verdict: Verdict) -> None:
     """Raises StrategyError for degrees that a person set and this model cannot be split by."""
-    if settings.mode != "manual":
-        return
     try:
-        settings.strategy.check(shape, len(resolve_devices(settings.devices)), settings.engine)
+        check_by_hand(settings, shape)
     except StrategyError as error:
         if not verdict.words:
             raise
@@ -109,16 +100,14 @@ def _refuse_changes(source: comfy.model_patcher.ModelPatcher) -> None:
     refuse_model_options(source.model_options.get("transformer_options", {}))
 
 
-def _carry_over(
-    source: comfy.model_patcher.ModelPatcher,
-    patcher: StepwisePatcher,
-    settings: StrategySettings,
-    computing: ComputeOptions,
-) -> None:
+def _carry_over(source: comfy.model_patcher.ModelPatcher, patcher: StepwisePatcher) -> None:
     """What nodes have put on `source`: LoRAs, replaced objects, options, wrappers and callbacks."""
+    own = patcher.model_options["transformer_options"]
     patcher.model_options = comfy.utils.deepcopy_list_dict(source.model_options)
-    patcher.model_options.setdefault("transformer_options", {})
-    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
+    patcher.model_options["transformer_options"] = {
+        **patcher.model_options.get("transformer_options", {}),
+        **own,
+    }
     for name, value in source.object_patches.items():
         patcher.add_object_patch(name, value)
     for kind, by_key in source.wrappers.items():

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import comfy.model_management
 import comfy.model_patcher
 import torch
 from torch import Tensor
 
+from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.options import DEFAULT_COMPUTE
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.strategy import ModelShape
+from ..host.calls import RunRecord
 from ..host.memory import give_cache_back, held_on, make_room
 from ..stock_run import StockRun
 from .lora import weight_patches
-from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS
+from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS, STEP_CACHE
 from .unsupported import refusal
 
 if TYPE_CHECKING:
@@ -34,6 +38,27 @@ if TYPE_CHECKING:
 _REFERENCES_METHOD = ("diffusion_model.params.default_ref_method", "diffusion_model.default_ref_method")
 
 
+def parallel_patcher(
+    model: BaseModel, network: torch.nn.Module, settings: StrategySettings, computing: ComputeOptions
+) -> StepwisePatcher:
+    """The MODEL of `model` with a network whose calls the ranks answer. Starts nothing: ranks start with the first
+    sampling."""
+    model.diffusion_model = network
+    patcher = StepwisePatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+    patcher.model_options["transformer_options"] |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
+    return patcher
+
+
+def check_by_hand(settings: StrategySettings, shape: ModelShape) -> None:
+    """Raises StrategyError for degrees that a person set and a model of this shape cannot be split by."""
+    if settings.mode == "manual":
+        settings.strategy.check(shape, len(resolve_devices(settings.devices)), settings.engine)
+
+
 class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all; to its
     nodes a MODEL that says what it cannot do yet."""
@@ -47,12 +72,15 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         if RECORD not in options:
             self._stock_run = StockRun(options.get(SETTINGS, StrategySettings()), network.file)
             network.record = self._stock_run.record
+            network.record.cache_threshold = options.get(STEP_CACHE)
+        record: RunRecord = options.get(RECORD) or network.record
+        network.begin_run(record.cache_threshold or 0.0)
 
     def cleanup(self) -> None:
         super().cleanup()
         run, self._stock_run = self._stock_run, None
+        self.model.diffusion_model.end_run()
         if run is not None:
-            self.model.diffusion_model.record = None
             run.end(whole=sys.exc_info()[0] is None)  # ComfyUI calls this in its `finally`
 
     def is_dynamic(self) -> bool:

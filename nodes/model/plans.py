@@ -40,6 +40,7 @@ class _Run:
     plan: ExecutionPlan
     trials: TrialRun | None = None
     seconds: list[float] = field(default_factory=list)
+    reused: int = 0  # of its calls, by a step cache
 
     @property
     def plan_now(self) -> ExecutionPlan:
@@ -52,6 +53,7 @@ class _Run:
         """A call has ended well. Nobody tells when a run is over: what was tried is kept when that is settled, and what
         the calls took with as many of them as the run has steps."""
         self.seconds += info.step_seconds
+        self.reused += info.reused_calls
         trials = self.trials
         if trials is not None and not trials.is_settled:
             trials.took(info.step_seconds[-1])
@@ -59,7 +61,8 @@ class _Run:
                 info = replace(info, trials=trials.results)
                 record_run(self.plan.devices, self.plan.job, info)
         elif len(self.seconds) == self.plan.job.steps and not (trials and trials.results):
-            record_run(self.plan.devices, self.plan.job, replace(info, step_seconds=tuple(self.seconds)))
+            whole = replace(info, step_seconds=tuple(self.seconds), reused_calls=self.reused)
+            record_run(self.plan.devices, self.plan.job, whole)
         return info
 
     def failed(self) -> None:
@@ -91,13 +94,14 @@ class RunPlans:
         *,
         references: Sequence[Sequence[int]] = (),
         once: bool = False,
+        step_cache: bool = False,
     ) -> tuple[Answer, ExecutionPlan, RunInfo]:
         """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
 
         `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `once`: it comes once in
-        a run, for which the rule is good enough.
+        a run, for which the rule is good enough; `step_cache`: the run goes by one.
         """
-        run = self._of_call(options, shape, text, references, once)
+        run = self._of_call(options, shape, text, references, once, step_cache)
         plan = run.plan_now
         with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
             try:
@@ -108,11 +112,19 @@ class RunPlans:
         return answer, run.plan, info if once else run.took(info)
 
     def _of_call(
-        self, options: dict, shape: Sequence[int], text: int, references: Sequence[Sequence[int]], once: bool
+        self,
+        options: dict,
+        shape: Sequence[int],
+        text: int,
+        references: Sequence[Sequence[int]],
+        once: bool,
+        step_cache: bool,
     ) -> _Run:
         """The run that the call belongs to; for one that comes `once` a run of its own."""
         rows, sigmas = options.get("cond_or_uncond", [0]), options.get("sample_sigmas")
         settings = options.get(SETTINGS, StrategySettings())
+        if step_cache:  # which PipeFusion, the other approximation, does not go with
+            settings = replace(settings, approximation="never")
         job = job_from_latent(
             CheckpointModel(self._file, self._spec.weight_dtype, compute_options(options)),
             (max(1, shape[0] // len(rows)), *shape[1:]),
@@ -121,6 +133,7 @@ class RunPlans:
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
             references=references,
         )
+        job = replace(job, step_cache=step_cache)
         for run in self._runs:
             if (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
                 return run

@@ -60,7 +60,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
         if kind == "ParallelModel":
             model = _behind(prompt, inputs.get("model"), settings)
         elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
-            model, _ = load_parallel_model(str(DEMO_MODEL), "auto", settings)
+            model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
         elif kind in _OWN:
             loader, name, dtypes = _OWN[kind]
             file = {name: str(_literal(inputs, name))}

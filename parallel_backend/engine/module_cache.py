@@ -21,6 +21,9 @@ from .groups import Layout
 from .region_blocks import Block
 from .traffic_counter import Traffic
 
+# Of calls that are compared: whose prompts they are of, and the strategy.
+Key = tuple[tuple[int, ...], Hashable]
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -39,15 +42,19 @@ class ModuleCache:
 
     def __init__(self, threshold: float, calls: int = 0, reused: int = 0) -> None:
         """`calls`, `reused`: those of a job that is resumed, whose cache is gone."""
-        self._threshold = threshold
-        self._kept: dict[Hashable, list[Kept]] = {}
+        self.threshold = threshold
+        self._kept: dict[Key, list[Kept]] = {}
         self.calls = calls
         self.reused = reused
 
+    def forget(self, prompts: tuple[int, ...]) -> None:
+        """No call with these prompts comes any more."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] != prompts}
+
     @contextmanager
-    def call(self, key: Hashable, outputs: Sequence[KeptOutput], meeting: Meeting) -> Iterator[CachedCall]:
-        """Around a network call. `key`: whose prompts it is of. A call that fails leaves nothing."""
-        one = CachedCall(self._threshold, outputs, self._kept.pop(key, None), meeting)
+    def call(self, key: Key, outputs: Sequence[KeptOutput], meeting: Meeting) -> Iterator[CachedCall]:
+        """Around a network call. A call that fails leaves nothing."""
+        one = CachedCall(self.threshold, outputs, self._kept.pop(key, None), meeting)
         yield one
         self.calls += 1
         self.reused += one.reuses
@@ -164,6 +171,8 @@ class CachedCall:
 
     def _at_end(self, number: int, value: Tensor) -> Tensor:
         """An output as the blocks give it, from as they handed it on where they were left out."""
+        if not self._begun:  # the first block itself was left out, by a node that skips layers
+            return value
         begun = self._begun[number]
         if self.reuses:
             assert self._before is not None, "it was compared with"

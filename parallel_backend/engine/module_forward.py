@@ -35,9 +35,6 @@ _ROWS_TOGETHER = (
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
-_PATCHED = (
-    "step_cache did nothing: nodes have changed the model, and what they compute may differ in every step"
-)
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
@@ -139,10 +136,8 @@ class ModuleForward:
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
             live = self.model.live(call)
-            if cache is None or call.method != "forward" or call.tokens not in (STAY, BLOCK):
-                return self._answer(live)
-            if live is not call:
-                self._say(_PATCHED)
+            described = call.tokens in (STAY, BLOCK, ATTENTION) and self.model.regions
+            if cache is None or call.method != "forward" or not described:
                 return self._answer(live)
             self._blocks = self._blocks or self._block_calls()
             if not (outputs := self._blocks.kept_outputs()):
@@ -169,7 +164,7 @@ class ModuleForward:
             compute = partial(self._compute_rows, cached=cached)
             return self._by_rows(call, (self.layout.row, self.layout.sequence), compute)
         if call.tokens == ATTENTION:
-            return self._by_rows(call, (self.layout.row,), self._compute_queries)
+            return self._by_rows(call, (self.layout.row,), partial(self._compute_queries, cached=cached))
         if call.tokens == BANDS:
             return self._by_rows(call, (self.layout.row,), self._compute_bands)
         self._blocks = self._blocks or self._block_calls()
@@ -256,14 +251,16 @@ class ModuleForward:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _compute_queries(self, call: ModuleCall, why: str = _UNDESCRIBED) -> Answer:
+    def _compute_queries(
+        self, call: ModuleCall, why: str = _UNDESCRIBED, cached: CachedCall | None = None
+    ) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
         if call.rows >= sequence.size and not self._together(call):
-            return self._by_rows(call, (sequence,), self._compute_rows)
+            return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         self._say(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
-            return self._compute_rows(call)
+            return self._compute_rows(call, cached)
 
     def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"

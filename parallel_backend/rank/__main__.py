@@ -266,6 +266,8 @@ def _answer(
                 tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
+        if isinstance(message, (Load, Sample, SampleLoop, Decode)):
+            worker.calls.end_run()  # of one that was cancelled, perhaps
         match message:
             case Load():
                 return Done(load=worker.load(message), models=worker.models.report()), None

@@ -13,31 +13,45 @@ from ..wire.payloads import Tensors
 
 
 class KeptArguments:
-    """Tensors by the parent's keys."""
+    """Tensors by the parent's keys.
+
+    Every call gets copies: modules may write into them, and what arrived lies in memory that the parent writes again
+    with the next call. On the CPU the copies of one call lie where those of the last one lay: memory that is new costs
+    more than the copy (docs/benchmarks.md). Whatever outlives a call keeps copies of its own (run_memory.py).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, Tensor] = {}
+        self._lent: list[Tensor] = []  # to the latest call
 
     def clear(self) -> None:
         self._kept.clear()
+        self._lent.clear()
 
     def take(self, tensors: Tensors, forget: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of a call's payload on the device; what it brings to be kept is. `forget`: keys that are not
-        used again. Raises TransportError for a payload that is none."""
+        """(args, kwargs) of a call's payload on the device, until the next call; what it brings to be kept is.
+        `forget`: keys that are not used again. Raises TransportError for a payload that is none."""
         left = dict(tensors)
         for key in forget:
             self._kept.pop(key, None)
         for key, tensor in take_kept(left).items():
-            self._kept[key] = self._own(tensor)
+            self._kept[key] = tensor.to(self._device, copy=True)
         args, kwargs = unpack_arguments(left, self._kept)
         patches = kwargs.pop(ARGUMENT, None)
-        args, kwargs = map_tensors((args, kwargs), self._own)  # modules may write into them
+        free, self._lent = self._lent, []
+
+        def lend(tensor: Tensor) -> Tensor:
+            if self._device.type != "cpu":  # whose allocator does as much
+                return tensor.to(self._device, copy=True)
+            wanted = (tensor.dtype, tensor.shape)
+            place = next((n for n, one in enumerate(free) if (one.dtype, one.shape) == wanted), None)
+            own = tensor.clone() if place is None else free.pop(place).copy_(tensor)
+            self._lent.append(own)
+            return own
+
+        args, kwargs = map_tensors((args, kwargs), lend)
         if patches is not None:  # a ControlNet's weights: they are read, and as large as a model
             kept = {id(tensor) for tensor in self._kept.values()}
-            kwargs[ARGUMENT] = map_tensors(patches, lambda one: one if id(one) in kept else self._own(one))
+            kwargs[ARGUMENT] = map_tensors(patches, lambda one: one if id(one) in kept else lend(one))
         return args, kwargs
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """A copy, for what arrived lies in memory that the parent writes again with the next call."""
-        return tensor.to(self._device, copy=True)

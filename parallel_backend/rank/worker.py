@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -14,12 +13,10 @@ import torch.distributed as dist
 from ..devices import machine_of
 from ..engine.groups import Layouts, World
 from ..errors import RequestError
-from ..models.comfyui.patches import leaves_something
 from ..options import check_step_cache
-from ..requests import InputShapes, LoadInfo, ModelSpec, ModuleCall, Placement, Rows, SleepInfo
+from ..requests import InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import TrialRun
-from ..wire.arguments import map_tensors, pack_arguments
 from ..wire.calibration import Calibration
 from ..wire.heartbeat import heartbeat
 from ..wire.payloads import Tensors, predict_parts, sample_request, take_state
@@ -40,11 +37,11 @@ from ..wire.protocol import (
     Sleep,
 )
 from .device import allocated, device_of
-from .errors import PeerFailed, is_out_of_memory, refusing
+from .errors import PeerFailed, is_out_of_memory
 from .held_models import HeldModel, HeldModels, collect, import_for
-from .kept_arguments import KeptArguments
 from .memory_meter import MemoryMeter, weight_bytes
-from .run_record import run_record
+from .module_calls import ModuleCalls
+from .run_record import as_one_step, run_record
 from .step_boundary import StepBoundary
 from .vae_worker import VaeWorker
 
@@ -80,7 +77,7 @@ class RankWorker:
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
-        self._arguments = KeptArguments(self.world.device)
+        self.calls = ModuleCalls(self.world, self._layouts.traffic)
 
     def load(self, message: Load) -> LoadInfo:
         """Holds one more model on every rank or on none, split as `strategy` has it.
@@ -217,29 +214,17 @@ class RankWorker:
         x, sigma = (t.to(device, copy=True) for t in (x, sigma))  # the parent's memory is read-only here
         (velocity,) = forward([Rows(x, sigma, prompt, extras)])
         result = {"velocity": velocity.float().cpu()}
-        return result, _as_one_step(run_record(forward, message.placement, begun, sent))
+        return result, as_one_step(run_record(forward, message.placement, begun, sent))
 
     @torch.inference_mode()
     def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
         """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
-        from ..engine.lead import all_threads
 
-        begun = time.perf_counter()
-        args, kwargs = self._arguments.take(tensors, message.forget)
-        forward = _watched(
-            self._module_forward(self.models.get(message.model), message.placement), on_compile
-        )
-        sent, alone = forward.bytes_sent, message.placement.strategy.world_size < self.world.world_size
-        # The first rank computes, and nobody else is asked for the answer; but what a run leaves, all have alike.
-        if alone and self.world.rank > 0 and not leaves_something(kwargs):
-            return {}, run_record(forward, message.placement, begun, sent)
-        with (
-            all_threads(self.world.device) if alone else nullcontext(),
-            refusing(type(forward.model.module).__name__, self._layouts.traffic),
-        ):
-            answer = forward(ModuleCall(args, kwargs, message.rows, message.tokens, message.method))
-        packed = pack_arguments(map_tensors(answer, lambda tensor: tensor.cpu()), "the model's answer")
-        return packed, _as_one_step(run_record(forward, message.placement, begun, sent))
+        def forward() -> ModuleForward:
+            held = self.models.get(message.model)
+            return _watched(self._module_forward(held, message.placement), on_compile)
+
+        return self.calls.make(message, tensors, forward)
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -257,7 +242,7 @@ class RankWorker:
         before = allocated(device)
         if message.only is None:
             self.vae.drop()
-            self._arguments.clear()
+            self.calls.clear()
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):
@@ -392,8 +377,3 @@ def _watched(forward: F, on_compile: OnCompile) -> F:
         compiler().on_begin = on_compile
         compiler().take()  # what a request did that failed or was cancelled
     return forward
-
-
-def _as_one_step(run: RankRun) -> RankRun:
-    """With the time in collectives of a model call whose answer lies on the host: its device has done all."""
-    return replace(run, inside_seconds=tuple(round(seconds, 6) for seconds in heartbeat.inside_seconds(1)))

@@ -181,10 +181,11 @@ class ModelRequests:
         try:
             tensors = pack_arguments((call.args, arguments.kwargs)) | kept_tensors(arguments.new)
             exchange = lease.exchange()
-            exchange.send_call(
-                Call(placement, call.method, call.rows, call.tokens, held.number, known.take_forgotten()),
-                tensors,
+            forget = known.take_forgotten()
+            message = Call(
+                placement, call.method, call.rows, call.tokens, held.number, forget, reuse=call.reuse
             )
+            exchange.send_call(message, tensors)
             compiling = CompileWatch(_latent_in_words(*call.args[:1]), lease.on_phase)
 
             def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -201,9 +202,10 @@ class ModelRequests:
             answer = unpack_arguments(exchange.result)
         except TransportError as error:
             raise exchange.refuse(f"rank 0 gave no answer to a model call: {error}") from None
-        seconds = reports(done, lambda answer: answer.run)[0].seconds
-        times.append(seconds)
-        return answer, _run_info(done, load, step_seconds=(seconds,))
+        run = reports(done, lambda answer: answer.run)[0]
+        if not run.reused_calls:  # which is no measure for those that are computed
+            times.append(run.seconds)
+        return answer, _run_info(done, load, step_seconds=(run.seconds,))
 
     def _step_budget(self, earlier: Sequence[float], sampled: object = None) -> float:
         """Seconds for the next step; `sampled`: the latent, or its parts."""

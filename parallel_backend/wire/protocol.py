@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, Reuse, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
@@ -187,6 +187,7 @@ class Call:
     model: int
     forget: tuple[int, ...] = ()
     placed: tuple[PlacedTensor, ...] = ()
+    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ OUR_NODES = {
     ],
     "ParallelModel": ["model", "strategy", "compile"],
     "ParallelModelLoader": ["model_name", "weight_dtype", "strategy", "compile"],
+    "ParallelStepCache": ["model", "cache_threshold"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
 }
@@ -58,6 +59,7 @@ OUTPUTS = {
     "ParallelSampler": ["LATENT", "STRING"],
     "ParallelModel": ["MODEL", "PARALLEL_MODEL"],
     "ParallelModelLoader": ["MODEL", "PARALLEL_MODEL"],
+    "ParallelStepCache": ["MODEL"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
     "ParallelVAEDecode": ["IMAGE", "STRING"],
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,17 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.reuse import why_not_reused
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill, random
-from parallel_backend.requests import BLOCK, ROWS, STAY, Conditioning, ModelSpec, ModuleCall, Placement, Rows
+from parallel_backend.requests import (
+    ATTENTION,
+    BLOCK,
+    ROWS,
+    STAY,
+    Conditioning,
+    ModelSpec,
+    ModuleCall,
+    Placement,
+    Rows,
+)
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -61,8 +70,8 @@ def _model(name):
     return TinyModel(fill(CASES[name][0]()))
 
 
-def _calls(name):
-    """(number of the prompt, args, kwargs) in the order of a job."""
+def _calls(name, options=None):
+    """(number of the prompt, args, kwargs) in the order of a job. `options`: transformer_options."""
     (latents, times), kwargs = CASES[name][1](*ODD)
     several = isinstance(latents, (list, tuple))
     parts = list(latents) if several else [latents]
@@ -75,7 +84,7 @@ def _calls(name):
         moved = [part + far * move for part, move in zip(parts, moves, strict=True)]
         for prompt in range(2):
             context = kwargs["context"] * (1.0 + prompt)
-            given = kwargs | {"context": context, "transformer_options": {}}
+            given = kwargs | {"context": context, "transformer_options": options or {}}
             found.append((prompt, (moved if several else moved[0], times), given))
     return found
 
@@ -85,10 +94,10 @@ def _tensors(answer):
 
 
 @torch.inference_mode()
-def _answers(forward, name, cache, tokens):
+def _answers(forward, name, cache, tokens, options=None):
     """Of all calls, as lists of tensors."""
     found = []
-    for prompt, args, kwargs in _calls(name):
+    for prompt, args, kwargs in _calls(name, options):
         args, kwargs = copy.deepcopy((args, kwargs))
         call = ModuleCall(args, kwargs, ODD[0], tokens, prompts=(prompt,))
         found.append(_tensors(forward(call, cache)))
@@ -101,7 +110,7 @@ def _submodule(module, path):
 
 
 @torch.inference_mode()
-def _by_hooks(name):
+def _by_hooks(name, options=None):
     """The same calls of the plain module, every block of which runs: where a call is to reuse, what leaves the blocks
     is replaced by what its first block gave and what the others added in the call before."""
     first_path, place, leave_path, last_path = WAYS[name]
@@ -137,7 +146,7 @@ def _by_hooks(name):
         if last_path or not leave_path:
             hooks.callback(blocks[-1].register_forward_hook(last).remove)
         found = []
-        for number, (prompt, args, kwargs) in enumerate(_calls(name)):
+        for number, (prompt, args, kwargs) in enumerate(_calls(name, options)):
             state |= {"prompt": prompt, "reuses": REUSED[number // 2]}
             args, kwargs = copy.deepcopy((args, kwargs))
             found.append(_tensors(module(*args, **kwargs)))
@@ -153,13 +162,13 @@ def _difference(found, expected):
     )
 
 
-def _job(world, strategy, calls):
+def _job(world, strategy, calls, options=None):
     """Of each (name, token mode): (answers, network calls, how many were reused)."""
     layouts, found = Layouts(world), []
     for name, tokens in calls:
         cache = ModuleCache(THRESHOLD)
         forward = make_module_forward(_model(name), layouts, Placement(strategy))
-        found.append((_answers(forward, name, cache, tokens), cache.calls, cache.reused))
+        found.append((_answers(forward, name, cache, tokens, options), cache.calls, cache.reused))
     return found
 
 
@@ -181,19 +190,44 @@ def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
     assert _difference(answers, _expected(name)) <= EXACT
 
 
-def _patched(world, name):
-    """(answers with a cache, without one, how many were reused, notes) where every call carries patches."""
-    forward = make_module_forward(_model(name), Layouts(world), Placement(ParallelStrategy()))
-    plain = _answers(forward, name, None, STAY)
-    live, cache = forward.model.live, ModuleCache(THRESHOLD)
-    forward.model.live = lambda call: replace(live(call))  # another call than the one that came
-    return _answers(forward, name, cache, STAY), plain, cache.reused, forward.notes
+def _between_blocks(args):
+    """A patch such as a ControlNet's: to the image after each block, by the block's number."""
+    args["img"] = args["img"] + 0.05 * (1 + args["block_index"]) * args["img"].tanh()
+    return args
 
 
-def test_a_model_that_nodes_have_changed_is_computed_whole_and_the_report_says_so():
-    found, plain, reused, notes = run_ranks(_patched, 1, "z-image")[0]
-    assert reused == 0 and _difference(found, plain) == 0
-    assert any("nodes have changed the model" in note for note in notes)
+CHANGED = "qwen-image + text mask"
+PATCHED = {"patches": {"double_block": [_between_blocks]}}
+LAYER = {("double_block", 1): lambda args, extra: args}
+
+
+def _one_and_two_ranks(modes, options):
+    """(answers, network calls, reused) of each, under Ulysses on two."""
+    yield run_ranks(_job, 1, ParallelStrategy(), [(CHANGED, STAY)], options)[0][0]
+    jobs = [(CHANGED, tokens) for tokens in modes]
+    for of_rank in run_ranks(_job, 2, ULYSSES_2, jobs, options):
+        yield from of_rank
+
+
+@pytest.mark.parametrize("options", [PATCHED, PATCHED | {"patches_replace": {"dit": LAYER}}])
+def test_a_model_that_nodes_have_changed_reuses_what_all_changes_added(options):
+    expected = _by_hooks(CHANGED, options)
+    assert _difference(expected, _expected(CHANGED)) > 10 * EXACT
+    for answers, *counts in _one_and_two_ranks((BLOCK, ATTENTION), options):
+        assert counts == COUNTS
+        assert _difference(answers, expected) <= EXACT
+
+
+@torch.inference_mode()
+def test_without_its_first_block_nothing_is_left_out():
+    options = {"patches_replace": {"dit": {("double_block", 0): lambda args, extra: args}}}
+    module = _model(CHANGED).module
+    expected = [
+        _tensors(module(*args, **copy.deepcopy(kwargs))) for _, args, kwargs in _calls(CHANGED, options)
+    ]
+    for answers, _, reused in _one_and_two_ranks((BLOCK,), options):
+        assert reused == 0
+        assert _difference(answers, expected) <= EXACT
 
 
 def _by_both_engines(world, path):
@@ -278,7 +312,7 @@ def _near_the_threshold(world, name):
     dist.all_gather(own, torch.tensor([seen[2]], dtype=torch.float64))
     between = ModuleCache(torch.cat(own).mean().item())
     answers = _answers(forward, name, between, STAY)
-    return seen[2] < between._threshold, between.reused, answers
+    return seen[2] < between.threshold, between.reused, answers
 
 
 def test_ranks_that_would_decide_apart_decide_together():

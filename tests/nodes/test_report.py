@@ -34,6 +34,7 @@ def record(**changes):
         "trials": (),
         "stepwise_because": None,
         "cache_threshold": None,
+        "why_whole": "",
         "price_per_hour": 0.0,
     }
     return SimpleNamespace(**{**plain, **changes})
@@ -125,3 +126,27 @@ def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
     told = lines(plan=plan, price_per_hour=12.0)
     assert told[device_seconds] == "3.000 for 4 images, 0.750 each"
     assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")
+
+
+def test_in_comfyuis_loop_a_step_cache_tells_what_it_did_and_why_not_more():
+    def told(why, *calls):
+        runs = [
+            RunInfo("native", ULYSSES, (0.5,), exact=not reused, model_calls=made, reused_calls=reused)
+            for made, reused in calls
+        ]
+        changed = record(runs=runs, stepwise_because="a stock sampler", cache_threshold=0.1, why_whole=why)
+        return report.write_report(changed), report.summarise(changed)
+
+    text, summary = told("", (1, 0), (1, 1))
+    assert "step cache: 1 of 2 model calls reused" in text and "note: step_cache" not in text
+    assert summary == "Ulysses 2: 0.500 s a model call on average, 1 of 2 model calls reused"
+    assert (
+        "note: step_cache left out nothing of some model calls: it asks twice"
+        in told("it asks twice", (1, 0))[0]
+    )
+    for why, words in (
+        ("it has no blocks", "exact: it has no blocks"),
+        ("", "exact: with Parallel Flux Loader"),
+    ):
+        text, _ = told(why, (0, 0))
+        assert f"note: step_cache did nothing, so the result is {words}" in text and "step cache:" not in text

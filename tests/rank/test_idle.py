@@ -27,6 +27,7 @@ def served(monkeypatch, no_leaks):
     worker = SimpleNamespace(
         world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
         meter=None,
+        calls=SimpleNamespace(end_run=lambda: seen.append("forgot a run")),
         predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
     )
@@ -72,8 +73,8 @@ def _next(link):
 
 
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served):
-    released, done = served(Sample(Placement(), 1.0, "euler", 0, previews=False))
-    assert released == "released" and isinstance(done, Done) and done.placed is None
+    *given_back, done = served(Sample(Placement(), 1.0, "euler", 0, previews=False))
+    assert given_back == ["forgot a run", "released"] and isinstance(done, Done) and done.placed is None
 
 
 def test_between_model_calls_it_is_kept(served):

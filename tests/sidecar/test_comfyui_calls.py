@@ -9,7 +9,7 @@ from comfy_weight_files import CPU, inputs, spec, write
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.options import ComputeOptions
-from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement, Reuse
 from parallel_backend.strategy import ParallelStrategy
 
 TOLERANCE = 1e-5
@@ -73,3 +73,23 @@ def test_what_the_module_itself_refuses_alike_on_every_rank_leaves_them_warm(two
     again, info = two_real_ranks.call(model, ModuleCall(args, kwargs, 2, STAY), placement)
     assert torch.equal(again, answer)
     assert two_real_ranks.pids == pids and info.load.cached
+
+
+def test_calls_of_one_run_go_by_a_step_cache_and_others_are_whole_to_the_bit(two_real_ranks, model):
+    (x, times), kwargs = inputs()
+    placement = Placement(ParallelStrategy(ulysses_degree=2))
+
+    def call(far, reuse=None):
+        moved = ModuleCall((x + far * x.flip(-1), times), kwargs, 2, STAY, reuse=reuse)
+        answer, info = two_real_ranks.call(model, moved, placement)
+        return answer, (info.model_calls, info.reused_calls, info.exact)
+
+    steps = (0.0, 0.01, 1.0, 1.01)
+    plain = [call(far) for far in steps]
+    assert {counts for _, counts in plain} == {(0, 0, True)}
+    cached = [call(far, Reuse(5, 1, 0.05)) for far in steps]
+    assert [counts for _, counts in cached] == [(1, 0, True), (1, 1, False)] * 2
+    for number, ((whole, _), (answer, _)) in enumerate(zip(plain, cached, strict=True)):
+        assert torch.equal(answer, whole) == (number % 2 == 0)
+    for reuse in (None, Reuse(5), Reuse(6, 1, 0.05)):  # without, of no kind, of another run
+        assert torch.equal(call(steps[3], reuse)[0], plain[3][0])

@@ -1,0 +1,177 @@
+"""What the step cache reuses, and misses, in each family: tiny models with random weights, and one that was trained.
+
+    python benchmarks/step_cache_families.py [--only "wan2.1 t2v,z-image"] [--json]
+
+A run is 20 Euler steps of one prompt. `usual`: calls that left blocks out at the threshold that users know for Flux.1;
+`half`: the threshold that has half of the calls leave them out; `missed`: of what the model's answer had changed since
+the last computed call, the part that a reused call got wrong then, as a median over reused calls (0: exact, 1: no
+better than the old answer once more). None depends on the machine. Random weights say nothing of pictures, so there is
+no PSNR here; the demo model, which was trained, is measured in the same way to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from drift import DEMO, demo_request
+from subject import finish, torch
+from torch import Tensor
+
+from comfy_modules import CASES, import_comfyui_here
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.first_block_cache import CachedForward
+from parallel_backend.engine.groups import Layouts, World
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_cache import ModuleCache
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.options import DEFAULT_THRESHOLD
+from parallel_backend.requests import STAY, ModuleCall, Placement, Rows
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+STEPS = 20
+MOST = 4.0  # a threshold above which nobody would look
+TRAINED = "demo (trained)"
+FAMILIES = (
+    "flux1 + reference",
+    "flux2 + reference",
+    "chroma",
+    "qwen-image",
+    "z-image",
+    "sd3.5 medium",
+    "wan2.1 t2v",
+    "wan2.1 i2v",
+    "wan2.1 vace",
+    "hunyuanvideo + mask",
+    "hunyuanvideo 1.5",
+    "ltx-video",
+    "ltx-2 (video + sound)",
+    "cosmos predict2",
+    "kandinsky5",
+)
+Parts = list[Tensor]  # a latent, or video and sound
+# The model's answer to a latent at a share of its largest noise level, and whether it was reused.
+Answer = Callable[[Parts, float], tuple[Parts, bool]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join((TRAINED, *FAMILIES)), help="names, with commas between")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    import_comfyui_here()
+    result = {}
+    for name in args.only.split(","):
+        (found,) = run_ranks(_of_family, 1, name, timeout=600)
+        result[name] = found
+        missed = "-" if found["missed"] is None else f"{found['missed']:.2f}"
+        print(
+            f"{name:24} {found['usual']:2} of {STEPS} at {DEFAULT_THRESHOLD}; {found['reused']:2} at "
+            f"{found['half']:.3f}, missed {missed}",
+            flush=True,
+        )
+    finish(result, args.json)
+
+
+@torch.inference_mode()
+def _of_family(world: World, name: str) -> dict[str, float | None]:
+    layouts = Layouts(world)
+    subject = _trained(layouts) if name == TRAINED else _random(layouts, name)
+    usual, _ = _run(*subject(DEFAULT_THRESHOLD))
+    low, high = 0.0, MOST
+    for _ in range(12):
+        half = (low + high) / 2
+        reused, missed = _run(*subject(half))
+        if reused == STEPS // 2:
+            break
+        low, high = (half, high) if reused < STEPS // 2 else (low, half)
+    return {"usual": usual, "half": round(half, 3), "reused": reused, "missed": missed}
+
+
+def _run(noise: Parts, cached: Answer, exact: Answer) -> tuple[int, float | None]:
+    x, before, missed = [part.clone() for part in noise], None, []
+    for level, step in _levels():
+        answer, reused = cached(x, level)
+        whole, _ = exact(x, level)
+        if reused:
+            assert before is not None, "a first call has nothing to reuse"
+            missed.append(_distance(answer, whole) / _distance(before, whole))
+        else:
+            before = whole
+        for part, one in zip(x, answer, strict=True):
+            part[:, : one.shape[1]] += step * one  # channels after those are a picture's
+    return len(missed), median(missed) if missed else None
+
+
+def _levels() -> Iterator[tuple[float, float]]:
+    """(noise level from 1 down, the step to the next)"""
+    return ((here, after - here) for here, after in pairwise(torch.linspace(1, 0, STEPS + 1).tolist()))
+
+
+def _distance(one: Parts, other: Parts) -> float:
+    return sum((a - b).float().square().sum().item() for a, b in zip(one, other, strict=True)) ** 0.5
+
+
+def _random(layouts: Layouts, name: str) -> Callable[[float], tuple[Parts, Answer, Answer]]:
+    build, inputs = CASES[name]
+    forward = make_module_forward(TinyModel(fill(build())), layouts, Placement(ParallelStrategy()))
+    (latents, times), kwargs = inputs(1, 16, 16)
+    several = isinstance(latents, (list, tuple))
+    noise = list(latents) if several else [latents]
+
+    def answer(x: Parts, level: float, cache: ModuleCache | None) -> Parts:
+        at = _scaled(times, level)
+        args, named = copy.deepcopy(((x if several else x[0], at), kwargs | {"transformer_options": {}}))
+        found = forward(ModuleCall(args, named, 1, STAY, prompts=(0,)), cache)
+        return list(found) if several else [found]
+
+    def subject(threshold: float) -> tuple[Parts, Answer, Answer]:
+        cache = ModuleCache(threshold)
+
+        def cached(x: Parts, level: float) -> tuple[Parts, bool]:
+            reused = cache.reused
+            return answer(x, level, cache), cache.reused > reused
+
+        return noise, cached, lambda x, level: (answer(x, level, None), False)
+
+    return subject
+
+
+def _scaled(times: Any, level: float) -> Any:
+    """Timesteps of a call at their largest, at another noise level."""
+    if isinstance(times, (list, tuple)):
+        return type(times)(_scaled(one, level) for one in times)
+    return torch.full_like(times, level * times.max().item())
+
+
+def _trained(layouts: Layouts) -> Callable[[float], tuple[Parts, Answer, Answer]]:
+    strategy = ParallelStrategy()
+    forward = make_forward(load_under(DEMO, layouts, strategy), layouts, Placement(strategy))
+    request = demo_request(["a red circle left of a blue square"])
+
+    def rows(x: Sequence[Tensor], level: float) -> list[Rows]:
+        return [Rows(x[0], torch.tensor([level]), request.positive)]
+
+    def subject(threshold: float) -> tuple[Parts, Answer, Answer]:
+        cache = CachedForward(forward, threshold)
+
+        def cached(x: Parts, level: float) -> tuple[Parts, bool]:
+            reused = cache.reused
+            return list(cache(rows(x, level))), cache.reused > reused
+
+        return [request.noise], cached, lambda x, level: (list(forward(rows(x, level))), False)
+
+    return subject
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""ParallelStepCache: a step cache for samplers of ComfyUI's own and of other packs, on the MODEL wire."""
+
+from __future__ import annotations
+
+import comfy.model_patcher
+from comfy_api.latest import io
+
+from ..parallel_backend.errors import RequestError
+from ..parallel_backend.options import DEFAULT_THRESHOLD, check_threshold
+from .host.settings import permitted
+from .link_checks import check_links, refuse_literals
+from .links import CATEGORY, model_output
+from .model.options import SETTINGS, STEP_CACHE
+from .model.patcher import StepwisePatcher
+
+
+class ParallelStepCache(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelStepCache",
+            display_name="Parallel Step Cache",
+            category=CATEGORY,
+            description="Lets KSampler and other samplers leave out blocks of the model in steps that hardly change it "
+            "(First Block Cache). Faster and approximate. Parallel Sampler has inputs of its own for it.",
+            search_aliases=["first block cache", "teacache", "step cache", "wavespeed", "easycache"],
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="From Parallel Model or Parallel Model Loader, also through other nodes."
+                ),
+                io.Float.Input(
+                    "cache_threshold",
+                    default=DEFAULT_THRESHOLD,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    round=0.001,
+                    tooltip="By how much, relatively, the first block may have changed for a step to skip the others. "
+                    "Lower stays closer to the exact image, 0 is exact; 0.08 to 0.12 is usual for Flux dev.",
+                ),
+            ],
+            outputs=[model_output()],
+        )
+
+    validate_inputs = refuse_literals("model")
+
+    @classmethod
+    def execute(cls, model: comfy.model_patcher.ModelPatcher, cache_threshold: float) -> io.NodeOutput:
+        check_links(model=model)
+        check_threshold(cache_threshold)
+        if not isinstance(model, StepwisePatcher):
+            raise RequestError(
+                "This MODEL is computed by ComfyUI's own process. Put Parallel Step Cache behind Parallel Model, or "
+                "take it out and use ComfyUI's EasyCache."
+            )
+        if model.model.diffusion_model.own_loop:
+            raise RequestError(
+                "Models of Parallel Flux Loader have a step cache in Parallel Sampler alone: set its step_cache, or "
+                "load the file with Parallel Model Loader."
+            )
+        model = model.clone()
+        options = model.model_options["transformer_options"]
+        permitted(options[SETTINGS], steps=0, step_cache=cache_threshold > 0)
+        options[STEP_CACHE] = cache_threshold
+        return io.NodeOutput(model)
