@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
+from comfy_weight_files import patch
 from loop_jobs import stock_latent
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import Cancelled
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.rank.loop_worker import sample_loop
 from parallel_backend.rank.memory_meter import weight_bytes
 from parallel_backend.rank.step_boundary import StepBoundary
@@ -204,3 +206,30 @@ def held_bytes(world, spec):
         found["blocks" if name.startswith("blocks.") else "around"] += parameter.nbytes
     assert sum(found.values()) == weight_bytes(model.chunks, world.device)
     return found
+
+
+@torch.inference_mode()
+def with_a_lora(world, spec):
+    """Latents with a change of every block, and again without it."""
+    ranks, job = Ranks(world, spec), wan_job(steps=2)
+    strategy = ParallelStrategy(pipefusion_degree=world.world_size, warmup_steps=2)
+    ranks.run(strategy, job)
+    weights, tensors = ranks.models[strategy.weights].weights, {}
+    factors = {"up": random(128, 4, seed=1), "down": random(4, 128, seed=2)}
+    changes = [
+        patch(tensors, f"blocks.{number}.self_attn.v.weight", "lora", 0.5, **factors)
+        for number in range(BLOCKS)
+    ]
+    weights.check(changes, tensors)
+    touched = weights.apply(changes, tensors)
+    changed = ranks.run(strategy, job)["latent"]
+    weights.apply([], tensors)
+    return touched, changed, ranks.run(strategy, job)["latent"]
+
+
+def test_a_lora_changes_in_each_stage_the_blocks_that_it_holds(spec):
+    ((every, expected, plain),) = run_ranks(with_a_lora, 1, spec)
+    (one, changed, again), (other, *_) = run_ranks(with_a_lora, 2, spec)
+    assert every == BLOCKS == one + other and abs(one - other) == 1
+    assert far(changed, expected) <= EXACT < 1e-3 < far(changed, plain)
+    assert far(again, plain) <= EXACT

@@ -67,7 +67,8 @@ class ComfyUIModelFile:
     `pixels`: of the image in a cell of the latent, along a side;
     `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
-    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands.
+    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands;
+    `has_stages`: its blocks may lie on several devices.
     """
 
     path: str
@@ -168,6 +169,10 @@ class ComfyUIModelFile:
     @property
     def has_guidance(self) -> bool:
         return False
+
+    @property
+    def stages_take_all_rows(self) -> bool:
+        return True
 
     def describe(self) -> str:
         counts = "+".join(map(str, self.block_counts))
