@@ -13,7 +13,7 @@ from loop_jobs import stock_model
 from parallel_backend.models.comfyui.tiny.weights import fill, operations, random
 from parallel_backend.requests import STAY, LoopRequest
 
-BLOCKS, TEXT, SHIFT = 5, 4096, 3.0
+BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
 FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens, the last rows of which reach beyond the latent
 
 
@@ -40,7 +40,7 @@ def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS):
 
 
 def wan_job(
-    sampler: str = "euler", *, kind: str = "t2v", steps: int = 6, batch: int = 1, **changes
+    sampler: str = "euler", *, kind: str = "t2v", steps: int = STEPS, batch: int = 1, **changes
 ) -> LoopRequest:
     """Of two prompts of different lengths, so that each has a network call of its own."""
     shape = (batch, 16, FRAMES, HEIGHT, WIDTH)
