@@ -1,6 +1,6 @@
 """Keys and values of the step before in a module's attention, which PipeFusion's patches attend to.
 
-As attention/kv_cache.py keeps them for diffusers' Flux.1; here where ComfyUI's modules call attention.
+As attention/kv_cache.py keeps them for models whose attention is the pack's; here where ComfyUI's modules call theirs.
 """
 
 from __future__ import annotations

@@ -68,11 +68,6 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     forward = ModuleForward(model, layout, layouts.traffic)
     if strategy.pipefusion_degree > 1:
         forward.stages = ModuleStages(model, layout, layouts.traffic)
-        if options.compiles:
-            forward.notes.append(
-                "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
-            )
-        return forward
     forward.notes += notes_on_weights(layout)
     if layout.ring.size > 1:
         kernel = kernel_for(model.device, model.compute_dtype, ring=True)
@@ -85,7 +80,11 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
             )
     if placement.engine == "xfuser":
         forward.notes.append("engine xfuser fell back to native: it does not know ComfyUI's modules")
-    if options.compiles:
+    if options.compiles and forward.stages is not None:
+        forward.notes.append(
+            "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
+        )
+    elif options.compiles:
         compiler, notes = start_compiler(model.device.type)
         forward.notes += notes or _uncompiled(forward, model)
         forward.compiler = compiler if forward.known_blocks else None

@@ -86,7 +86,7 @@ class ModuleStages:
             )
         self._onward.settle()
         answer = broadcast(answer.contiguous(), self.count - 1, self._return_group, self._traffic)
-        self._like = answer[:0]
+        self._like = answer.new_empty(0, *answer.shape[1:])  # and not a view, which would keep it
         return answer
 
     def patch(self, call: ModuleCall, patch: Patch, keys: KeptKeys) -> Tensor | None:

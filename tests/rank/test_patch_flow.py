@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comfy_modules import import_comfyui_here
 from comfy_weight_files import patch
 from loop_jobs import stock_latent
 from nccl_semantics import NCCL_SEMANTICS
@@ -103,7 +102,6 @@ def sampled(world, spec, cases):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    import_comfyui_here()
     return tmp_path_factory.mktemp("wan")
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec
 from loop_jobs import stock_model
 from parallel_backend.models.comfyui.tiny.weights import fill, operations, random
@@ -17,8 +18,9 @@ BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
 FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens, the last rows of which reach beyond the latent
 
 
-def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS):
+def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS, dim: int = 128):
     """The ModelSpec of a file."""
+    import_comfyui_here()
     from comfy.ldm.wan.model import WanModel
 
     in_dim = 36 if kind == "i2v" else 16
@@ -26,24 +28,30 @@ def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS):
         WanModel(
             model_type=kind,
             in_dim=in_dim,
-            dim=128,
-            ffn_dim=192,
+            dim=dim,
+            ffn_dim=3 * dim // 2,
             text_dim=TEXT,
-            num_heads=1,
+            num_heads=dim // 128,
             num_layers=blocks,
             **operations(),
         )
     )
-    path = folder / f"{kind} {blocks}.safetensors"
+    path = folder / f"{kind} {blocks} {dim}.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
     return spec(path)
 
 
 def wan_job(
-    sampler: str = "euler", *, kind: str = "t2v", steps: int = STEPS, batch: int = 1, **changes
+    sampler: str = "euler",
+    *,
+    kind: str = "t2v",
+    steps: int = STEPS,
+    batch: int = 1,
+    size: tuple[int, int, int] = (FRAMES, HEIGHT, WIDTH),
+    **changes,
 ) -> LoopRequest:
     """Of two prompts of different lengths, so that each has a network call of its own."""
-    shape = (batch, 16, FRAMES, HEIGHT, WIDTH)
+    shape = (batch, 16, *size)
     sigmas = torch.linspace(1, 0, steps + 1)
     sigmas = SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
     beside = {}
