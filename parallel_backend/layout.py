@@ -125,6 +125,11 @@ def split_blocks(double: int, single: int, shares: tuple[float, ...]) -> tuple[t
     return tuple((_range(doubles, i, 0), _range(singles, i, double)) for i in range(stages))
 
 
+def stage_blocks(count: int, shares: tuple[float, ...]) -> tuple[range, ...]:
+    """Per stage its blocks, of `count` that are alike: a run of neighbours each."""
+    return tuple(chunk for (chunk,) in split_blocks(count, 0, shares))
+
+
 def _range(sizes: tuple[int, ...], i: int, first: int) -> range:
     part = slice_of(sizes, i)
     return range(first + part.start, first + part.stop)

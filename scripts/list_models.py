@@ -22,7 +22,7 @@ from comfyui_source import comfyui_version, find_comfyui
 from parallel_backend.engine.attention.queries import LEAST_KEYS
 from parallel_backend.models.comfyui.proof import entry_digest, is_proven
 from parallel_backend.models.comfyui.reuse import why_not_reused
-from parallel_backend.models.comfyui.table import TABLE, state_of
+from parallel_backend.models.comfyui.table import TABLE, has_stages, state_of
 from parallel_backend.requests import ATTENTION, ROWS, STAY
 from steps import SetupError
 
@@ -72,8 +72,8 @@ it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on tw
 finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where
 only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
 `scripts/prove_models.py` tests all of them.
-PipeFusion is of Parallel Flux Loader's models alone ([why](decisions/053-no-pipefusion-of-any-module-yet.md)); the step
-cache works for all of these but {not_reused} ([how](step-cache.md)).
+PipeFusion, beside Parallel Flux Loader's models, lays out the blocks of {staged} ([how](pipefusion.md)); the step cache
+works for all of these but {not_reused} ([how](step-cache.md)).
 [templates.md](templates.md) says which graphs of ComfyUI's template library run, and how.
 
 ## {described} classes that can be split
@@ -199,6 +199,7 @@ def page(root: Path, found: list[Configuration]) -> str:
         attention=len(attending),
         others=len(rows),
         keys=f"{LEAST_KEYS:,}",
+        staged=", ".join(filter(has_stages, sorted(split))),
         not_reused=", ".join(module for module in sorted(split) if why_not_reused(module, STAY)),
         attending="\n".join(_rows_line(module, models[module]) for module in sorted(attending)),
         split="\n".join(_split_line(root, module, models[module]) for module in sorted(split)),

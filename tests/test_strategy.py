@@ -1,5 +1,7 @@
 """ParallelStrategy: degrees, their product, and every rule with its nearest valid setting."""
 
+from dataclasses import replace
+
 import pytest
 
 from parallel_backend.errors import StrategyError
@@ -178,6 +180,12 @@ ANY = ModelShape(4, 30, "wan.safetensors", splits_layers=False, pipelines=False,
             {"pipefusion_degree": 2},
             "the nearest valid setting is pipefusion_degree 1",
             {"pipefusion_degree"},
+        ),
+        (
+            replace(ANY, pipelines=True, tokens_in_stages=False),
+            {"pipefusion_degree": 2, "cfg_degree": 2, "ulysses_degree": 2},
+            "with ulysses_degree: devices do not share out the tokens of a stage of wan.safetensors",
+            {"pipefusion_degree", "ulysses_degree"},
         ),
         (ANY, {"tensor_degree": 2}, "setting is tensor_degree 1, with shard_weights", {"tensor_degree"}),
         (

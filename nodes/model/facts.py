@@ -12,6 +12,7 @@ from torch import nn
 
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, inspect
 from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
+from ...parallel_backend.models.comfyui.table import has_stages
 from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.
@@ -75,6 +76,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
         band_rows=_band_rows(module) if mode == BANDS else 0,
         why_less=verdict.words,
+        has_stages=mode == STAY and has_stages(type(module).__name__),
     )
 
 

@@ -14,8 +14,9 @@ from .class_verdict import ensure_verdict
 
 
 def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:
-    """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all."""
-    return tested_verdict(type(module).__name__, spec) if _may_split_tokens(settings) else UNKNOWN
+    """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all, or
+    its blocks laid out."""
+    return tested_verdict(type(module).__name__, spec) if _may_split_inside(settings) else UNKNOWN
 
 
 def tested_verdict(class_name: str, spec: ModelSpec) -> Verdict:
@@ -26,9 +27,9 @@ def tested_verdict(class_name: str, spec: ModelSpec) -> Verdict:
         return ensure_verdict(spec.comfyui.root, class_name, report_progress, interrupted)
 
 
-def _may_split_tokens(settings: StrategySettings) -> bool:
+def _may_split_inside(settings: StrategySettings) -> bool:
     if settings.mode == "manual":
-        return settings.strategy.sequence_degree > 1
+        return settings.strategy.sequence_degree * settings.strategy.pipefusion_degree > 1
     try:
         return len(resolve_devices(settings.devices)) > 1
     except DeviceError:  # planning says so, in its place

@@ -140,7 +140,7 @@ class _Pass:
     def forward_of(self, block: Block) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             tokens = self._tokens or self._calls.tokens()
-            args, kwargs = _cut(block, tokens, args, kwargs)
+            args, kwargs = cut_arguments(block, tokens, args, kwargs)
 
             def compute() -> Any:
                 return self._calls.run(block, tokens, args, kwargs)
@@ -192,7 +192,7 @@ def _around_whole(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., 
     return gather, cut
 
 
-def _cut(
+def cut_arguments(
     block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments with this rank's tokens."""

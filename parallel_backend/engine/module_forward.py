@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
+from ..models.comfyui.table import has_stages
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..strategy import ParallelStrategy
 from .attention import queries
 from .attention.kernel_choice import kernel_for
 from .block_calls import BlockCalls, as_it_is
@@ -21,8 +23,10 @@ from .call_rows import split_rows, take_rows
 from .collectives import all_gather
 from .compile import Compiler, start_compiler
 from .groups import Axis, Layout, Layouts
+from .kept_keys import KeptKeys
 from .load import notes_on_weights
 from .module_cache import CachedCall, Meeting, ModuleCache
+from .module_stages import ModuleStages
 from .traffic_counter import Traffic
 from .unet_bands import UNetBands
 
@@ -35,6 +39,10 @@ _ROWS_TOGETHER = (
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
+_PATCHED_IN_STAGES = (
+    "nodes have changed the model, and what they compute in one block may be of use in another, which PipeFusion puts "
+    "on another device; set pipefusion_degree to 1"
+)
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
@@ -46,14 +54,17 @@ Answer = Any
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together."""
     strategy, options = placement.strategy, placement.compute_options
-    for name in ("pipefusion_degree", "tensor_degree"):
-        if getattr(strategy, name) > 1:
-            raise RequestError(
-                f"{name} {getattr(strategy, name)} cannot split ComfyUI's own modules; set it to 1. data_degree, "
-                f"cfg_degree, ulysses_degree and ring_degree can."
-            )
+    if strategy.tensor_degree > 1:
+        raise RequestError(
+            f"tensor_degree {strategy.tensor_degree} cannot split ComfyUI's own modules; set it to 1. data_degree, "
+            f"cfg_degree, ulysses_degree and ring_degree can."
+        )
+    if strategy.pipefusion_degree > 1:
+        _check_stages(model, strategy)
     layout = layouts.get(strategy)
     forward = ModuleForward(model, layout, layouts.traffic)
+    if strategy.pipefusion_degree > 1:
+        forward.stages = ModuleStages(model, layout, layouts.traffic)
     forward.notes += notes_on_weights(layout)
     if layout.ring.size > 1:
         kernel = kernel_for(model.device, model.compute_dtype, ring=True)
@@ -66,11 +77,31 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
             )
     if placement.engine == "xfuser":
         forward.notes.append("engine xfuser fell back to native: it does not know ComfyUI's modules")
-    if options.compiles:
+    if options.compiles and forward.stages is not None:
+        forward.notes.append(
+            "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
+        )
+    elif options.compiles:
         compiler, notes = start_compiler(model.device.type)
         forward.notes += notes or _uncompiled(forward, model)
         forward.compiler = compiler if forward.known_blocks else None
     return forward
+
+
+def _check_stages(model: ModuleModel, strategy: ParallelStrategy) -> None:
+    """Raises RequestError for a model whose blocks cannot lie on several devices, or not under this strategy. What
+    strategies are checked by knows it before (strategy.py)."""
+    name = type(model.module).__name__
+    if not has_stages(name):
+        raise RequestError(
+            f"pipefusion_degree {strategy.pipefusion_degree}: the blocks of {name} cannot be laid out over devices; "
+            f"set it to 1. data_degree, cfg_degree, ulysses_degree and ring_degree can split it."
+        )
+    if strategy.sequence_degree > 1:
+        raise RequestError(
+            f"pipefusion_degree {strategy.pipefusion_degree}: the stages of {name} do not share out tokens; set "
+            f"ulysses_degree and ring_degree to 1."
+        )
 
 
 def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
@@ -109,6 +140,7 @@ class ModuleForward:
         self.compiler: Compiler | None = None  # of blocks; None: they run as they are
         self._blocks: BlockCalls | None = None
         self._bands: UNetBands | None = None
+        self.stages: ModuleStages | None = None  # under PipeFusion
 
     @property
     def compiles(self) -> bool:
@@ -131,8 +163,12 @@ class ModuleForward:
     def bytes_sent(self) -> int:
         return self.traffic.bytes_sent
 
-    def __call__(self, call: ModuleCall, cache: ModuleCache | None = None) -> Answer:
-        """`cache`: of the sampling job that the call belongs to."""
+    def __call__(
+        self, call: ModuleCall, cache: ModuleCache | None = None, keys: KeptKeys | None = None
+    ) -> Answer:
+        """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
+        if self.stages is not None:
+            return self._by_stages(self.stages, call, keys)
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
             live = self.model.live(call)
@@ -147,6 +183,13 @@ class ModuleForward:
             meeting = Meeting(self.layout, self.traffic, shared, self._leave_out_blocks)
             with cache.call(key, outputs, meeting) as cached:
                 return self._answer(live, cached)
+
+    def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: KeptKeys | None) -> Answer:
+        if self.model.live(call) is not call:
+            raise RequestError(_PATCHED_IN_STAGES)
+        if call.method != "forward":
+            return self._answer(call)
+        return self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
 
     def _leave_out_blocks(self) -> None:
         if self.model.byte_sharding is not None:
@@ -203,13 +246,17 @@ class ModuleForward:
         axis, *others = axes
         if axis.size == 1:
             return self._by_rows(call, others, compute)
+        part, shares = self.own_rows(call, axis)
+        answer = self._by_rows(part, others, compute)
+        return _gathered(answer, part.rows, shares, axis, self.traffic)
+
+    def own_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
+        """(the call with the rows of this rank of `axis`, or the first one's where it has none; rows of each rank)."""
         shares = split_rows(call, axis.size, self._together(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
             mine = slice(0, max(shares))
-        part = take_rows(call, mine)
-        answer = self._by_rows(part, others, compute)
-        return _gathered(answer, part.rows, shares, axis, self.traffic)
+        return take_rows(call, mine), shares
 
     def _together(self, call: ModuleCall) -> bool:
         return call.together or self.model.rows_together

@@ -35,6 +35,27 @@ class Block:
         # A block that gives more than tokens takes all of that in one tuple.
         return tuple(found) if len(found) > 1 else found[0]
 
+    def carried(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The arguments that a block before gave, each once."""
+        return [self._argument(name, args, kwargs) for name in self._carried_names()]
+
+    def with_carried(
+        self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these in place of what `carried` gives."""
+        listed, named = list(args), dict(kwargs)
+        for name, value in zip(self._carried_names(), values, strict=True):
+            if name in named:
+                named[str(name)] = value
+                continue
+            place = self.place(name)
+            assert place is not None, "blocks_of has looked"
+            listed[place] = value
+        return tuple(listed), named
+
+    def _carried_names(self) -> list[str | int]:
+        return list(dict.fromkeys(name for name in self.kind.gives if name is not None))
+
     def without_guides(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

@@ -68,6 +68,10 @@ class ModelFile(Protocol):
     @property
     def has_guidance(self) -> bool: ...
 
+    @property
+    def stages_take_all_rows(self) -> bool:
+        """Whether a pipeline's stage computes all rows of a model call at once, not one after the other."""
+
     def describe(self) -> str:
         """The model by its sizes alone, since a file's name may be private."""
 

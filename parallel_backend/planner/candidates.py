@@ -66,7 +66,7 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
                 continue
             if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
                 continue
-            if pipe > 1 and not shape.pipelines:
+            if pipe > 1 and not (shape.pipelines and shape.tokens_in_stages):  # else only by hand
                 continue
             if pipe > 1 and (tensor > 1 or pipe > family.block_count or ring * ulysses > job.image_tokens):
                 continue

@@ -32,6 +32,8 @@ from ..wire.loop import loop_request
 from ..wire.payloads import Tensors, take_loop_state
 from ..wire.protocol import RankRun, SampleLoop
 from .errors import PeerFailed, is_refusal, refusing
+from .patch_flow import WHOLE, PatchFlow, why_whole
+from .patch_sampler import PatchSampler
 from .run_record import run_record
 from .step_boundary import StepBoundary
 from .switching import Switching
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from ..models.comfyui.model import ComfyUIModel
 
 MOST_KEPT = 2**30  # bytes of answers that ComfyUI's process keeps of a job, for the case that ranks crash
-_CALL, _STEP, _END, _FAILED = range(4)  # the first rank's words
+_CALL, _STEP, _END, _FAILED, _FLOW = range(5)  # the first rank's words
 
 
 def sample_loop(
@@ -69,15 +71,21 @@ def sample_loop(
         earlier = (0, 0) if state is None else (state.calls, state.reused)
         cache = ModuleCache(request.cache_threshold, *earlier)
     job = _Job(layouts, forward, switching, on_step, message.steps, state, cache)
-    latent = job.run(ComfyUILoop(model, request, job.compute))
+    loop = ComfyUILoop(model, request, job.compute)
+    latent = job.run(loop)
     on_step.finish()
     run = run_record(forward if switching is None else switching.current, placement, begun, sent)
     run = replace(run, model_calls=job.model_calls, inside_seconds=on_step.inside_seconds)
+    run = replace(run, exact=run.exact and job.exact, notes=(*run.notes, *job.notes))
     if cache is not None:
         exact = run.exact and not cache.reused
         run = replace(run, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
     result = {"latent": latent.float(), "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64)}
     return result, run if switching is None else switching.told(run)
+
+
+def _bits(sides: tuple[bool, ...]) -> int:
+    return sum(is_wanted << side for side, is_wanted in enumerate(sides))
 
 
 class _Answers:
@@ -158,11 +166,20 @@ class _Job:
         self._answering = False  # a call that the hook has asked for
         self._together = False  # in what all ranks do, where an error on one is no news to the others
         self._check_numbers = NumbersCheck(most_lag(layouts.world.device))
+        self._flow: PatchFlow | None = None  # of a job whose patches can flow
+        self._sides: tuple[bool, ...] = ()  # that the last call was of
+        self._flowed = False
+        self.notes: list[str] = []
 
     @property
     def model_calls(self) -> int:
-        """Those of the whole job, as the first rank counts them."""
+        """Those of the whole job, as the first rank counts them; those of patches once for all."""
         return self._answers.count
+
+    @property
+    def exact(self) -> bool:
+        """Whether no patch attended to keys of the step before."""
+        return self._flow is None or self._flow.exact
 
     def compute(self, call: ModuleCall) -> Any:
         """The network's answer to a call, the same on every rank that makes it."""
@@ -171,15 +188,21 @@ class _Job:
                 "This ComfyUI makes model calls in a way that the ranks do not know; use stock KSampler behind the "
                 "parallel model, or another version of ComfyUI."
             )
-        return self._forward(call, self._cache)
+        if self._flow is None:
+            return self._forward(call, self._cache)
+        return self._flow.compute(call) if self._flowed else self._flow.whole(call)
 
     def run(self, loop: ComfyUILoop) -> Tensor:
         """The latent; on other ranks than the first an empty one."""
+        if self._own_forward.stages is not None:
+            reason = why_whole(loop.request, self._own_forward.layout.strategy)
+            self._flow = None if reason else PatchFlow(self._own_forward, loop)
+            self.notes += [WHOLE.format(reason=reason)] if reason else []
         if self._world.rank:
             self._follow(loop)
             return torch.empty(0)
         try:
-            latent = loop.sample(lambda *asked: self._lead(loop, *asked), self._step)
+            latent = self._sample(loop)
             self._check_numbers.finish()
         except Exception as error:
             if self._together:
@@ -196,7 +219,32 @@ class _Job:
 
     # The first rank.
 
+    def _sample(self, loop: ComfyUILoop) -> Tensor:
+        def answers(*asked: Any) -> list[Tensor]:
+            return self._lead(loop, *asked)
+
+        flow = self._flow
+        if flow is None:
+            return loop.sample(answers, self._step)
+        whole = flow.whole_steps if not self._steps_done else max(flow.whole_steps, self._steps_done + 1)
+        sampler = PatchSampler(flow, whole, self._step, self._begin_patches, self._on_step)
+        latent = loop.sample(answers, self._step, sampler)
+        self._together = False
+        self._answers.count += sampler.calls
+        if self._flowed:
+            self._check_numbers(latent, f"in one of the steps {whole + 1} to {self._steps}")
+        elif sampler.why_whole:
+            self.notes.append(WHOLE.format(reason=sampler.why_whole))
+        return latent
+
+    def _begin_patches(self) -> None:
+        self._say(_FLOW, _bits(self._sides))
+        self._together = self._answering = self._flowed = True
+
     def _lead(self, loop: ComfyUILoop, wanted: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
+        if self._flow is not None and self._flowed:
+            return self._flow.answers(wanted, x, sigma)
+        self._sides = wanted
         recorded = self._answers.replayed(wanted, x)
         if recorded is not None:
             return recorded
@@ -205,7 +253,7 @@ class _Job:
                 found = self._compute_answers(loop, wanted, x, sigma)
         else:
             self._check(loop, x, sigma)
-            self._say(_CALL, sum(is_wanted << side for side, is_wanted in enumerate(wanted)))
+            self._say(_CALL, _bits(wanted))
             self._together = True
             self._send(x, sigma)
             found = self._compute_answers(loop, wanted, x, sigma)
@@ -250,10 +298,16 @@ class _Job:
             if word == _STEP:
                 self._end_step(self._steps_done, nothing)
                 self._steps_done += 1
-            else:
-                x, sigma = loop.new_call()
-                self._send(x, sigma)
-                self._compute_answers(loop, (bool(sides & 1), bool(sides & 2)), x, sigma)
+                continue
+            wanted = (bool(sides & 1), bool(sides & 2))
+            if word == _FLOW:
+                assert self._flow is not None, "all ranks know whether patches can flow"
+                self._answering = self._flowed = True
+                self._flow.follow(wanted, self._steps_done, self._on_step)
+                continue
+            x, sigma = loop.new_call()
+            self._send(x, sigma)
+            self._compute_answers(loop, wanted, x, sigma)
 
     # All.
 

@@ -24,12 +24,15 @@ import torch
 from torch import Tensor
 
 from ..engine.groups import Layouts, World
+from ..engine.kept_keys import KeptKeys
 from ..engine.module_forward import make_module_forward
+from ..engine.module_stages import Patch
 from ..errors import RankFailed
-from ..models.comfyui.table import TABLE, token_mode
+from ..models.comfyui.table import TABLE, has_stages, token_mode
 from ..models.comfyui.tiny.cases import CASES, Inputs, TinyModel
 from ..models.comfyui.tiny.weights import fill
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
+from ..sampling.element_patches import ElementPatches
 from ..strategy import ParallelStrategy
 from ..wire.parent_death import die_with_parent
 from ..wire.self_test import SelfTest
@@ -40,6 +43,7 @@ ROWS_OF_A_CALL = 2
 ROWS_IN_BANDS = 3  # which two ranks do not divide, and so compute bands of each
 SIZE = (9, 7)  # latent height and width: tokens that two ranks do not divide
 _STRATEGY = ParallelStrategy(ulysses_degree=2)
+_STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
 _WORDS = 500  # of an error, which has to fit a pipe at once
 _PATIENCE = 60.0  # s for the ranks of a class; they take one
 
@@ -96,7 +100,34 @@ def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
             args, kwargs = copy.deepcopy((case.args, case.kwargs))
             answer = _tensors(forward(ModuleCall(args, kwargs, case.rows, mode)))
             worst = max(worst, _difference(answer, case.answer))
+            if mode == STAY and has_stages(type(case.model.module).__name__):
+                worst = max(worst, _worst_in_stages(case, layouts))
     return worst
+
+
+def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
+    """The same with the blocks on two ranks: of the whole answer, and of patches that find the keys of that call."""
+
+    def call() -> ModuleCall:
+        args, kwargs = copy.deepcopy((case.args, case.kwargs))
+        return ModuleCall(args, kwargs, case.rows, STAY)
+
+    forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), KeptKeys()
+    assert forward.stages is not None, "it was asked for them"
+    answer, (expected,) = forward(call(), keys=keys), case.answer
+    worst = _difference([answer], [expected])
+    if keys.masked:  # then no patches flow
+        return worst
+    owners = forward.stages.owners(call(), _PATCHES)
+    if int(owners.min()) < 0:  # nor there
+        return worst
+    split = ElementPatches(owners, answer.shape[1:], _PATCHES)
+    for number in range(_PATCHES):
+        found = forward.stages.patch(call(), Patch(number, _PATCHES), keys)
+        if found is not None:
+            split.put(split.take(found, number), number, answer)
+    forward.stages.settle()
+    return max(worst, _difference([answer], [expected]))
 
 
 def _cases(name: str) -> Iterator[_Case]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..requests import SamplerState
-from .guidance import Guidance
 from .samplers import History, Sigmas, Step
 
 
@@ -21,6 +20,18 @@ class Packing(Protocol):
 
     def unpack(self, tokens: Tensor, height: int, width: int) -> Tensor:
         """[B, N, channels] -> [B, C, h, w]"""
+
+
+class PatchGuidance(Protocol):
+    """What is denoised from what the model gives, element by element (guidance.Guidance)."""
+
+    def part(self, of: Callable[[Tensor], Tensor]) -> PatchGuidance:
+        """The same for `of(tensor)` of each tensor."""
+
+    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor: ...
+
+    def denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
+        """`velocities`: what the model made of x for each prompt."""
 
 
 @runtime_checkable
@@ -134,7 +145,7 @@ class PatchSampling:
         sigmas: Sigmas,
         first: int,
         history: History,
-        guidance: Guidance,
+        guidance: PatchGuidance,
         on_step: OnPatchStep,
         packing: Packing,
         *,
@@ -210,7 +221,7 @@ class PatchSampling:
         self._patches[patch.start] = state
         return state
 
-    def _part(self, patch: slice) -> Guidance:
+    def _part(self, patch: slice) -> PatchGuidance:
         return self._guidance.part(lambda tokens: tokens[:, patch])
 
     def _in_order(self) -> list[_Patch]:

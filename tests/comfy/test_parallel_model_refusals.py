@@ -40,7 +40,16 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(comfy, name, inputs, wor
     ("kind", "choice", "words"),
     [
         ("wan_t2v", {"ulysses": 3}, "more than the 2 attention heads"),
-        ("wan_t2v", {"pipefusion": 2}, "the nearest valid setting is pipefusion_degree 1"),
+        (
+            "wan_vace",
+            {"pipefusion": 2},
+            "any_wan_vace.safetensors cannot be laid out over devices yet; the nearest",
+        ),
+        (
+            "wan_t2v",
+            {"pipefusion": 2, "ring": 2},
+            "devices do not share out the tokens of a stage of any_wan_t2v",
+        ),
         ("wan_t2v", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),
     ],
 )

@@ -133,6 +133,28 @@ def test_what_is_python_of_comfyuis_process_goes_stepwise_and_says_why(comfy, no
     assert because in found["report"]
 
 
+@pytest.mark.parametrize("kind", ["wan_t2v", "wan_ti2v"])
+def test_blocks_of_a_video_model_lie_on_two_devices_and_patches_flow_through_them(comfy, kind):
+    """One patch has no older keys, so it is exact, also with the frame that is kept; behind stock samplers whole images
+    pass the stages."""
+    graph, sampling = AnyGraph(comfy, kind), {"steps": 4, "cfg": 3.0, "sampler_name": "euler"}
+    stock, request = graph.stock(), graph.request()
+    ours = {n: graph.parallel(stock, pipefusion=2, num_pipeline_patch=n) for n in (1, 3)}
+    samplers = {f"{n}": graph.parallel_sampler([node, 1], *request, **sampling) for n, node in ours.items()}
+    ways = samplers | {
+        "stock": graph.ksampler(stock, *request, **sampling),
+        "stepwise": graph.ksampler([ours[3], 0], *request, **sampling),
+    }
+    reports = {f"report {name}": [node[0], 1] for name, node in samplers.items()}
+    found = latents(comfy, graph, ways, reports)
+    assert relative_difference(found["1"], found["stock"]) <= TOLERANCE
+    assert relative_difference(found["stepwise"], found["stock"]) <= TOLERANCE
+    assert TOLERANCE < relative_difference(found["3"], found["stock"]) < 0.2
+    assert "result: exact" in found["report 1"]
+    assert "result: approximate (PipeFusion: exact for the first 1 step" in found["report 3"]
+    assert all("way: resident" in found[report] for report in reports)
+
+
 @pytest.mark.parametrize("model", ["wan_t2v", "unet"])
 def test_a_step_cache_leaves_blocks_out_or_is_said_to_do_nothing(comfy, model):
     sampling = {"steps": 6, "cfg": 3.0, "sampler_name": "heun", "step_cache": "first_block"}

@@ -1,5 +1,6 @@
 """The self-test of a class tells a right entry of the table from a wrong one, and an outcome from a crash."""
 
+import functools
 import os
 import signal
 from dataclasses import replace
@@ -65,6 +66,29 @@ def test_code_between_blocks_that_looks_at_tokens_leaves_blocks_that_gather(monk
     monkeypatch.setitem(TABLE, "Flux", replace(known, stays_with=stays_with))
     monkeypatch.setitem(CASES, "Flux", {"reference at t = 0": (flux2, reference_at_zero)})
     found = prove("Flux")
+    assert found.mode == BLOCK and found.worst > 100 * EXACT
+
+
+def test_what_blocks_hand_on_beside_their_tokens_is_found(monkeypatch):
+    """Tokens may stay apart then, but a block on another device would not get it."""
+    ran = []
+
+    def build():
+        module = ernie()
+
+        class Counting(type(module.layers[0])):
+            @functools.wraps(type(module.layers[0]).forward)
+            def forward(self, *args, **kwargs):
+                ran[:] = [] if self is module.layers[0] else ran
+                ran.append(1)
+                return super().forward(*args, **kwargs) * (1 + 0.1 * len(ran))
+
+        for layer in module.layers:
+            layer.__class__ = Counting
+        return module
+
+    use_module(monkeypatch, build)
+    found = prove(NAME)
     assert found.mode == BLOCK and found.worst > 100 * EXACT
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
+from ...layout import stage_blocks
 from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .model import ComfyUIModel
 from .placing import place
+from .table import TABLE, has_stages
 from .weights import ComfyUIWeights
 
 StateDict = dict[str, Tensor]
@@ -60,22 +62,36 @@ def load(
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
     dtypes = {} if keeps_file_dtype else built
     sharding = None if part is None else part.byte_sharding
-    weights = ComfyUIWeights(patcher, dtypes, sharding)  # before they leave the mapping
-    place(patcher.model, device, dtypes, sharding)
+    absent = _absent(patcher.model.diffusion_model, part)
+    weights = ComfyUIWeights(patcher, dtypes, sharding, absent)  # before they leave the mapping
+    place(patcher.model, device, dtypes, sharding, absent)
     patcher.model.device = device
     return ComfyUIModel(patcher, device, size, str(stored).removeprefix("torch."), weights, sharding)
 
 
 def _check_whole(part: ModelPart | None) -> None:
     """Raises RequestError for a part that no module of ComfyUI's can be cut into."""
-    if part is None:
-        return
-    for what, remedy, asked in (
-        ("PipeFusion", "pipefusion_degree to 1", len(part.stage_shares) > 1),
-        ("tensor parallelism", "tensor_degree to 1", part.slices is not None),
-    ):
-        if asked:
-            raise RequestError(f"{what} cannot split ComfyUI's own modules; set {remedy}.")
+    if part is not None and part.slices is not None:
+        raise RequestError("tensor parallelism cannot split ComfyUI's own modules; set tensor_degree to 1.")
+
+
+def _absent(module: nn.Module, part: ModelPart | None) -> list[str]:
+    """Parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that cannot be
+    cut into stages."""
+    if part is None or len(part.stage_shares) == 1:
+        return []
+    name = type(module).__name__
+    if not has_stages(name):
+        raise RequestError(
+            f"PipeFusion cannot lay out the blocks of {name} over devices; set pipefusion_degree to 1."
+        )
+    (path,) = TABLE[name].regions[-1].lists
+    blocks = cast(nn.ModuleList, module.get_submodule(path))
+    own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
+    elsewhere = tuple(f"{path}.{number}." for number in range(len(blocks)) if number not in own)
+    held = dict(module.named_parameters(remove_duplicate=False))
+    here = {id(parameter) for key, parameter in held.items() if not key.startswith(elsewhere)}
+    return [key for key, parameter in held.items() if id(parameter) not in here]
 
 
 def _mapped(path: str) -> tuple[StateDict, dict[str, str]]:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .model import ComfyUIModel
 
 Compute = Callable[[ModuleCall], Any]
+# A sampler of ComfyUI's form: (model, x, sigmas, extra_args=…, callback=…, disable=…) -> x, with model(x, sigma [B],
+# **extra_args) giving what is denoised.
+SamplerFunction = Callable[..., Tensor]
 # (whether the positive and the negative prompt are asked for, x [B, C, …], sigma [B]) -> of each what the model gives.
 Answers = Callable[[tuple[bool, ...], Tensor, Tensor], list[Tensor]]
 _HOOK = "sampler_calc_cond_batch_function"
@@ -53,6 +56,11 @@ class ComfyUILoop:
             prompt["uuid"] = number
 
     @property
+    def request(self) -> LoopRequest:
+        """On the model's device."""
+        return self._request
+
+    @property
     def sampler(self) -> str:
         return self._request.sampler
 
@@ -71,9 +79,12 @@ class ComfyUILoop:
         options["transformer_options"] = dict(options.get("transformer_options", {}))
         return calc_cond_batch(self._model, sides, x, sigma, options)
 
-    def sample(self, answers: Answers, on_step: Callable[[Tensor], None]) -> Tensor:
-        """The latent, as ComfyUI's sampler of that name gives it. `on_step`: is given the denoised latent of a step."""
-        from comfy.samplers import CFGGuider, KSampler, sampler_object
+    def sample(
+        self, answers: Answers, on_step: Callable[[Tensor], None], function: SamplerFunction | None = None
+    ) -> Tensor:
+        """The latent, as ComfyUI's sampler of that name gives it, or `function` in its place. `on_step`: is given the
+        denoised latent of a step by ComfyUI's."""
+        from comfy.samplers import KSAMPLER, CFGGuider, KSampler, sampler_object
 
         request = self._request
         if request.sampler not in KSampler.SAMPLERS:
@@ -92,7 +103,8 @@ class ComfyUILoop:
         def callback(step: int, denoised: Tensor, x: Tensor, steps: int) -> None:
             on_step(denoised)
 
-        return sampler_object(request.sampler).sample(
+        sampler = sampler_object(request.sampler) if function is None else KSAMPLER(function)
+        return sampler.sample(
             guider,
             request.sigmas,
             {"model_options": request.options | {_HOOK: hook}, "seed": request.seed},

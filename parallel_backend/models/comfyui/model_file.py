@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...layout import RankCoordinates
+from ...layout import RankCoordinates, stage_blocks
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from ..arithmetic import BlockCounts, Family
@@ -68,7 +68,8 @@ class ComfyUIModelFile:
     `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
     of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands;
-    `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty.
+    `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty; `has_stages`: its
+    blocks may lie on several devices.
     """
 
     path: str
@@ -90,6 +91,7 @@ class ComfyUIModelFile:
     image_attention: float = 0.0
     band_rows: int = 0
     why_less: str = ""
+    has_stages: bool = False
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ class ComfyUIModelFile:
             splits_tokens=self.splits_tokens,
             splits_queries=self.splits_queries,
             splits_layers=False,
-            pipelines=False,
+            pipelines=self.has_stages,
+            tokens_in_stages=False,
             uneven_heads=True,
             band_rows=self.band_rows,
         )
@@ -169,17 +172,22 @@ class ComfyUIModelFile:
     def has_guidance(self) -> bool:
         return False
 
+    @property
+    def stages_take_all_rows(self) -> bool:
+        return True
+
     def describe(self) -> str:
         counts = "+".join(map(str, self.block_counts))
         return f"{self.model}, {counts} blocks of width {self.width}"
 
     def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-        return (range(sum(self.block_counts)),)
+        return (stage_blocks(sum(self.block_counts), place.stage_shares(strategy))[place.stage],)
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
     ) -> HeldWeights:
-        """Whole, or each rank's share of each block; what lies around the blocks is shared out with them."""
+        """Whole, or each rank's share of each block; what lies around the blocks is shared out with them. Of a stage of
+        a pipeline its own blocks, and all around."""
         alike = strategy.row_degree * strategy.sequence_degree
         sharded = strategy.shards and (alike > 1 or not on_cpu)
         scale = ITEMSIZE[dtypes.storage] / ITEMSIZE[dtypes.file]
@@ -195,7 +203,8 @@ class ComfyUIModelFile:
             return WeightPart(block, own, mapped, 0, layer)
 
         kinds = [kind for kind in self.blocks for _ in range(kind.count)]
-        parts = [part(block, kind.bytes, kind.largest) for block, kind in enumerate(kinds)]
+        (own,) = self.chunks(strategy, RankCoordinates.of(strategy, rank))
+        parts = [part(block, kinds[block].bytes, kinds[block].largest) for block in own]
         return HeldWeights(
             parts=(part(None, self.around_bytes, 0), *parts),
             sharded=sharded,
@@ -234,7 +243,8 @@ class ComfyUIModelFile:
 def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     """What the header of `path` tells. Raises CheckpointError with the file's name, the reason and the remedy.
 
-    Heads and patches are not in a header, and whether a transformer's tokens can be shared out is known by its class.
+    Heads and patches are not in a header, and whether a transformer's tokens can be shared out, or its blocks laid out
+    over devices, is known by its class.
     """
     header = read_header(path)
     prefix = _prefix(header)
@@ -261,6 +271,7 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
         patch=(1, 1, 1) if is_unet else (1, 2, 2),
         splits_tokens=not is_unet,
         is_transformer=not is_unet,
+        has_stages=not is_unet,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,18 @@ def place(
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
     sharding: ByteSharding | None,
+    absent: Iterable[str] = (),
 ) -> None:
     """`model`: ComfyUI's, around the module; `dtypes`: which parameters of the module are to have, by name, where not
-    the file's. What moves is copied: parameters that were there stay as they are, for whoever kept them. (Module.to
-    would move those, and copy quantised ones even to where they are.)"""
+    the file's; `absent`: those that have no use here, for which empty ones stand. What moves is copied: parameters that
+    were there stay as they are, for whoever kept them. (Module.to would move those, and copy quantised ones even to
+    where they are.)"""
     module = model.get_submodule("diffusion_model")
     if sharding is not None:
         sharding.shard(module, list(blocks_of(module)), dtypes)
+    for key in absent:
+        path, _, own = key.rpartition(".")
+        setattr(module.get_submodule(path), own, _stand_in(module.get_parameter(key)))
     wanted = {
         id(tensor): dtypes[name]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -37,6 +42,11 @@ def place(
             setattr(owner, name, moved[id(parameter)])
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Code may ask for its dtype."""
+    return nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
 
 
 def as_parameter(value: Tensor) -> nn.Parameter:

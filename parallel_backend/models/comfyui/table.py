@@ -70,6 +70,21 @@ WITHOUT_ATTENTION = frozenset(
     {"ACEStepTransformer2DModel", "NaDiT", "RTv4", "SAM3Model", "DepthAnything3Net"}
 )
 
+# Classes whose blocks may lie on several devices (PipeFusion): one list of blocks of one kind, each of which takes from
+# the one before what the table says it gives and nothing else. All are flow-matching models: in others no patches flow.
+_IN_STAGES = frozenset(
+    {
+        "WanModel",
+        "CameraWanModel",
+        "SCAILWanModel",
+        "SCAIL2WanModel",
+        "QwenImageTransformer2DModel",
+        "OpenAISignatureMMDITWrapper",
+        "SingleStreamDiT",
+        "ErnieImageModel",
+    }
+)
+
 # What ComfyUI's samplers put into transformer_options for every model.
 _USUAL_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas"}
 
@@ -82,6 +97,11 @@ def state_of(class_name: str) -> str:
     if entry.bands:
         return BANDS
     return STAY if entry.stays_with else BLOCK
+
+
+def has_stages(class_name: str) -> bool:
+    """Whether blocks of a module of that class may lie on several devices."""
+    return class_name in _IN_STAGES
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:

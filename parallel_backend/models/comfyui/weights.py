@@ -7,7 +7,7 @@ process would have, whatever the format of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,13 +50,15 @@ class ComfyUIWeights:
         patcher: Patcher,
         dtypes: Mapping[str, torch.dtype],
         sharding: ByteSharding | None = None,
+        absent: Iterable[str] = (),
     ) -> None:
+        """`absent`: parameters that this rank does not hold, and LoRAs change elsewhere."""
         self._patcher = patcher
         self._dtypes = dtypes
         self._sharding = sharding
         self._module: nn.Module = patcher.model.diffusion_model
         self._stored = dict(self._module.named_parameters())
-        self._ignored = set(_beside_children(self._module))
+        self._ignored = {*_beside_children(self._module), *absent}
         self._applied = AppliedPatches(self._set)  # by name
 
     def check(self, patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> None:

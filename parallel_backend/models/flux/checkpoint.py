@@ -134,6 +134,10 @@ class FluxFile:
     def has_guidance(self) -> bool:
         return self.dims.guidance
 
+    @property
+    def stages_take_all_rows(self) -> bool:
+        return False
+
     def describe(self) -> str:
         form = "dev" if self.dims.guidance else "schnell"
         doubles, singles = self.block_counts

@@ -133,14 +133,15 @@ class _Rank:
         )
 
     def _pipeline_runs(self) -> Iterator[_Run]:
-        """Whole images while warming up, one row after the other, and patches after that."""
+        """Whole images while warming up, row after row unless stages take all at once, and patches after that."""
         strategy, job, place, rows = self.strategy, self.job, self.place, self.rows
         if not rows:
             return
         stages, chunks = strategy.pipefusion_degree, self.file.chunks(strategy, place)
         turn = PipelineRound(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
-        whole = self._call(1, job.text_tokens, job.image_tokens)
-        output = whole.image * self.file.token_channels * FP32  # of one row, as it leaves the model
+        each, rows = (rows, 1) if self.file.stages_take_all_rows else (1, rows)
+        whole = self._call(each, job.text_tokens, job.image_tokens)
+        output = each * whole.image * self.file.token_channels * FP32  # as it leaves the model
         # Keys and values of a layer for every token that this member of the ring holds, for its share of the heads.
         layer = 2 * whole.width(whole.group) // strategy.ulysses_degree
         flows = strategy.warmup_steps < job.steps
@@ -149,7 +150,7 @@ class _Rank:
             # Patches of a turn (engine/pipefusion/schedule.py): the first brings the text along.
             texts = (job.text_tokens, *[0] * (min(2 * stages, patches) - 1))
             image = -(-job.image_tokens // patches)
-            calls = [self._call(1, text, image, keys=whole.keys) for text in texts]
+            calls = [self._call(each, text, image, keys=whole.keys) for text in texts]
             items = [call for call in calls for _ in range(rows)]
             messages = [call.width(call.tokens) for call in items]
             beside = rows * (layer * sum(map(len, chunks)) + output * (turn.is_first or turn.is_last))

@@ -179,7 +179,7 @@ def test_what_cannot_be_loaded_is_said_in_words(source, flux_file):
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (ModelPart(stage_shares=(1.0, 1.0)), "pipefusion_degree to 1"),
+        (ModelPart(stage_shares=(1.0, 1.0)), "blocks of Flux over devices; set pipefusion_degree to 1"),
         (ModelPart(slices=Slices(2, 0, lambda tensor: tensor, lambda tensor: tensor)), "tensor_degree to 1"),
     ],
 )

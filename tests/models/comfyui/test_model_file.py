@@ -242,6 +242,23 @@ def test_candidates_are_those_that_the_model_has(file):
     assert ParallelStrategy(data_degree=2, cfg_degree=2) in rows
 
 
+def test_stages_are_taken_by_hand_alone_and_hold_their_own_blocks(file):
+    staged, stages = replace(file, has_stages=True), ParallelStrategy(pipefusion_degree=2, warmup_steps=1)
+    assert stages.violations(staged.shape, 2) == []
+    assert stages.violations(replace(file, has_stages=False).shape, 2)
+    both = job(staged, (1, 16, 5, 8, 12), has_cfg=True, steps=4)
+    assert all(c.pipefusion_degree == 1 for c in enumerate_candidates(both, 4))
+    whole, first, last = (
+        staged.held_weights(Dtypes("bfloat16", "bfloat16", "bfloat16"), strategy, rank, on_cpu=False)
+        for strategy, rank in ((ParallelStrategy(), 0), (stages, 0), (stages, 1))
+    )
+    assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
+    assert first.own + last.own == whole.own + first.around.own
+    # Stages compute all rows at once, so another row is another row in each of their moments.
+    one, two = (predict_memory(staged, stages, replace(both, prompts=prompts))[0] for prompts in (1, 2))
+    assert two.activations == 2 * one.activations
+
+
 @pytest.mark.parametrize("has_cfg", [True, False])
 @pytest.mark.parametrize(
     "changes", [{}, {"heads": 0, "width": 0}, {"splits_tokens": False, "is_transformer": False}]

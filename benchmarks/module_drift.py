@@ -1,0 +1,95 @@
+"""PipeFusion of a random Wan on two stages: how far from one device, by warm-up steps, and how long its steps take.
+
+    python benchmarks/module_drift.py [--only drift,times] [--rounds 3] [--json]
+
+- drift: the latent of 20 Euler steps, CFG 2.5, of a tiny Wan with random weights, against that of warm-up steps alone;
+- times: t(1) / (2 * t(2)) of a flowing step of a random Wan (width 512, 8 blocks) over 2,048 tokens at CFG 1, four
+  patches, medians of interleaved jobs. For a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from subject import finish
+
+from parallel_backend.requests import LoopRequest, ModelSpec, Placement
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from wan_jobs import tiny_wan, wan_job
+
+STEPS = 20
+WARM_UPS = (1, 2, 4, 8, 12, 16)
+PATCHES = (2, 4)
+TIMED_STEPS, TIMED_PATCHES, TIMED_SIZE = 8, 4, (8, 32, 32)  # latent frames, height, width
+PIPE = ParallelStrategy(pipefusion_degree=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="drift,times", help="one of the two, or both with a comma between")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as name:
+        if "drift" in args.only:
+            result["drift"] = measure_drift(tiny_wan(Path(name)))
+        if "times" in args.only:
+            result["times"] = measure_times(tiny_wan(Path(name), blocks=8, dim=512), args.rounds)
+    finish(result, args.json)
+
+
+def measure_drift(spec: ModelSpec) -> dict[str, dict[str, float]]:
+    """Per patches and warm-up steps the largest and root mean square difference, relative to the largest value."""
+    job, found = wan_job(steps=STEPS), dict[str, dict[str, float]]()
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    try:
+        exact = sidecar.sample(spec, job, Placement(PIPE.replace(warmup_steps=STEPS))).latent
+        for patches in PATCHES:
+            for warm_up in WARM_UPS:
+                strategy = PIPE.replace(warmup_steps=warm_up, num_pipeline_patch=patches)
+                latent = sidecar.sample(spec, job, Placement(strategy)).latent
+                off = (latent - exact) / exact.abs().max()
+                row = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
+                found[f"{patches} patches, warm-up {warm_up}"] = row
+                print(f"{patches} patches  warm-up {warm_up:>2}  max {row['max']:.2e}  rms {row['rms']:.2e}")
+    finally:
+        sidecar.stop()
+    return found
+
+
+def measure_times(spec: ModelSpec, rounds: int) -> dict[str, float]:
+    """Seconds of a step on one device and of a flowing one on two, and the efficiency."""
+    job = wan_job(steps=TIMED_STEPS, size=TIMED_SIZE, cfg=1.0)
+    flowing = PIPE.replace(num_pipeline_patch=TIMED_PATCHES)
+    one, two = Sidecar(("cpu:2",)), Sidecar(("cpu:0", "cpu:1"))
+    times: dict[str, list[float]] = {"one": [], "two": []}
+    try:
+        for _ in range(rounds + 1):
+            times["one"] += _steps(one, spec, job, ParallelStrategy())
+            times["two"] += _steps(two, spec, job, flowing)
+    finally:
+        one.stop()
+        two.stop()
+    # The first job of each loads; the first step of each job is a warm-up step, or pays for what is done once.
+    alone, shared = (median(times[name][TIMED_STEPS - 2 :]) for name in ("one", "two"))
+    efficiency = alone / (2 * shared)
+    print(
+        f"a step: {alone:.3f} s on one device, {shared:.3f} s flowing through two: efficiency {efficiency:.3f}"
+    )
+    return {"one_s": alone, "two_s": shared, "efficiency": efficiency}
+
+
+def _steps(sidecar: Sidecar, spec: ModelSpec, job: LoopRequest, strategy: ParallelStrategy) -> list[float]:
+    """Seconds of each step but the first two: the warm-up, and that in which patches begin."""
+    return list(sidecar.sample(spec, job, Placement(strategy)).info.step_seconds[2:])
+
+
+if __name__ == "__main__":
+    main()

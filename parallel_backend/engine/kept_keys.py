@@ -1,0 +1,65 @@
+"""Keys and values of the step before in a module's attention, which PipeFusion's patches attend to.
+
+As attention/kv_cache.py keeps them for models whose attention is the pack's; here where ComfyUI's modules call theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..models.base import AttentionCall
+from ..models.comfyui.regions import Blocks
+from .block_tokens import BlockTokens
+
+Attend = Callable[..., Tensor]
+
+
+class KeptKeys:
+    """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self.masked = False  # whether attention had a mask, whose form for a patch nobody knows
+
+    def attention(self, place: Hashable, kind: Blocks, tokens: BlockTokens | None) -> AttentionCall:
+        """Of one call of a block. `place`: whose rows in which block; `tokens`: of a patch, whose keys and values
+        replace the older ones; None for whole images, whose keys and values are all kept."""
+        streams: Iterator[Any] = iter(kind.attends)
+        calls = 0
+
+        def attend(
+            original: Attend,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            *args: Any,
+            skip_reshape: bool = False,
+            **others: Any,
+        ) -> Tensor:
+            nonlocal calls
+            attends = next(streams, None)
+            stream = attends[1] if isinstance(attends, tuple) else attends
+            if stream is not None:
+                self.masked |= any(isinstance(arg, Tensor) for arg in (*args, others.get("mask")))
+                k, v = self._recall((place, calls), k, v, 2 if skip_reshape else 1, stream, tokens)
+                calls += 1
+            return original(q, k, v, *args, skip_reshape=skip_reshape, **others)
+
+        return attend
+
+    def _recall(
+        self, place: Hashable, k: Tensor, v: Tensor, dim: int, stream: str, tokens: BlockTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        """What to attend to. `dim`: of the tokens."""
+        if tokens is None:
+            self._held[place] = k.clone(), v.clone()  # they may be parts of something larger
+            return k, v
+        held, sizes = self._held[place], [piece.stop - piece.start for piece in tokens.pieces(stream)]
+        for whole, new in zip(held, (k, v), strict=True):
+            parts = tokens.own(new, stream, dim).split(sizes, dim)
+            for piece, part in zip(tokens.pieces(stream), parts, strict=True):
+                whole.narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+        return held

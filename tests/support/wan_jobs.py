@@ -1,0 +1,160 @@
+"""Jobs for ComfyUI's own loop on a tiny Wan of its own, and what PipeFusion should make of them in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import spec
+from loop_jobs import stock_model
+from parallel_backend.models.comfyui.tiny.weights import fill, operations, random
+from parallel_backend.requests import STAY, LoopRequest
+
+BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
+FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens, the last rows of which reach beyond the latent
+
+
+def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS, dim: int = 128):
+    """The ModelSpec of a file."""
+    import_comfyui_here()
+    from comfy.ldm.wan.model import WanModel
+
+    in_dim = 36 if kind == "i2v" else 16
+    module = fill(
+        WanModel(
+            model_type=kind,
+            in_dim=in_dim,
+            dim=dim,
+            ffn_dim=3 * dim // 2,
+            text_dim=TEXT,
+            num_heads=dim // 128,
+            num_layers=blocks,
+            **operations(),
+        )
+    )
+    path = folder / f"{kind} {blocks} {dim}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
+    return spec(path)
+
+
+def wan_job(
+    sampler: str = "euler",
+    *,
+    kind: str = "t2v",
+    steps: int = STEPS,
+    batch: int = 1,
+    size: tuple[int, int, int] = (FRAMES, HEIGHT, WIDTH),
+    **changes,
+) -> LoopRequest:
+    """Of two prompts of different lengths, so that each has a network call of its own."""
+    shape = (batch, 16, *size)
+    sigmas = torch.linspace(1, 0, steps + 1)
+    sigmas = SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
+    beside = {}
+    if kind == "i2v":
+        beside = {
+            "c_concat": ("CONDNoiseShape", random(batch, 20, *shape[2:], seed=3)),
+            "clip_fea": ("CONDRegular", random(batch, 5, 1280, seed=4)),
+        }
+    request = LoopRequest(
+        noise=random(*shape, seed=1),
+        latent=torch.zeros(shape),
+        sigmas=sigmas,
+        conds={
+            side: [
+                {"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, TEXT, seed=5)), **beside}}
+            ]
+            for side, words in (("positive", 7), ("negative", 4))
+        },
+        cfg=2.5,
+        sampler=sampler,
+        seed=11,
+        options={"transformer_options": {"sample_sigmas": sigmas}},
+        sampling={
+            "classes": ["ModelSamplingDiscreteFlow", "CONST"],
+            "buffers": {"sigmas": _sigmas()},
+            "values": {"shift": SHIFT, "multiplier": 1000},
+        },
+        mode=STAY,
+    )
+    return replace(request, **changes)
+
+
+def _sigmas() -> Tensor:
+    times = torch.arange(1, 1001) / 1000
+    return SHIFT * times / (1 + (SHIFT - 1) * times)
+
+
+class _StaleKeys:
+    """In the place of ComfyUI's attention: over the newest keys and values of all tokens. `places`: of those that come
+    now; every second call is attention to the prompt, which is left alone."""
+
+    def __init__(self, original) -> None:
+        self.original, self.kept, self.calls, self.places, self.key = original, {}, 0, None, None
+
+    def begin(self, key, places) -> None:
+        self.key, self.places, self.calls = key, places, 0
+
+    def __call__(self, q, k, v, *args, **kwargs):
+        number, is_own = divmod(self.calls, 2)
+        self.calls += 1
+        if not is_own:
+            kept = self.kept.setdefault((self.key, number), {})
+            for n, place in enumerate(self.places):
+                kept[place] = k[:, n], v[:, n]
+            k, v = (torch.stack([kept[place][i] for place in sorted(kept)], 1) for i in range(2))
+        return self.original(q, k, v, *args, **kwargs)
+
+
+@torch.inference_mode()
+def patchwise_latent(path: str, job: LoopRequest, warmup: int, patches: tuple[int, ...]) -> Tensor:
+    """Euler steps of a text-to-video job; shares no code with the engine. `patches`: tokens of each."""
+    import comfy.ldm.wan.model as wan
+
+    module = stock_model(path).module
+    stale, original = _StaleKeys(wan.optimized_attention), wan.optimized_attention
+    rows, columns = -(-HEIGHT // 2), -(-WIDTH // 2)
+    everything = list(range(FRAMES * rows * columns))
+    parts = [everything[sum(patches[:i]) : sum(patches[: i + 1])] for i in range(len(patches))]
+    # The token of each element: frame, row and column of its 2 x 2 cell.
+    frames, height, width = torch.meshgrid(*map(torch.arange, (FRAMES, HEIGHT, WIDTH)), indexing="ij")
+    owner = (frames * rows + height // 2) * columns + width // 2
+
+    def velocity(x: Tensor, sigma: Tensor, side: str, places: list[int]) -> Tensor:
+        stale.begin(side, places)
+        time = wan.sinusoidal_embedding_1d(module.freq_dim, sigma.reshape(1) * 1000)
+        e = module.time_embedding(time).reshape(1, 1, -1)
+        e0 = module.time_projection(e).unflatten(2, (6, module.dim))
+        padded = wan.comfy.ldm.common_dit.pad_to_patch_size(x, module.patch_size)
+        tokens = module.patch_embedding(padded).flatten(2).transpose(1, 2)
+        freqs = module.rope_encode(FRAMES, HEIGHT, WIDTH)
+        context = module.text_embedding(job.conds[side][0]["model_conds"]["c_crossattn"][1])
+        own = tokens[:, places]
+        for block in module.blocks:
+            own = block(own, e=e0, freqs=freqs[:, places], context=context)
+        out = torch.zeros(1, len(everything), 64)
+        out[:, places] = module.head(own, e)
+        return module.unpatchify(out, (FRAMES, rows, columns))[..., :HEIGHT, :WIDTH]
+
+    x = job.noise.clone()
+    seen = (
+        x.clone()
+    )  # of each patch what its last call saw: tokens beyond the latent's edge hold another patch's again
+    wan.optimized_attention = stale
+    try:
+        for i, (sigma, following) in enumerate(zip(job.sigmas[:-1], job.sigmas[1:], strict=True)):
+            for places in [everything] if i < warmup else parts:
+                mine = torch.isin(owner, torch.tensor(places))
+                seen[..., mine] = x[..., mine]
+                positive, negative = (
+                    velocity(seen, sigma, side, places) for side in ("positive", "negative")
+                )
+                found = negative + (positive - negative) * job.cfg
+                x[..., mine] += (following - sigma) * found[..., mine]
+    finally:
+        wan.optimized_attention = original
+    return x
