@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 from comfy_modules import import_comfyui_here
 from fault_injection import fault
+from other_vaes import BANDED
+from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.models.vae.networks import decoding_tensors, told_beside
 from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -123,6 +126,24 @@ def _load_where_one_rank_lacks_weights(world, source):
     worker.load(LoadVae("two", source), good)
     image, run = worker.decode(Decode("two", ()), {"latent": torch.ones(1, 16, 1, 2, 2)}, Steps())
     return str(refused.value), run.rows, None if image is None else tuple(image["image"].shape)
+
+
+def _decode_a_single_row(world, source):
+    """In what words this rank refuses a latent that LTX's VAE cannot pad; what it decodes afterwards."""
+    network, worker = other_vae(BANDED["ltx"]), VaeWorker(world, _agree)
+    worker.load(LoadVae("ltx", source, told_beside(network, 128)), decoding_tensors(network))
+    with pytest.raises(RequestError) as refused:
+        worker.decode(Decode("ltx", ()), {"latent": torch.zeros(1, 128, 1, 1, 3)}, Steps())
+    image, _ = worker.decode(Decode("ltx", ()), {"latent": torch.ones(1, 128, 1, 2, 3)}, Steps())
+    return str(refused.value), None if image is None else tuple(image["image"].shape)
+
+
+def test_a_latent_that_is_too_small_for_its_vae_is_refused_by_every_rank():
+    words, shapes = zip(*run_ranks(_decode_a_single_row, 2, import_comfyui_here()), strict=True)
+    assert set(words) == {
+        "the latent is 3 x 1 positions; this VAE decodes 2 x 2 and more. Take a larger picture."
+    }
+    assert shapes == ((1, 32, 48, 3), None)
 
 
 def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():

@@ -13,6 +13,7 @@ from server import PromptServer
 from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
+from .other_vaes import TestLtxVAE, TestSeed, TestShapeVAE
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
 from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
@@ -36,6 +37,9 @@ class InjectExtension(ComfyExtension):
             TestSaveText,
             TestScaledVAE,
             TestStyle,
+            TestLtxVAE,
+            TestSeed,
+            TestShapeVAE,
             TestTinyVAE,
             TestAttentionMask,
             TestRankStates,
