@@ -33,8 +33,9 @@ class ParallelVAEDecode(io.ComfyNode):
             display_name="Parallel VAE Decode",
             category=CATEGORY,
             description="Decodes each image or video on several devices at once, without tiles or seams: every device "
-            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, Wan, Qwen-Image "
-            "and HunyuanVideo; any other is decoded by ComfyUI itself, and the report says so.",
+            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, SVD, Wan, "
+            "Qwen-Image, HunyuanVideo, LTX, Cosmos, Mochi, CogVideoX and SeedVR2; MiniMax H3's cuts tiles by itself, "
+            "which are shared out. Any other is decoded by ComfyUI itself, and the report says so.",
             search_aliases=[
                 "vae decode",
                 "multi gpu vae",
