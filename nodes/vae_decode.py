@@ -22,7 +22,7 @@ from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, StrategyLink
-from .model.vae import weights_of
+from .model.vae import as_sent, cuts_tiles, refuse_other_kinds, weights_of
 
 
 class ParallelVAEDecode(io.ComfyNode):
@@ -33,8 +33,9 @@ class ParallelVAEDecode(io.ComfyNode):
             display_name="Parallel VAE Decode",
             category=CATEGORY,
             description="Decodes each image or video on several devices at once, without tiles or seams: every device "
-            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, Wan, Qwen-Image "
-            "and HunyuanVideo; any other is decoded by ComfyUI itself, and the report says so.",
+            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, SVD, Wan, "
+            "Qwen-Image, HunyuanVideo, LTX, Cosmos, Mochi, CogVideoX and SeedVR2; MiniMax H3's cuts tiles by itself, "
+            "which are shared out. Any other is decoded by ComfyUI itself, and the report says so.",
             search_aliases=[
                 "vae decode",
                 "multi gpu vae",
@@ -72,6 +73,8 @@ class ParallelVAEDecode(io.ComfyNode):
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]
+        with errors_as_comfyuis():
+            refuse_other_kinds(vae)
         begun = time.perf_counter()
         try:
             image, lines = _on_ranks(vae, latent, strategy or default_settings())
@@ -98,11 +101,12 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
     sidecar, shares, notes = _choose_ranks(settings)
     _make_room(vae, latent, sidecar)
     progress = comfy.utils.ProgressBar(1)
+    sent = as_sent(vae, latent).cpu()
     try:
         with errors_as_comfyuis():
             result = sidecar.decode(
                 weights,
-                latent.cpu(),
+                sent,
                 shares,
                 on_step=lambda step, steps: progress.update_absolute(step, steps),
                 on_phase=report_progress,
@@ -110,7 +114,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise _CannotBeSplit(str(error)) from error
-    lines = _report(sidecar.devices, result.info, latent, len(result.image))
+    lines = _report(sidecar.devices, result.info, sent, len(result.image), cuts_tiles(vae))
     return _as_comfyuis(vae, result.image), [*lines, *notes]
 
 
@@ -151,7 +155,9 @@ def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
     return vae.process_output(pixels).movedim(1, -1)
 
 
-def _report(devices: tuple[str, ...], info: DecodeInfo, latent: Tensor, frames: int) -> list[str]:
+def _report(
+    devices: tuple[str, ...], info: DecodeInfo, latent: Tensor, frames: int, tiles: bool
+) -> list[str]:
     """One line per fact, the first also for under the node; times in seconds, sizes in MiB."""
     kind = "video" if latent.ndim == 5 and frames > len(latent) else "image"
     decoded = f"{len(latent)} {kind}{'s' if len(latent) > 1 else ''}"
@@ -160,7 +166,12 @@ def _report(devices: tuple[str, ...], info: DecodeInfo, latent: Tensor, frames: 
     busy = sum(1 for rows in info.rows if rows)
     lines = [f"decoded by: {busy} device{'s' if busy > 1 else ''}, {decoded} in {info.seconds:.3f} s"]
     lines.append(f"devices: {', '.join(devices)}")
-    lines.append(f"rows of the latent on each: {', '.join(map(str, info.rows))} (exact, no tiles)")
+    each = ", ".join(map(str, info.rows))
+    lines.append(
+        f"tiles on each: {each} (those that VAE Decode cuts for this VAE too)"
+        if tiles
+        else f"rows of the latent on each: {each} (exact, no tiles)"
+    )
     size = f"{info.load.bytes / 2**20:.1f} MiB"
     lines.append(
         f"VAE: {size}, was on the devices already"

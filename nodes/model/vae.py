@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.vae.keys import decoder_keys, read_dims
-from ...parallel_backend.models.vae.networks import is_for_decoding, splits_into_bands
+from ...parallel_backend.models.vae.networks import (
+    Way,
+    decoder_of,
+    decoding_tensors,
+    frames_among_channels,
+    frames_are_a_batch,
+    known,
+    told_beside,
+)
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.wire.decode_messages import VaeWeights
 from ..host.comfyui_flags import comfyui_root, numeric_flags
@@ -30,28 +38,58 @@ _numbered: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary
 def weights_of(vae: comfy.sd.VAE) -> VaeWeights:
     """The VAE's weights as the ranks take them. Raises RequestError with the reason why they cannot."""
     network = vae.first_stage_model
-    if not splits_into_bands(network):
+    found = known(network)
+    if found is None:
         raise RequestError(
             f"its network is {_name_of(network)}, which the devices do not know how to share out exactly"
         )
+    if found.way is Way.ONE_DEVICE:
+        raise RequestError(found.reason)
     if type(vae).decode is not comfy.sd.VAE.decode or "decode" in vars(vae) or _is_changed(network):
         raise RequestError("another node has changed how it computes")
     if vae.patcher.patches or vae.patcher.object_patches:
         raise RequestError("another node has patched it")
-    state = network.state_dict()
     comfyui: ComfyUISource | None = None
+    metadata = ""
     if _is_plain_image_vae(network):
+        state = network.state_dict()
         read_dims({name: tuple(tensor.shape) for name, tensor in state.items()})
         state = {name: state[name] for name in decoder_keys(state)}
     else:
-        state = {name: tensor for name, tensor in state.items() if is_for_decoding(name)}
+        state, metadata = decoding_tensors(network), told_beside(network, vae.latent_channels)
         comfyui = ComfyUISource(root=comfyui_root(), flags=numeric_flags())
 
     def as_computed() -> dict[str, Tensor]:
         return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
 
     identity = f"{_number(network)} {_digest(state.values())} {vae.vae_dtype}"
-    return VaeWeights(identity, as_computed, comfyui)
+    return VaeWeights(identity, as_computed, comfyui, metadata)
+
+
+def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
+    """Raises RequestError for a VAE that makes no pictures."""
+    found = known(vae.first_stage_model)
+    if found is not None and found.way is Way.REFUSED:
+        raise RequestError(f"This VAE makes no pictures: {found.reason}")
+
+
+def cuts_tiles(vae: comfy.sd.VAE) -> bool:
+    """Whether its network decodes in tiles, whoever calls it."""
+    found = known(vae.first_stage_model)
+    return found is not None and found.way is Way.TILES
+
+
+def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    """The latent [B, C, …] as the ranks take it: with noise where the decoder goes by some, drawn here as its network
+    would draw it, and the frames of a video in a dimension of their own."""
+    network = vae.first_stage_model
+    if getattr(network, "timestep_conditioning", False):
+        placed = latent.to(vae.device, vae.vae_dtype)
+        part = network.decode_noise_scale
+        latent = torch.randn_like(placed) * part + (1.0 - part) * placed
+    if latent.ndim == 4 and frames_among_channels(network) and latent.shape[1] % vae.latent_channels == 0:
+        return latent.unflatten(1, (vae.latent_channels, -1))
+    return latent.movedim(0, 1)[None] if frames_are_a_batch(network) else latent
 
 
 def _is_plain_image_vae(network: nn.Module) -> bool:
@@ -62,7 +100,7 @@ def _is_plain_image_vae(network: nn.Module) -> bool:
 
 
 def _name_of(network: nn.Module) -> str:
-    decoder = getattr(network, "decoder", None)
+    decoder = decoder_of(network)
     return type(network).__name__ + (f" with {type(decoder).__name__}" if decoder is not None else "")
 
 
@@ -71,14 +109,14 @@ def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
 
 
 def _is_changed(network: nn.Module) -> bool:
-    """Whether any layer does what its class does not, or pads its images otherwise."""
+    """Whether any layer does what its class does not, or wraps its images round."""
     for layer in network.modules():
         own = vars(layer)
         if any(name in own for name in _METHODS) or any(own.get(name) for name in _HOOKS):
             return True
-        if getattr(layer, "padding_mode", "zeros") != "zeros":
+        if getattr(layer, "padding_mode", "zeros") == "circular":
             return True
-    return getattr(network.decoder, "tanh_out", False)
+    return getattr(decoder_of(network), "tanh_out", False)
 
 
 def _number(network: nn.Module) -> int:

@@ -21,7 +21,8 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:
     from ..engine.groups import World
     from ..engine.vae.decoder import BandedDecoder, RankGroups
-    from ..models.vae.base import BandedVae
+    from ..engine.vae.tiles import TiledDecoder
+    from ..models.vae.base import BandedVae, TiledVae
 
 
 class VaeWorker:
@@ -31,20 +32,18 @@ class VaeWorker:
         self._world = world
         self._all_good = all_good
         self._identity = ""
-        self._decoder: BandedDecoder | None = None
+        self._decoder: BandedDecoder | TiledDecoder | None = None
         self._groups: RankGroups = {}
 
     def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
         """Holds this VAE in place of another, on every rank or on none."""
         begun = time.perf_counter()
         self.drop()
-        model: BandedVae | None = None
+        model: BandedVae | TiledVae | None = None
         error: Exception | None = None
         try:
-            from ..engine.vae.decoder import BandedDecoder
-
             model = _load(message, tensors, self._world.device)
-            self._decoder = BandedDecoder(model, self._world, self._groups)
+            self._decoder = _decoder(model, self._world, self._groups)
         except Exception as failure:
             error = failure
         is_held = self._all_good(error)
@@ -99,7 +98,7 @@ class VaeWorker:
         on_step.finish()
         run = RankDecode(
             seconds=time.perf_counter() - begun,
-            rows=decoder.rows(latent.shape[-2], message.shares)[self._world.rank],
+            rows=decoder.parts(latent[0], message.shares)[self._world.rank],
             bytes_sent=decoder.bytes_sent - sent,
             peak_bytes=_peak(device) - before,
             compute_dtype=_name(decoder.vae.compute_dtype),
@@ -116,7 +115,7 @@ class VaeWorker:
         gc.collect()  # a decoder and the hooks on its layers refer to each other
         _give_back(self._world.device)
 
-    def _checked(self, message: Decode, tensors: Tensors) -> tuple[BandedDecoder, Tensor]:
+    def _checked(self, message: Decode, tensors: Tensors) -> tuple[BandedDecoder | TiledDecoder, Tensor]:
         """The decoder and its latent [B, C, (t,) h, w], checked alike on every rank before any of them begins."""
         if self._decoder is None or self._identity != message.identity:
             raise RequestError("the ranks do not hold the VAE of this request.")
@@ -135,17 +134,35 @@ class VaeWorker:
                 f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
                 "model family."
             )
+        least = self._decoder.vae.min_side
+        if min(latent.shape[-2:]) < least:
+            raise RequestError(
+                f"the latent is {latent.shape[-1]} x {latent.shape[-2]} positions; this VAE decodes {least} x {least} "
+                "and more. Take a larger picture."
+            )
         return self._decoder, latent
 
 
-def _load(message: LoadVae, tensors: Tensors, device: torch.device) -> BandedVae:
+def _decoder(model: BandedVae | TiledVae, world: World, groups: RankGroups) -> BandedDecoder | TiledDecoder:
+    from ..models.vae.base import TiledVae
+
+    if isinstance(model, TiledVae):
+        from ..engine.vae.tiles import TiledDecoder
+
+        return TiledDecoder(model, world)
+    from ..engine.vae.decoder import BandedDecoder
+
+    return BandedDecoder(model, world, groups)
+
+
+def _load(message: LoadVae, tensors: Tensors, device: torch.device) -> BandedVae | TiledVae:
     if message.comfyui is None:
         from ..models.vae.module import load_vae
 
         return load_vae(tensors, device)
     from ..models.comfyui.vae import load_comfyui_vae
 
-    return load_comfyui_vae(tensors, message.comfyui, device)
+    return load_comfyui_vae(tensors, message.comfyui, device, message.metadata)
 
 
 def _start_peak(device: torch.device) -> int:

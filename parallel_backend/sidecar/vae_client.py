@@ -76,7 +76,7 @@ class VaeOnRanks:
         tensors = vae.tensors()
         budget = deadlines.load_budget(sum(tensor.nbytes for tensor in tensors.values()))
         exchange = new_exchange(AGREED_ERRORS)
-        exchange.send(LoadVae(vae.identity, vae.comfyui), tensors)
+        exchange.send(LoadVae(vae.identity, vae.comfyui, vae.metadata), tensors)
         loads = reports(exchange.wait(lambda: budget), lambda answer: answer.load)
         info = replace(loads[0], seconds=max(load.seconds for load in loads))
         self._held = (epoch, vae.identity, info)

@@ -16,17 +16,20 @@ class VaeWeights:
     """A VAE whose tensors the ranks may need. `identity`: equal only for equal weights.
 
     `tensors()`: what decoding needs, in the dtype to compute in; called when the ranks lack them. In ldm names; with
-    `comfyui` in those of ComfyUI's own network, which the ranks then build.
+    `comfyui` in those of ComfyUI's own network, which the ranks then build. `metadata`: what ComfyUI read in the header
+    of its file, or of the numbers as they lay there, and tensors do not tell; a JSON object, "" for nothing.
     """
 
     identity: str
     tensors: Callable[[], dict[str, torch.Tensor]]
     comfyui: ComfyUISource | None = None
+    metadata: str = ""
 
 
 @dataclass(frozen=True)
 class RankDecode:
-    """The record of a decode on one rank. `seconds`: from the latent to its end; `rows`: of each latent, computed here.
+    """The record of a decode on one rank. `seconds`: from the latent to its end; `rows`: of each latent, computed here;
+    tiles where the network cuts them by itself.
 
     `bytes_sent`: collective payload; `peak_bytes`: device memory beyond what was in use before, 0 on the CPU.
     """

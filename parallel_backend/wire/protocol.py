@@ -204,10 +204,11 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE in the payload until another one comes. `comfyui`: as of VaeWeights."""
+    """Parent to all ranks: hold the VAE in the payload until another one comes. The rest as of VaeWeights."""
 
     identity: str
     comfyui: ComfyUISource | None = None
+    metadata: str = ""
 
 
 @dataclass(frozen=True)

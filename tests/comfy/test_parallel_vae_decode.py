@@ -164,9 +164,48 @@ def test_the_demos_vae_is_decoded_by_comfyui(comfy):
     _fallback(comfy, graph, graph.drawn(16, 16), [loader, 3], "its network is DemoImageCoder")
 
 
-def test_taesd_is_decoded_by_comfyui(comfy):
+def test_a_latent_of_pixels_is_decoded_by_comfyui(comfy):
     graph = DecodeGraph()
-    _fallback(comfy, graph, graph.drawn(12, 10), [graph.add("TestTinyVAE"), 0], "its network is TAESD")
+    latent = graph.drawn(12, 10, channels=3)
+    _fallback(
+        comfy, graph, latent, graph.vae("pixel_space"), "because this VAE cannot be split: its latents are"
+    )
+
+
+def test_taesd_is_decoded_in_bands(comfy):
+    graph = DecodeGraph()
+    vae, latent = [graph.add("TestTinyVAE"), 0], graph.drawn(12, 11)
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert "rows of the latent on each: 6, 5 (exact, no tiles)" in report
+    assert expected.std() > 0.05 and (image - expected).abs().max() <= TOLERANCE
+
+
+def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
+    """Of two runs, so that nothing draws between the seed and the decode."""
+
+    def seeded(number):
+        graph = DecodeGraph()
+        latent = graph.drawn(3, 5, channels=128, frames=3)
+        return graph, [graph.add("TestLtxVAE"), 0], [graph.add("TestSeed", latent=latent, number=number), 0]
+
+    graph, vae, latent = seeded(5)
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    graph, vae, latent = seeded(5)
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert "2 devices, 1 video of 5 frames in " in report and "rows of the latent on each: 3, 2" in report
+    assert image.shape == expected.shape == (5, 80, 48, 3) and expected.std() > 0.05
+    assert (image - expected).abs().max() <= TOLERANCE
+    graph, vae, latent = seeded(6)
+    (other,) = images(comfy, graph, graph.ours(latent, vae))
+    assert (other - expected).abs().max() > 100 * TOLERANCE
+
+
+def test_a_vae_that_makes_no_pictures_is_refused_by_name(comfy):
+    graph = DecodeGraph()
+    with pytest.raises(PromptFailed) as failed:
+        images(comfy, graph, graph.ours(graph.drawn(), [graph.add("TestShapeVAE"), 0]))
+    assert "it makes 3D shapes; use VAE Decode Hunyuan3D" in failed.value.exception_message
 
 
 def test_flux_2s_normalised_latents_are_decoded_by_comfyuis_own_network(comfy):

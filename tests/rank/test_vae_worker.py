@@ -11,9 +11,15 @@ import torch.distributed as dist
 
 from comfy_modules import import_comfyui_here
 from fault_injection import fault
+from other_vaes import BANDED, TILED, decoded
+from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.comfyui.vae import TiledComfyUIVae
+from parallel_backend.models.vae.networks import decoding_tensors, told_beside
+from parallel_backend.rank import vae_worker
 from parallel_backend.rank.vae_worker import VaeWorker
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
+from parallel_backend.requests import ComfyUISource, Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.decode_messages import VaeWeights
@@ -123,6 +129,48 @@ def _load_where_one_rank_lacks_weights(world, source):
     worker.load(LoadVae("two", source), good)
     image, run = worker.decode(Decode("two", ()), {"latent": torch.ones(1, 16, 1, 2, 2)}, Steps())
     return str(refused.value), run.rows, None if image is None else tuple(image["image"].shape)
+
+
+def _decode_tiles(world):
+    """(frames or None, tiles computed, step boundaries) of one rank that holds MiniMax H3's VAE."""
+    network, steps = other_vae(TILED), []
+    vae = TiledComfyUIVae(network, TILED.channels, TILED.dims, torch.float32, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:  # ComfyUI's detection knows it in its real size alone
+        patch.setattr(vae_worker, "_load", lambda *_: vae)
+        worker = VaeWorker(world, _agree)
+        worker.load(LoadVae("h3", ComfyUISource(root="")), dict(network.state_dict()))
+    count = Steps()
+    count.finish = lambda: steps.append("end")
+    latent = {"latent": random(2, TILED.channels, 1, 5, 3)}
+    image, run = worker.decode(Decode("h3", ()), latent, count)
+    return None if image is None else image["image"], run.rows, worker.steps(latent), steps
+
+
+def test_a_network_that_cuts_tiles_is_decoded_by_tiles():
+    import_comfyui_here()
+    (image, first, steps, ended), (none, second, *_) = run_ranks(_decode_tiles, 2)
+    latent = random(2, TILED.channels, 1, 5, 3)
+    expected = torch.cat([decoded(other_vae(TILED), one) for one in latent])
+    assert is_right(image, expected) and none is None
+    assert (first, second, steps, ended) == (1, 1, 64, ["end"])
+
+
+def _decode_a_single_row(world, source):
+    """In what words this rank refuses a latent that LTX's VAE cannot pad; what it decodes afterwards."""
+    network, worker = other_vae(BANDED["ltx"]), VaeWorker(world, _agree)
+    worker.load(LoadVae("ltx", source, told_beside(network, 128)), decoding_tensors(network))
+    with pytest.raises(RequestError) as refused:
+        worker.decode(Decode("ltx", ()), {"latent": torch.zeros(1, 128, 1, 1, 3)}, Steps())
+    image, _ = worker.decode(Decode("ltx", ()), {"latent": torch.ones(1, 128, 1, 2, 3)}, Steps())
+    return str(refused.value), None if image is None else tuple(image["image"].shape)
+
+
+def test_a_latent_that_is_too_small_for_its_vae_is_refused_by_every_rank():
+    words, shapes = zip(*run_ranks(_decode_a_single_row, 2, import_comfyui_here()), strict=True)
+    assert set(words) == {
+        "the latent is 3 x 1 positions; this VAE decodes 2 x 2 and more. Take a larger picture."
+    }
+    assert shapes == ((1, 32, 48, 3), None)
 
 
 def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():

@@ -50,6 +50,10 @@ class BandedDecoder:
         """Latent rows that each rank computes of an image with `height` of them."""
         return split_sizes(height, self._world.world_size, shares)
 
+    def parts(self, latent: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
+        """Rows of the latent [C, (t,) h, w] on each rank."""
+        return self.rows(latent.shape[-2], shares)
+
     @torch.inference_mode()
     def __call__(
         self, latent: Tensor, shares: tuple[float, ...] = (), on_step: Callable[[], None] | None = None
@@ -91,14 +95,7 @@ class BandedDecoder:
             return
         self._bands.share_out(Axis((0,), 0, None), (1,), world.device)
         whole = self._decode(latent).cpu()
-        same_shape = banded.shape == whole.shape
-        difference = ((banded - whole).abs().max() / whole.abs().max()).item() if same_shape else math.inf
-        limit = _CHECK_LIMIT if vae.compute_dtype == torch.float32 else _CHECK_LIMIT_HALF
-        if not difference <= limit:
-            raise PlatformError(
-                f"this version of ComfyUI computes its VAE in another way than the pack knows: a decode in bands is "
-                f"off by {difference:.1e} of the largest pixel, over {limit:g}"
-            )
+        check_limit(banded, whole, vae.compute_dtype, "a decode in bands is")
 
     def _decode(self, rows: Tensor) -> Tensor:
         """[C, (t,) rows, w] -> frames [T, scale * rows, scale * w, 3] on the device."""
@@ -127,7 +124,8 @@ class BandedDecoder:
         receive = sizes if world.rank == 0 else (0, *others)
         axis = Axis(everyone, world.rank, world.group)
         for number, frame in enumerate(band):
-            arrived = all_to_all(frame.contiguous(), (len(frame), *others), receive, axis, self._traffic)
+            frame = frame.to(world.device).contiguous()  # some networks leave their frames in host memory
+            arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._traffic)
             if whole is not None:
                 whole[number] = arrived
         return whole
@@ -139,6 +137,18 @@ class BandedDecoder:
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         return self._groups[ranks]
+
+
+def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Raises PlatformError when `found` is further from `whole` than rounding in `dtype` explains."""
+    same_shape = found.shape == whole.shape
+    difference = ((found - whole).abs().max() / whole.abs().max()).item() if same_shape else math.inf
+    limit = _CHECK_LIMIT if dtype == torch.float32 else _CHECK_LIMIT_HALF
+    if not difference <= limit:
+        raise PlatformError(
+            f"this version of ComfyUI computes its VAE in another way than the pack knows: {what} off by "
+            f"{difference:.1e} of the largest pixel, over {limit:g}"
+        )
 
 
 class _Steps:

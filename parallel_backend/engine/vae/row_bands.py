@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from ...errors import RequestError
-from ...models.vae.base import RowAttention
+from ...models.vae.base import RowAttention, RowSpan
 from ...wire.heartbeat import heartbeat
 from ..collectives import all_gather
 from ..groups import Axis
@@ -50,6 +51,10 @@ class Bands:
         """Each rank's part of what is proportional to rows, when this rank has `mine`."""
         own = self.rows[self.axis.index]
         return tuple(mine * rows // own for rows in self.rows)
+
+    def span(self, mine: int) -> tuple[tuple[int, ...], int]:
+        """base.RowSpan's."""
+        return self.sizes(mine), self.axis.index
 
     def start_halo(
         self, x: Tensor, *, below: bool = True
@@ -113,6 +118,8 @@ class BandConv(_ConvNd):
             return compute(x, *weights)
         if self.padding[-2] == 0:
             return compute(self._with_halo(x), *weights)
+        if self.padding_mode != "zeros":
+            return self._padded_by_mode(compute, x, weights)
         wait = self.bands.start_halo(x, below=self.stride[-2] == 1)
         rows = x.shape[-2]
         # Its first and last row are only right at the image's own border; the others are replaced below.
@@ -132,6 +139,29 @@ class BandConv(_ConvNd):
             return out
         finally:
             self.padding = padding
+
+    def _padded_by_mode(self, compute: Callable[..., Tensor], x: Tensor, weights: tuple[Any, ...]) -> Tensor:
+        """The rows above and below a band's own are the neighbours', and at the image's border what the mode makes."""
+        padding, mode = self.padding, self.padding_mode
+        sides = list(self._reversed_padding_repeated_twice)
+        columns = [*sides[:2], 0, 0, *sides[4:]]
+        wait = self.bands.start_halo(x)
+        if mode == "reflect" and x.shape[-2] == 1:  # the row that is reflected is a neighbour's
+            rows = [row for row in wait() if row is not None]
+            padded = F.pad(torch.cat([rows[0], x, rows[-1]], dim=-2), columns, mode)
+        else:
+            padded = F.pad(x, sides, mode)
+            above, below = wait()
+            if above is not None:
+                padded[..., :1, :] = F.pad(above, columns, mode)
+            if below is not None:
+                padded[..., -1:, :] = F.pad(below, columns, mode)
+        unpadded: Any = (0,) * len(padding)
+        self.padding, self.padding_mode = unpadded, "zeros"
+        try:
+            return compute(padded, *weights)
+        finally:
+            self.padding, self.padding_mode = padding, mode
 
     def _with_halo(self, x: Tensor) -> Tensor:
         """x with its outermost rows, which the caller made up, replaced by the neighbours' at a border of two bands."""
@@ -236,12 +266,14 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
             become(layer, banded(type(layer)), bands)
         elif isinstance(layer, nn.GroupNorm):
-            become(layer, BandGroupNorm, bands)
+            become(layer, _banded_norm(type(layer)), bands)
         elif isinstance(layer, Attention):
             for projection in (layer.to_k, layer.to_v):
                 become(projection, EveryonesLinear, bands)
         elif isinstance(layer, RowAttention):
             layer.gather = bands.gather
+        elif isinstance(layer, RowSpan):
+            layer.span = bands.span
 
 
 def become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
@@ -257,5 +289,15 @@ def banded(kind: type[_ConvNd]) -> type[nn.Module]:
 def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:
     """Whether it looks at no row but its own, or at one above and one below, along rows that no stride thins out."""
     rows = conv.kernel_size[-2], conv.padding[-2]
-    plain = (conv.stride[-2], conv.dilation[-2], conv.padding_mode) == (1, 1, "zeros")
-    return plain and rows in ((1, 0), (3, 0), (3, 1))
+    plain = (conv.stride[-2], conv.dilation[-2]) == (1, 1)
+    return (
+        plain and rows in ((1, 0), (3, 0), (3, 1)) and conv.padding_mode in ("zeros", "replicate", "reflect")
+    )
+
+
+def _banded_norm(kind: type[nn.GroupNorm]) -> type[nn.Module]:
+    """BandGroupNorm; below the forward of a class of a network's own, which takes frames apart before it norms them."""
+    parent = kind.__mro__[1]
+    if "forward" in vars(kind) and parent is not nn.GroupNorm and issubclass(parent, nn.GroupNorm):
+        return type(f"Band{kind.__name__}", (kind, BandGroupNorm), {})
+    return BandGroupNorm

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...requests import ComfyUISource
 from ..vae.base import RowAttention
-from ..vae.networks import splits_into_bands
+from ..vae.networks import Way, frames_are_a_batch, known
 from .environment import import_comfyui
+from .vae_adjustments import adjust, follow, reproducible
 
 # Decodes are counted in as many steps, whatever their length: enough to be interrupted within a second or two.
 STEPS = 32
-_ENCODING = ("encoder", "quant_conv")
+_ENCODING = ("encoder", "quant_conv", "taesd_encoder")
+_ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
 class ComfyUIVae:
@@ -38,11 +41,15 @@ class ComfyUIVae:
             if hasattr(network, part):
                 delattr(network, part)
         for layer in network.modules():
-            if hasattr(layer, "optimized_attention"):
-                layer.optimized_attention = RowAttention()
+            for attention in _ATTENTION:
+                if hasattr(layer, attention):
+                    setattr(layer, attention, RowAttention())
         self._network = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
+        adjust(self._network, compute_dtype)
+        self._found = known(network)
+        self._frames_are_a_batch = frames_are_a_batch(network)
         self.latent_channels = latent_channels
-        self.latent_dims = latent_dims
+        self.latent_dims = 3 if self._frames_are_a_batch else latent_dims
         self.compute_dtype = compute_dtype
         self.device = device
         self.bytes = bytes
@@ -61,37 +68,95 @@ class ComfyUIVae:
         ]
 
     def layers_per_step(self, latent: Tensor) -> int:
-        frames = latent.shape[1] if self.latent_dims == 3 else 1
-        return max(1, len(self.step_layers) * frames // self.steps)
+        at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
+        return max(1, len(self.step_layers) * (1 if at_once else latent.shape[1]) // self.steps)
+
+    @property
+    def min_side(self) -> int:
+        """2 where the border is made of the rows and columns beside it."""
+        modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
+        return 2 if "reflect" in modes else 1
 
     def decode(self, latent: Tensor) -> Tensor:
         network: Any = self._network
-        return network.decode(latent)
+        with reproducible(network, self.device):
+            if self._frames_are_a_batch:
+                return network.decode(latent[0].movedim(1, 0)).movedim(0, 1)[None]
+            return network.decode(latent)
 
 
-def load_comfyui_vae(tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device) -> ComfyUIVae:
+class TiledComfyUIVae(ComfyUIVae):
+    """base.TiledVae. Its network computes tiles by a method of its own, one call each."""
+
+    def tiles(self, latent: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def note(tile: Tensor) -> Tensor:
+            found.append(tile)
+            return torch.empty(self.tile_shape(tile), dtype=tile.dtype, device="meta")
+
+        self._with_tiles(note, latent)
+        return found
+
+    def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
+        decoder: Any = self._network.decoder
+        frames, height, width = tile.shape[2:]
+        side = decoder.patch_size
+        return (
+            len(tile),
+            decoder.out_channels,
+            frames * decoder.patch_size_t,
+            height * side,
+            width * side,
+        )
+
+    def compute(self, tile: Tensor) -> Tensor:
+        network: Any = self._network
+        return type(network)._decode_pixels(network, tile)
+
+    def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
+        tiles = iter(computed)
+        return self._with_tiles(lambda tile: next(tiles).to(tile.device), latent)
+
+    def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor) -> Tensor:
+        """The network's own decode, in which `made` gives what becomes of each tile."""
+        network: Any = self._network
+        network._decode_pixels = made
+        try:
+            return network.decode(latent)
+        finally:
+            del network._decode_pixels
+
+
+def load_comfyui_vae(
+    tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device, metadata: str = ""
+) -> ComfyUIVae:
     """The VAE with these tensors, named as in ComfyUI's own network. Computes in their dtype, on the CPU in float32.
 
-    Raises RequestError for a network that is not split into bands.
+    `metadata`: as of VaeWeights. Raises RequestError for a network that is not shared out.
     """
     import_comfyui(source, device)
     import comfy.sd
 
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     dtype = torch.float32 if device.type == "cpu" else stored
+    told = json.loads(metadata or "{}")
     with _default_dtype(dtype), _parameters_assigned():
-        vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype)
+        vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told)
     network = vae.first_stage_model
-    if network is None or not splits_into_bands(network):
-        raise RequestError(
-            f"ComfyUI builds {type(network).__name__} for this VAE, which is not split into bands."
-        )
+    found = known(network)
+    if network is None or found is None or found.way not in _KINDS:
+        raise RequestError(f"ComfyUI builds {type(network).__name__} for this VAE, which is not shared out.")
+    follow(network, told)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    banded = ComfyUIVae(network, vae.latent_channels, vae.latent_dim, dtype, device, size)
+    banded = _KINDS[found.way](network, vae.latent_channels, vae.latent_dim, dtype, device, size)
     missing = [name for name, _ in network.named_parameters() if name not in tensors]
     if missing:  # ComfyUI warns, and decodes with whatever memory held
         raise RequestError(f"the VAE lacks {len(missing)} tensors of its decoder, such as {missing[0]}.")
     return banded
+
+
+_KINDS = {Way.BANDS: ComfyUIVae, Way.TILES: TiledComfyUIVae}
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ class BandedVae(Protocol):
     """A decoder on one rank's device. `bytes`: of its tensors as they were sent.
 
     `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode is counted;
-    one ends each time `layers_per_step(latent)` of `step_layers` have computed.
+    one ends each time `layers_per_step(latent)` of `step_layers` have computed. `min_side`: rows and columns that a
+    latent has at least.
     """
 
     compute_dtype: torch.dtype
@@ -23,6 +24,9 @@ class BandedVae(Protocol):
 
     @property
     def decoder(self) -> nn.Module: ...
+
+    @property
+    def min_side(self) -> int: ...
 
     @property
     def latent_channels(self) -> int: ...
@@ -41,6 +45,52 @@ class BandedVae(Protocol):
     def decode(self, latent: Tensor) -> Tensor:
         """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
         ...
+
+
+@runtime_checkable
+class TiledVae(Protocol):
+    """A decoder that cuts latents into tiles by itself, on one rank's device; the rest as of BandedVae."""
+
+    compute_dtype: torch.dtype
+    device: torch.device
+    bytes: int
+
+    @property
+    def min_side(self) -> int: ...
+
+    @property
+    def latent_channels(self) -> int: ...
+
+    @property
+    def latent_dims(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def tiles(self, latent: Tensor) -> list[Tensor]:
+        """What the network would compute one by one of a latent [1, C, (t,) h, w] on its device, in order."""
+        ...
+
+    def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
+        """Of what is computed of it."""
+        ...
+
+    def compute(self, tile: Tensor) -> Tensor: ...
+
+    def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
+        """What the network makes of the tiles that were computed, in order: [1, 3, T, H, W]."""
+        ...
+
+
+class RowSpan(nn.Module):
+    """Tells a network which of an image's rows it computes. `span`: of its own count of rows, those of each rank and
+    its own place among them."""
+
+    span: Callable[[int], tuple[tuple[int, ...], int]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.span = lambda mine: ((mine,), 0)
 
 
 class RowAttention(nn.Module):

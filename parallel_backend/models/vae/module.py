@@ -48,6 +48,7 @@ class VaeModel:
     bytes: int
 
     latent_dims = 2
+    min_side = 1
 
     @property
     def latent_channels(self) -> int:

@@ -1,33 +1,182 @@
-"""ComfyUI's own VAE networks that decode exactly in bands of rows, by the names of their classes. Data alone."""
+"""What becomes of each of ComfyUI's VAE networks when ranks decode, by the names of its classes. Data alone."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-# By class of the network, the classes of its decoder. Each looks at one row above and below at most in its
-# convolutions, and at all rows only in group norms and in attention; tests/engine/vae/test_video_vaes.py proves it.
-_KL_DECODERS = {
-    "comfy.ldm.modules.diffusionmodules.model.Decoder",  # Flux.2; with conv3d HunyuanVideo
-    "comfy.ldm.hunyuan_video.vae.Decoder",  # HunyuanImage 2.1
-    "comfy.ldm.hunyuan_video.vae_refiner.Decoder",  # HunyuanVideo 1.5, HunyuanImage 2.1's refiner
+from torch import Tensor
+
+
+class Way(Enum):
+    """How a latent is decoded. Exactly like VAE Decode in each way."""
+
+    BANDS = "bands"  # rows of each picture shared out, what lies beyond them asked for
+    TILES = "tiles"  # the tiles that the network cuts by itself, whoever decodes, shared out
+    ONE_DEVICE = "one device"  # by ComfyUI
+    REFUSED = "refused"  # makes no picture
+
+
+@dataclass(frozen=True)
+class VaeNetwork:
+    """`models`: whose VAE it is. `decoder`: the class of its decoder, where another would be another network.
+    `reason`: why ComfyUI decodes, or nobody, in a user's words. `at_once`: each layer sees all frames in one call.
+    """
+
+    models: str
+    way: Way
+    decoder: str = ""
+    reason: str = ""
+    at_once: bool = False
+
+
+_SOUND = "sound is decoded on one device"
+_KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
+_HUNYUAN_IMAGE = "comfy.ldm.hunyuan_video.vae.Decoder"
+_HUNYUAN_VIDEO = "comfy.ldm.hunyuan_video.vae_refiner.Decoder"
+_SVD = "comfy.ldm.modules.temporal_ae.VideoDecoder"
+_LTX = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
+_MOCHI, _COG, _SEEDVR = "comfy.ldm.genmo.vae.model", "comfy.ldm.cogvideo.vae", "comfy.ldm.seedvr.vae"
+_COSMOS = "comfy.ldm.cosmos.cosmos_tokenizer.layers3d"
+_TAESD = "comfy.taesd.taesd"
+
+
+def _banded(models: str, decoder: str, at_once: bool = False) -> VaeNetwork:
+    return VaeNetwork(models, Way.BANDS, decoder, at_once=at_once)
+
+
+# All that comfy/sd.py makes a VAE of (tests/models/comfyui/test_vae_classes.py walks it). In bands each looks at one
+# row above and below at most in its convolutions, and at all rows only in group norms and in attention;
+# tests/engine/vae/ proves it.
+NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
+    "comfy.ldm.models.autoencoder.AutoencoderKL": (
+        _banded("Flux.1, SD1.x, SD2.x, SDXL, SD3, Flux.2, HunyuanVideo", _KL),
+    ),
+    "comfy.ldm.models.autoencoder.AutoencodingEngine": (
+        _banded("Flux.1, SD and others of that kind", _KL),
+        _banded("HunyuanImage 2.1", _HUNYUAN_IMAGE),
+        _banded("HunyuanVideo 1.5, HunyuanImage 2.1's refiner", _HUNYUAN_VIDEO),
+        _banded("Stable Video Diffusion", _SVD, at_once=True),
+    ),
+    "comfy.ldm.wan.vae.WanVAE": (_banded("Wan 2.1, Qwen-Image", "comfy.ldm.wan.vae.Decoder3d"),),
+    "comfy.ldm.wan.vae2_2.WanVAE": (_banded("Wan 2.2 5B", "comfy.ldm.wan.vae2_2.Decoder3d"),),
+    f"{_LTX}.VideoVAE": (_banded("LTX-Video, LTX-2", f"{_LTX}.Decoder"),),
+    "comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer": (
+        _banded("Cosmos 1", f"{_COSMOS}.DecoderFactorized", at_once=True),
+    ),
+    f"{_MOCHI}.VideoVAE": (_banded("Mochi", f"{_MOCHI}.Decoder", at_once=True),),
+    f"{_COG}.AutoencoderKLCogVideoX": (_banded("CogVideoX", f"{_COG}.Decoder3D"),),
+    f"{_SEEDVR}.VideoAutoencoderKLWrapper": (_banded("SeedVR2", f"{_SEEDVR}.Decoder3D"),),
+    f"{_TAESD}.TAESD": (
+        _banded("TAESD, TAESDXL, TAESD3, TAEF1", f"{_TAESD}.Decoder"),
+        _banded("TAEF2", f"{_TAESD}.DecoderFlux2"),
+    ),
+    "comfy.taesd.taehv.TAEHV": (_banded("TAEHV, TAEW, LightTAE", "torch.nn.modules.container.Sequential"),),
+    "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", Way.TILES),),
+    "comfy.ldm.mage_flow.vae.MageVAE": (
+        VaeNetwork("MageFlow", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
+    ),
+    "comfy.ldm.cascade.stage_a.StageA": (
+        VaeNetwork("Stable Cascade, stage A", Way.ONE_DEVICE, reason="its upsampling is not known in bands"),
+    ),
+    "comfy.ldm.cascade.stage_c_coder.StageC_coder": (
+        VaeNetwork("Stable Cascade, stage C", Way.ONE_DEVICE, reason="it makes previews of a few pixels"),
+    ),
+    "comfy.pixel_space_convert.PixelspaceConversionVAE": (
+        VaeNetwork(
+            "pixel space", Way.ONE_DEVICE, reason="its latents are pixels: there is nothing to decode"
+        ),
+    ),
+    "comfy.ldm.lightricks.vae.audio_vae.AudioVAE": (
+        VaeNetwork("LTX-2, sound", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (
+        VaeNetwork("MiniMax H3, sound", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (
+        VaeNetwork("Stable Audio 1, ACE-Step 1.5", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (VaeNetwork("Stable Audio 3", Way.ONE_DEVICE, reason=_SOUND),),
+    "comfy.ldm.ace.vae.music_dcae_pipeline.MusicDCAE": (
+        VaeNetwork("ACE-Step", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.mmaudio.vae.autoencoder.AudioAutoencoder": (
+        VaeNetwork("MMAudio", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.hunyuan3d.vae.ShapeVAE": (
+        VaeNetwork("Hunyuan3D", Way.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
+    ),
+    "comfy.ldm.triposplat.vae.OctreeGaussianDecoder": (
+        VaeNetwork("TripoSplat", Way.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
+    ),
 }
-_BANDED = {
-    "comfy.ldm.wan.vae.WanVAE": {"comfy.ldm.wan.vae.Decoder3d"},  # Wan 2.1, Qwen-Image
-    "comfy.ldm.wan.vae2_2.WanVAE": {"comfy.ldm.wan.vae2_2.Decoder3d"},  # Wan 2.2 5B
-    "comfy.ldm.models.autoencoder.AutoencodingEngine": _KL_DECODERS,
-    "comfy.ldm.models.autoencoder.AutoencoderKL": _KL_DECODERS,
+# Whose frames come as images of one batch, in which its layers look from one to the other.
+_FRAMES_ARE_A_BATCH = {_SVD}
+# Whose latents may come as [B, C * frames, h, w].
+_FRAMES_AMONG_CHANNELS = {f"{_SEEDVR}.Decoder3D"}
+_ENCODERS = ("encoder.", "quant_conv.", "taesd_encoder.")
+# What ComfyUI looks for to see which network it is.
+_TELLING = {
+    "encoder.conv1.weight",  # Wan 2.1
+    "encoder.conv_out.conv.weight",  # CogVideoX
+    "encoder.down.5.block.0.conv1.weight",  # MiniMax H3
 }
+_TELLING_BUFFERS = ("decoder.unpatcher3d.wavelets",)  # Cosmos; a state_dict() leaves it out
+
+
+def known(network: Any) -> VaeNetwork | None:
+    """What is known of `network`, the first_stage_model of ComfyUI's VAE; None for a class that is not."""
+    decoder = _class_name(decoder_of(network))
+    return next(
+        (each for each in NETWORKS.get(_class_name(network), ()) if each.decoder in ("", decoder)), None
+    )
 
 
 def splits_into_bands(network: Any) -> bool:
-    """Whether `network`, the first_stage_model of ComfyUI's VAE, is one of those."""
-    decoder = getattr(network, "decoder", None)
-    return _class_name(decoder) in _BANDED.get(_class_name(network), ())
+    """Whether ranks decode it in bands of rows."""
+    found = known(network)
+    return found is not None and found.way is Way.BANDS
+
+
+def decoder_of(network: Any) -> Any:
+    return getattr(network, "decoder", getattr(network, "taesd_decoder", None))
+
+
+def frames_are_a_batch(network: Any) -> bool:
+    """Whether a latent [frames, C, h, w] is one video."""
+    return _class_name(decoder_of(network)) in _FRAMES_ARE_A_BATCH
+
+
+def frames_among_channels(network: Any) -> bool:
+    """Whether a latent [B, C * frames, h, w] is one of videos."""
+    return _class_name(decoder_of(network)) in _FRAMES_AMONG_CHANNELS
 
 
 def is_for_decoding(name: str) -> bool:
     """Whether decoding needs this tensor of such a network, or ComfyUI to see which network it is."""
-    return not name.startswith(("encoder.", "quant_conv.")) or name == "encoder.conv1.weight"
+    return not name.startswith(_ENCODERS) or name in _TELLING
+
+
+def decoding_tensors(network: Any) -> dict[str, Tensor]:
+    """By name, what a file would have of such a network for decoding."""
+    buffers = dict(network.named_buffers(remove_duplicate=False))
+    telling = {name: buffers[name] for name in _TELLING_BUFFERS if name in buffers}
+    state = telling | network.state_dict()
+    return {name: tensor for name, tensor in state.items() if is_for_decoding(name)}
+
+
+def told_beside(network: Any, latent_channels: int) -> str:
+    """VaeWeights.metadata: what ComfyUI's detection read of this network's file beside names and shapes of tensors."""
+    told: dict[str, object] = {}
+    if isinstance(getattr(network, "config", None), dict):  # LTX
+        told["config"] = json.dumps({"vae": network.config})
+    if hasattr(network, "taesd_decoder"):
+        told["tae_latent_channels"] = latent_channels
+    if hasattr(network, "latent_format"):  # TAEHV, by the dtype in its file
+        told["latent_format"] = getattr(network.latent_format, "__name__", "")
+    return json.dumps(told) if told else ""
 
 
 def _class_name(value: object) -> str:

@@ -13,6 +13,7 @@ from server import PromptServer
 from .any_model import NODES as ANY_MODEL
 from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestNew, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
+from .other_vaes import TestLtxVAE, TestSeed, TestShapeVAE
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import (
     TestNoFreeMemory,
@@ -45,6 +46,9 @@ class InjectExtension(ComfyExtension):
             TestSaveText,
             TestScaledVAE,
             TestStyle,
+            TestLtxVAE,
+            TestSeed,
+            TestShapeVAE,
             TestTinyVAE,
             TestAttentionMask,
             TestRankStates,

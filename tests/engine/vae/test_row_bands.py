@@ -8,8 +8,13 @@ from parallel_backend.engine.collectives import Traffic
 from parallel_backend.engine.groups import Axis
 from parallel_backend.engine.vae import row_bands as bands_module
 from parallel_backend.engine.vae.row_bands import Bands, split_rows
+from parallel_backend.errors import RequestError
 from parallel_backend.layout import slice_of, split_sizes
 from ranks import run_ranks
+
+
+class Norm(nn.GroupNorm):
+    """As ComfyUI has one, between torch's and those of its networks."""
 
 
 def on_bands(world, layer, x, shares=(), scale=1):
@@ -17,16 +22,21 @@ def on_bands(world, layer, x, shares=(), scale=1):
     n = world.world_size
     bands = Bands(Traffic())
     axis = Axis(tuple(range(n)), world.rank, world.group)
-    bands.share_out(axis, split_sizes(x.shape[2] // scale, n, shares), world.device)
+    bands.share_out(axis, split_sizes(x.shape[-2] // scale, n, shares), world.device)
     split_rows(nn.Sequential(layer), bands)
     rows = tuple(scale * count for count in bands.rows)
     with torch.inference_mode():
-        return layer(x[:, :, slice_of(rows, world.rank)])
+        return layer(x[..., slice_of(rows, world.rank), :])
 
 
 def together(ranks, layer, x, *args):
     parts = run_ranks(on_bands, ranks, layer, x, *args)
     return torch.cat(parts, dim=2)
+
+
+def videos_together(ranks, layer, x):
+    """Of [B, C, T, rows, W]."""
+    return torch.cat(run_ranks(on_bands, ranks, layer, x), dim=-2)
 
 
 def drawn(*shape, seed=3):
@@ -39,6 +49,36 @@ def test_a_convolution_sees_its_neighbours_rows(ranks, rows, scale):
     with torch.inference_mode():
         expected = conv(x)
     torch.testing.assert_close(together(ranks, conv, x, (), scale), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
+    """In bands of one row and of more."""
+    conv = nn.Conv3d(4, 5, 3, padding=(0, 1, 1), padding_mode=mode)
+    for rows in (4, 9):
+        x = drawn(1, 4, 3, rows, 6)
+        with torch.inference_mode():
+            expected = conv(x)
+        torch.testing.assert_close(videos_together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_convolution_that_wraps_round_is_refused():
+    with pytest.raises(RequestError, match="cannot be split into bands"):
+        split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")), Bands(Traffic()))
+
+
+class NormOfFrames(Norm):
+    """As networks have them that norm each frame by itself."""
+
+    def forward(self, x):
+        return torch.stack([super(NormOfFrames, self).forward(frame) for frame in x.unbind(2)], dim=2)
+
+
+def test_a_group_norm_that_takes_frames_apart_still_does():
+    norm, x = NormOfFrames(4, 8), drawn(1, 8, 3, 7, 5) + torch.arange(3).view(1, 1, 3, 1, 1)
+    with torch.inference_mode():
+        expected = norm(x)
+    torch.testing.assert_close(videos_together(3, norm, x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_group_norm_has_the_statistics_of_the_whole_image():

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from comfy_modules import CPU, import_comfyui_here
+from other_vaes import BANDED, decoded
+from other_vaes import build as other_vae
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import load_comfyui_vae
-from parallel_backend.models.vae.networks import is_for_decoding
+from parallel_backend.models.vae.networks import decoding_tensors, is_for_decoding, told_beside
 from video_vaes import build
 
 
@@ -52,8 +54,22 @@ def test_a_vae_with_missing_weights_is_refused(source):
         load_comfyui_vae(tensors, source, CPU)
 
 
-def test_a_network_that_is_not_split_is_refused(source):
-    from comfy.taesd.taesd import TAESD
+def test_a_network_that_is_not_shared_out_is_refused(source):
+    from comfy.ldm.cascade.stage_a import StageA
 
-    with pytest.raises(RequestError, match="builds TAESD for this VAE"):
-        load_comfyui_vae(TAESD(latent_channels=16).state_dict(), source, CPU)
+    with pytest.raises(RequestError, match="builds StageA for this VAE"):
+        load_comfyui_vae(StageA().state_dict(), source, CPU)
+
+
+@pytest.mark.parametrize("name", ["ltx with noise", "taef2", "taehv"])
+def test_what_tensors_do_not_tell_is_told_beside_them(source, name):
+    """LTX's blocks, the channels of TAEF2's latents, the scale of TAEHV's, which ComfyUI reads off its file's dtype."""
+    case = BANDED[name]
+    network, latent = other_vae(case), random(1, case.channels, *((2,) if case.dims == 3 else ()), 3, 2)
+    vae = load_comfyui_vae(
+        decoding_tensors(network), source, CPU, told_beside(network, latent_channels=case.channels)
+    )
+    with torch.inference_mode():
+        found, expected = vae.decode(latent), decoded(network, latent[0])
+    found = (found[0] if found.ndim == 5 else found[0][:, None]).permute(1, 2, 3, 0)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

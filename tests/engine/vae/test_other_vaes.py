@@ -1,0 +1,129 @@
+"""VAEs of LTX, SVD, Cosmos, Mochi and others in bands of rows on real gloo ranks: the frames of one process."""
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from other_vaes import BANDED, build, decoded
+from parallel_backend.engine.vae import row_bands as bands_module
+from parallel_backend.engine.vae.decoder import BandedDecoder
+from parallel_backend.models.comfyui import vae_adjustments
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.comfyui.vae import STEPS, ComfyUIVae
+from parallel_backend.models.vae.base import RowAttention
+from parallel_backend.models.vae.networks import splits_into_bands
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of max|pixel|
+# (frames, height, width), shares: on 4 ranks, of which as many compute as there are rows, in bands of several sizes.
+SIZES = [
+    ((1, 7, 3), (2.0, 1.0, 3.0, 1.0)),
+    ((3, 3, 2), ()),
+    ((2, 2, 3), ()),
+    ((2, 5, 2), ()),
+]
+# Beside rows, what each asks the others for.
+ASKED = {
+    "stable video diffusion": ("keys", "moments"),
+    "cosmos": ("keys", "moments"),
+    "seedvr2": ("keys", "moments"),
+    "mochi": ("moments",),
+    "cogvideox": ("moments",),
+    "taef2": ("moments",),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comfyui():
+    return import_comfyui_here()
+
+
+def latent_of(name, frames, height, width):
+    case = BANDED[name]
+    return random(case.channels, *((frames,) if case.dims == 3 else ()), height, width)
+
+
+def decode(world, name, sizes, broken=("",)):
+    """Per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to break it."""
+    if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
+        vae_adjustments._CHUNK_BYTES = 4_000
+    case, results = BANDED[name], []
+    decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+    for what in broken:
+        with pytest.MonkeyPatch.context() as patch:
+            _break(what, decoder.vae.decoder, patch)
+            for size, shares in sizes:
+                steps = []
+                frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
+                results.append((torch.empty(0) if frames is None else frames, len(steps)))
+    return results
+
+
+def _break(what, network, patch):
+    """Ranks then go without what the others hold."""
+    if what == "rows":
+        start = bands_module.Bands.start_halo
+
+        def without(self, x, **ways):
+            wait = start(self, x, **ways)
+            return lambda: tuple(None if row is None else torch.zeros_like(row) for row in wait())
+
+        patch.setattr(bands_module.Bands, "start_halo", without)
+    elif what == "keys":
+        for layer in network.modules():
+            if isinstance(layer, RowAttention):
+                patch.setattr(layer, "gather", lambda mine: mine)
+    elif what == "moments":
+        patch.setattr(bands_module.BandGroupNorm, "forward", torch.nn.GroupNorm.forward)
+
+
+def difference(frames, expected):
+    assert frames.shape == expected.shape
+    return ((frames - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", BANDED)
+def test_the_frames_are_those_of_one_process(name):
+    case, network = BANDED[name], build(BANDED[name])
+    sizes = SIZES[1:3] if name == "taehv" else SIZES  # which is as wide as it is
+    results = run_ranks(decode, 4, name, sizes)
+    for number, (size, _) in enumerate(sizes):
+        expected = decoded(network, latent_of(name, *size))
+        frames = case.frames(size[0]) if case.dims == 3 else 1
+        assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3)
+        assert expected.std() > 0.05 * expected.abs().max()  # no flat picture
+        assert difference(results[0][number][0], expected) <= TOLERANCE
+        assert [result[number][1] for result in results] == 4 * [STEPS]
+
+
+@pytest.mark.parametrize("name", BANDED)
+def test_a_rank_that_goes_without_the_others_is_seen(name):
+    size, broken = (2, 2, 2), ("", "rows", *ASKED.get(name, ()))
+    whole, *others = (
+        difference(frames, decoded(build(BANDED[name]), latent_of(name, *size)))
+        for frames, _ in run_ranks(decode, 2, name, [(size, ())], broken)[0]
+    )
+    assert whole <= TOLERANCE and min(others) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", BANDED)
+def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
+    assert splits_into_bands(BANDED[name].build())
+
+
+def chunks(world, shares):
+    """How often LTX's last layer computed on this rank, and the frames."""
+    vae_adjustments._CHUNK_BYTES = 6_000
+    case, calls = BANDED["ltx"], []
+    decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+    decoder.vae.decoder.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
+    frames = decoder(latent_of("ltx", 7, 4, 2), shares)
+    return len(calls), torch.empty(0) if frames is None else frames
+
+
+def test_ltxs_frames_go_in_as_many_chunks_on_a_rank_with_few_rows():
+    """As bytes of bands they would not, and one rank would wait for ever."""
+    (count, frames), (other, _) = run_ranks(chunks, 2, (3.0, 1.0))
+    assert count == other > 2
+    assert difference(frames, decoded(build(BANDED["ltx"]), latent_of("ltx", 7, 4, 2))) <= TOLERANCE
