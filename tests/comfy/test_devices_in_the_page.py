@@ -98,6 +98,18 @@ def test_a_machine_without_gpus_says_so_and_lists_its_cpu(page):
     page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
     page.wait_for_function(f"() => ({TEXT})() === 'cpu:1'", timeout=20_000)
 
+    # What another node gives is shown, and not written.
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2")
+    strategy = graph.prompt[loader]["inputs"]["strategy"][0]
+    graph.prompt[strategy]["inputs"]["devices"] = [graph.add("PrimitiveString", value="cpu:3"), 0]
+    show_prompt(page, graph.prompt, "StrategySelector")
+    picker = _open(page)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.parallel-devices input')].filter(i => i.checked).length === 3"
+    )
+    assert "Another node gives devices" in picker.inner_text() and picker.get_by_label("cpu:0").is_disabled()
+
 
 def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, drawn_by):
     selected = {"0-1": [0, 1], "1": [1], "1,2": [1, 2], "all": range(8)}
@@ -138,33 +150,18 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
     _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
 
 
-def test_devices_that_another_node_gives_are_shown_and_not_written(page):
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2")
-    strategy = graph.prompt[loader]["inputs"]["strategy"][0]
-    graph.prompt[strategy]["inputs"]["devices"] = [graph.add("PrimitiveString", value="cpu:3"), 0]
-    show_prompt(page, graph.prompt, "StrategySelector")
-    picker = _open(page)
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.parallel-devices input')].filter(i => i.checked).length === 3"
-    )
-    assert "Another node gives devices" in picker.inner_text()
-    assert picker.get_by_label("cpu:0").is_disabled()
-
-
 def test_it_speaks_the_pages_language(page):
-    page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'zh')")
     try:
-        for language, summary in (("es", "Elegir dispositivos"), ("zh", "选择设备")):
-            page.evaluate("one => app.extensionManager.setting.set('Comfy.Locale', one)", language)
-            page.reload()
-            page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-            name = "parallel_sampling.strategy_panel"
-            page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
-            _show(page)
-            words = _open(page, summary).inner_text()
-            assert BOX["devices"][0]["name"] in words
-            for english in ("free ", "ranks of", "process", "slowest path", "devices on"):
-                assert english not in words
+        page.reload()
+        page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+        name = "parallel_sampling.strategy_panel"
+        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+        page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
+        _show(page)
+        words = _open(page, "选择设备").inner_text()
     finally:
         page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
+    assert BOX["devices"][0]["name"] in words
+    for english in ("free ", "ranks of", "process", "slowest path", "devices on"):
+        assert english not in words

@@ -91,8 +91,7 @@ export class DevicePicker {
     const seen = new Set();
     for (const one of devices) {
       const { device, busy } = one;
-      const after = (box) => all.filter((name) => (name === device ? box.checked : chosen.includes(name)));
-      const made = this.rowOf(device, seen, (box) => this.choose(after(box), all, box));
+      const made = this.rowOf(device, seen, (box) => this.choose(all, box));
       made.box.checked = chosen.includes(device);
       made.title.textContent = device;
       made.name.textContent = one.name;
@@ -131,7 +130,8 @@ export class DevicePicker {
   }
 
   // The last one stays: no device at all would mean all of them.
-  choose(chosen, all, box) {
+  choose(all, box) {
+    const chosen = all.filter((name) => this.rows.get(name).box.checked);
     if (chosen.length) this.input.write(textFor(chosen, all));
     else box.checked = true;
   }
