@@ -29,9 +29,8 @@ def add_route(server: PromptServer) -> None:
             return refuse(NOT_YOURS, 403)
         first, waiting = first_and_waiting()
         nodes = {} if first is None else offers(first[2], waiting)
-        page = (
-            {} if first is None else first[3].get("extra_pnginfo") or {}
-        )  # what the prompt's page sent with it
+        # What the prompt's page sent with it.
+        page = {} if first is None else first[3].get("extra_pnginfo") or {}
         workflow = (page.get("workflow") or {}).get("id")
         told = {name: asdict(offer) for name, offer in nodes.items()}
         return web.json_response({"on": setting(SETTING), "workflow": workflow, "nodes": told})

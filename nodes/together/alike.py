@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ..preload.tail import Prompt, needed
 
 SAMPLER = "ParallelSampler"
+_LOOKED_AT = 64  # prompts of a queue; more than there are devices
 # Samplers that draw no noise of their own and compute each row of a batch as if it were alone. The others draw for the
 # whole batch from one seed, or, dpm_adaptive, choose their steps by all of it; ddim draws anew under a mask.
 ROW_BY_ROW = frozenset(
@@ -39,14 +41,17 @@ class Waiting:
 
 def alike(prompt: Prompt, node: str, waiting: Iterable[tuple], passed: Collection[str] = ()) -> list[Waiting]:
     """Of the waiting items of ComfyUI's queue those that come next and ask `node` for what `prompt` asks, each with a
-    seed of its own. Ends at the first that asks for something else, so that none is overtaken; the prompts named in
-    `passed`, and those whose seed was there already, are left out."""
+    seed of its own. Ends at the first that asks for something else, so that none is overtaken, and after 64.
+
+    The prompts named in `passed`, and those whose seed was there already, are left out.
+    """
     wanted = _branch(prompt, node)
     seeds = {_seed(prompt, node)}
     found: list[Waiting] = []
     if None in seeds:
         return found
-    for _, prompt_id, other, _, outputs, *_ in sorted(waiting, key=lambda item: item[:2]):
+    items = sorted(waiting, key=lambda item: item[:2])
+    for _, prompt_id, other, _, outputs, *_ in itertools.islice(items, _LOOKED_AT):
         seed = _seed(other, node)
         if seed is None or node not in needed(other, outputs) or _branch(other, node) != wanted:
             break
@@ -60,7 +65,7 @@ def why_alone(inputs: Mapping[str, Any]) -> str:
     """Why a sampler with these inputs computes one prompt at a time, in a user's words; "" where it need not."""
     name = inputs.get("sampler_name")
     if isinstance(name, str) and name not in ROW_BY_ROW:
-        return f"the sampler {name} draws noise of its own, which is another one in a batch"
+        return f"the sampler {name} gives an image of a batch otherwise than alone"
     if inputs.get("step_cache", "off") != "off":
         return "a step cache decides for a whole batch"
     return ""

@@ -150,7 +150,10 @@ def test_a_sampler_with_noise_of_its_own_goes_alone_and_says_why(together):
     prompts.wait()
     prompts.expect(1, 2)
     assert prompts.samplings() == 2
-    assert f"{ALONE}, so this prompt ran alone: the sampler euler_ancestral draws noise" in prompts.report(1)
+    assert (
+        f"{ALONE}, so this prompt ran alone: the sampler euler_ancestral gives an image of a batch otherwise"
+        in prompts.report(1)
+    )
     assert ALONE not in prompts.report(2)  # no prompt waited
 
 

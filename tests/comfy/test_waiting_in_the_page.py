@@ -89,7 +89,7 @@ def test_the_offer_counts_a_click_computes_at_once_and_what_cannot_be_says_why(p
 
     _show(page, waiting=2)
     page.evaluate(QUEUE, [[1, 2], {"sampler_name": "euler_ancestral"}])
-    _wait_for(page, OFFER, "the sampler euler_ancestral draws noise of its own")
+    _wait_for(page, OFFER, "the sampler euler_ancestral gives an image of a batch otherwise than alone")
     assert page.get_by_role("button", name=WORDS["together_start"]).count() == 0
     page.evaluate(QUEUE, [[3], {"sampler_name": "euler"}])
     page.wait_for_function(f"() => ({OFFER})() === ''", timeout=60_000)

@@ -56,6 +56,12 @@ def test_those_with_another_seed_are_found_in_the_order_of_the_queue(queue):
     assert queue.found() == [("a", 1), ("b", 2), ("c", 3)]
 
 
+def test_no_more_of_a_long_queue_is_looked_at_than_devices_could_take(queue):
+    for seed in range(1, 100):
+        queue.put(f"{seed:03}", seed)
+    assert queue.found() == [(f"{seed:03}", seed) for seed in range(1, 65)]
+
+
 def test_what_comes_after_the_sampler_may_be_another_and_what_comes_before_may_not(queue):
     queue.put("other file", 1, **{queue.output: {"path": "1.safetensors"}})
     queue.put("other text", 2, **{queue.text[0]: {"draw": 9}})

@@ -6,7 +6,7 @@ const PARALLEL = "ParallelModel";
 const MODEL = "MODEL";
 const IN = { model: 0 }; // its slots
 const OUT = { model: 0, parallel: 1 };
-export const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
+const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
 export const ACTIVE = 0; // neither muted nor bypassed
 export const GAP = 40; // pixels
 
