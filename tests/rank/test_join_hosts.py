@@ -66,11 +66,12 @@ class Head:
 @pytest.fixture
 def hosts():
     made = Hosts(*NAMES)
-    yield made
-    wait_until(lambda: not made.processes())
-    lost = made.network.lost
-    made.remove()
-    assert lost > 0, "no packet was lost, so the test says little of networks"
+    try:
+        yield made
+        wait_until(lambda: not made.processes())
+    finally:
+        made.remove()
+    assert made.network.lost > 0, "no packet was lost, so the test says little of networks"
 
 
 @pytest.fixture

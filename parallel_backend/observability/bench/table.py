@@ -18,7 +18,9 @@ def as_text(outcome: Outcome) -> str:
     lines = [f"MEASURED: {outcome.model}, {outcome.request}", "", head]
     lines += [_line(outcome, row, names) for row in outcome.rows]
     turns = (
-        "taking turns in each round" if outcome.interleaved else "one after the other (no room side by side)"
+        "taking turns in each round"
+        if outcome.interleaved
+        else "one after the other (they do not run side by side here)"
     )
     notes = [
         f"Medians of the warm steps of {outcome.rounds} rounds, {turns}. The text encoder and the VAE are not in it.",
