@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from diffusers import FluxControlNetModel
@@ -203,6 +205,24 @@ def test_parallel_sampler_goes_stepwise_and_says_why(comfy, stock, name, because
     latent, report = _sample(comfy, OURS, EXTRAS[name], "Ulysses 2", node="ParallelSampler")
     assert relative_difference(latent, stock(name)) < TOLERANCE
     assert "way: stepwise" in report and because in report
+
+
+def test_a_step_cache_goes_with_a_controlnet_that_begins_on_the_way(comfy):
+    """Behind Parallel Model; with the ControlNet it is another kind of call, computed whole the first time."""
+    found = {}
+    for threshold in (0.0, 0.5):
+        graph = Graph()
+        stock = [graph.add("UNETLoader", unet_name=DEV, weight_dtype="default"), 0]
+        ours = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2", ulysses=2))
+        prompts = EXTRAS["a ControlNet from the middle on"](graph, graph.text(1), graph.text(2))
+        latent = graph.parallel_sampler(
+            [ours, 1], *prompts, graph.latent(), steps=8, step_cache="first_block", cache_threshold=threshold
+        )
+        found[threshold] = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+    (exact, _), (cached, report) = found.values()
+    counted = re.search(r"step cache: (\d+) of 8 model calls reused", report)
+    assert "way: stepwise" in report and counted and 0 < int(counted[1]) < 7, report
+    assert 0 < relative_difference(cached, exact) < 0.5
 
 
 def test_xfuser_stands_back_for_a_mask_and_says_so(comfy):
