@@ -14,7 +14,7 @@ def test_what_is_packed_lies_patch_after_patch_and_is_unpacked_as_it_was():
     assert len(patches) == 4 and tokens.shape == (2, 12, 1)
     assert torch.equal(patches.unpack(tokens, 3, 2), latent)
     for number in range(4):
-        own = latent.flatten(1)[:, OWNERS == number]
+        own = latent.flatten(1)[:, number == OWNERS]
         assert torch.equal(tokens[:, patches.span(number), 0], own)
         assert torch.equal(patches.take(latent, number), own)
     assert patches.span(2) == slice(8, 8)
