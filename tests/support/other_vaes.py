@@ -147,8 +147,11 @@ TILED = VaeCase(_minimax, 24, 16)
 
 
 def build(case: VaeCase) -> nn.Module:
-    """The same weights each time, also of buffers that are no weights in a file."""
+    """The same weights each time, also of buffers that are no weights in a file; without an encoder."""
     network = case.build()
+    for part in ("encoder", "quant_conv", "taesd_encoder"):
+        if hasattr(network, part):
+            delattr(network, part)
     kept = [value for name, value in network.named_buffers() if name not in network.state_dict()]
     values = [value.clone() for value in kept]
     for buffer, value in zip(kept, values, strict=True):

@@ -18,10 +18,9 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of max|pixel|
 # (frames, height, width), shares: on 4 ranks, of which as many compute as there are rows, in bands of several sizes.
 SIZES = [
-    ((1, 7, 3), (2.0, 1.0, 3.0, 1.0)),
+    ((2, 5, 3), (2.0, 1.0, 1.0, 1.0)),
     ((3, 3, 2), ()),
-    ((2, 2, 3), ()),
-    ((2, 5, 2), ()),
+    ((1, 2, 3), ()),
 ]
 # Beside rows, what each asks the others for.
 ASKED = {
@@ -30,8 +29,10 @@ ASKED = {
     "seedvr2": ("keys", "moments"),
     "mochi": ("moments",),
     "cogvideox": ("moments",),
-    "taef2": ("moments",),
 }
+
+
+NAMES = [name for name in BANDED if name != "taesd"]  # which goes through the real ComfyUI
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,10 +84,10 @@ def difference(frames, expected):
     return ((frames - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("name", BANDED)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_frames_are_those_of_one_process(name):
     case, network = BANDED[name], build(BANDED[name])
-    sizes = SIZES[1:3] if name == "taehv" else SIZES  # which is as wide as it is
+    sizes = SIZES[2:3] if name == "taehv" else SIZES  # which is as wide as it is
     results = run_ranks(decode, 4, name, sizes)
     for number, (size, _) in enumerate(sizes):
         expected = decoded(network, latent_of(name, *size))
@@ -97,13 +98,12 @@ def test_the_frames_are_those_of_one_process(name):
         assert [result[number][1] for result in results] == 4 * [STEPS]
 
 
-@pytest.mark.parametrize("name", BANDED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_that_goes_without_the_others_is_seen(name):
-    size, broken = (2, 2, 2), ("", "rows", *ASKED.get(name, ()))
-    whole, *others = (
-        difference(frames, decoded(build(BANDED[name]), latent_of(name, *size)))
-        for frames, _ in run_ranks(decode, 2, name, [(size, ())], broken)[0]
-    )
+    size, broken = (2, 2, 1 if name == "taehv" else 2), ("", "rows", *ASKED.get(name, ()))
+    expected = decoded(build(BANDED[name]), latent_of(name, *size))
+    results = run_ranks(decode, 2, name, [(size, ())], broken)[0]
+    whole, *others = (difference(frames, expected) for frames, _ in results)
     assert whole <= TOLERANCE and min(others) > 100 * TOLERANCE
 
 
