@@ -16,6 +16,7 @@ from .prove_sampler import ProveSampler
 from .sampler import ParallelSampler
 from .strategy_selector import StrategySelector
 from .vae_decode import ParallelVAEDecode
+from .vae_encode import ParallelVAEEncode
 
 NODES = [
     StrategySelector,
@@ -28,6 +29,7 @@ NODES = [
     ProveSampler,
     ParallelDemoLoader,
     ParallelVAEDecode,
+    ParallelVAEEncode,
 ]
 
 if comfy.model_management.cpu_state == comfy.model_management.CPUState.CPU:

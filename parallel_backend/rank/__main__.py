@@ -174,7 +174,18 @@ def _serve_one(
 ) -> None:
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Call, Cancel, Decode, Done, Envelope, Predict, Sample, SampleLoop, Sleep
+    from ..wire.protocol import (
+        Call,
+        Cancel,
+        Decode,
+        Done,
+        Encode,
+        Envelope,
+        Predict,
+        Sample,
+        SampleLoop,
+        Sleep,
+    )
     from ..wire.transport import close_all, pack_tensors
     from .held_models import release_cache
 
@@ -186,7 +197,7 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, SampleLoop, Decode)):
+    if isinstance(envelope.message, (Sample, SampleLoop, Decode, Encode)):
         give_back()  # before ComfyUI goes on, to a VAE of its own perhaps; after a model call comes the next one
     if isinstance(envelope.message, Sleep) and envelope.message.only is None:
         requests.release()
@@ -218,6 +229,7 @@ def _answer(
         Compiling,
         Decode,
         Done,
+        Encode,
         Envelope,
         KeepFactors,
         KeepModels,
@@ -292,6 +304,10 @@ def _answer(
                 on_step = boundary(worker.vae.steps(tensors), previews=False)
                 image, decode = worker.vae.decode(message, tensors, on_step)
                 return Done(decode=decode), image
+            case Encode():
+                on_step = boundary(worker.vae.steps(tensors), previews=False)
+                latent, encode = worker.vae.encode(message, tensors, on_step)
+                return Done(decode=encode), latent
             case Sleep():
                 return Done(sleep=worker.sleep(message), models=worker.models.report()), None
             case Wake():

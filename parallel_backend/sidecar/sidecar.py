@@ -28,7 +28,13 @@ from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
-from ..wire.decode_messages import DecodeResult, VaeWeights, check_decode
+from ..wire.decode_messages import (
+    DecodeResult,
+    EncodeResult,
+    VaeWeights,
+    check_decode,
+    check_encode,
+)
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
@@ -269,6 +275,30 @@ class Sidecar:
                 self._ranks.working()
                 return self._holdings.vae.decode(
                     self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)
+
+    def encode(
+        self,
+        vae: VaeWeights,
+        pixels: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> EncodeResult:
+        """The latents of `pixels` [B, 3, H, W], or of videos [B, 3, T, H, W], as the VAE's network takes them; as
+        decode()."""
+        check_encode(pixels, shares, len(self.devices))
+        with self._ranks.lease("encode", should_cancel, on_phase) as lease:
+            lease.images = len(pixels)
+
+            def attempt() -> EncodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae_encoder.encode(
+                    self._ranks.epoch, lease.exchange, vae, pixels, shares, on_step, lease.on_phase
                 )
 
             return self._ranks.through_a_crash(attempt, lease)

@@ -1,4 +1,4 @@
-"""The records of decoding a latent on the ranks: per rank over the link, and as a whole to the caller."""
+"""The records of decoding and encoding on the ranks: per rank over the link, and as a whole to the caller."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ class VaeWeights:
     """A VAE whose tensors the ranks may need. `identity`: equal only for equal weights.
 
     `tensors()`: what decoding needs, in the dtype to compute in; called when the ranks lack them. In ldm names; with
-    `comfyui` in those of ComfyUI's own network, which the ranks then build.
+    `comfyui` in those of ComfyUI's own network, which the ranks then build. `encodes`: it is what encoding needs.
     """
 
     identity: str
     tensors: Callable[[], dict[str, torch.Tensor]]
     comfyui: ComfyUISource | None = None
+    encodes: bool = False
 
 
 @dataclass(frozen=True)
 class RankDecode:
-    """The record of a decode on one rank. `seconds`: from the latent to its end; `rows`: of each latent, computed here.
+    """The record of a decode or encode on one rank. `seconds`: from what came in to its end; `rows`: of each latent,
+    computed here.
 
     `bytes_sent`: collective payload; `peak_bytes`: device memory beyond what was in use before, 0 on the CPU.
     """
@@ -40,7 +42,10 @@ class RankDecode:
 
 @dataclass(frozen=True)
 class DecodeInfo:
-    """The record of a whole decode; tuples have one entry per rank, as in RankDecode. `load`: of the weights."""
+    """The record of a whole decode or encode; tuples have one entry per rank, as in RankDecode.
+
+    `load`: of the weights.
+    """
 
     load: LoadInfo
     seconds: float
@@ -58,6 +63,14 @@ class DecodeResult:
     info: DecodeInfo
 
 
+@dataclass(frozen=True)
+class EncodeResult:
+    """latent: [B, C, h, w], or [B, C, t, h, w] of videos, on the CPU in the compute dtype."""
+
+    latent: torch.Tensor
+    info: DecodeInfo
+
+
 def check_decode(latent: torch.Tensor, shares: tuple[float, ...], ranks: int) -> None:
     """Raises RequestError for a latent that is no [B, C, h, w] or [B, C, t, h, w], or shares that are not one positive
     number per rank."""
@@ -66,5 +79,19 @@ def check_decode(latent: torch.Tensor, shares: tuple[float, ...], ranks: int) ->
             f"the latent has shape {list(latent.shape)}; expected [batch, channels, height/8, width/8], or "
             "[batch, channels, frames, height/8, width/8] of videos."
         )
+    _check_shares(shares, ranks)
+
+
+def check_encode(pixels: torch.Tensor, shares: tuple[float, ...], ranks: int) -> None:
+    """Raises RequestError for pixels that are no [B, 3, H, W] or [B, 3, T, H, W], or shares as in check_decode."""
+    if pixels.ndim not in (4, 5) or pixels.numel() == 0:
+        raise RequestError(
+            f"the pixels have shape {list(pixels.shape)}; expected [batch, 3, height, width], or [batch, 3, frames, "
+            "height, width] of videos, with sides no smaller than one position of the latent (8 or more pixels)."
+        )
+    _check_shares(shares, ranks)
+
+
+def _check_shares(shares: tuple[float, ...], ranks: int) -> None:
     if shares and (len(shares) != ranks or min(shares) <= 0):
         raise RequestError(f"shares is {list(shares)}; expected {ranks} numbers above 0, one per rank.")

@@ -203,10 +203,14 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE in the payload until another one comes. `comfyui`: as of VaeWeights."""
+    """Parent to all ranks: hold the VAE's decoder in the payload until another one comes, or its encoder beside it.
+
+    `comfyui`, `encodes`: as of VaeWeights.
+    """
 
     identity: str
     comfyui: ComfyUISource | None = None
+    encodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,14 @@ class Decode:
 
     `shares`: how much of each image every rank takes, empty for equal shares.
     """
+
+    identity: str
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Parent to all ranks: encode the pixels in the payload with the VAE sent as `identity`; `shares` as of Decode."""
 
     identity: str
     shares: tuple[float, ...]
@@ -330,6 +342,7 @@ Message = (
     | Calibrate
     | LoadVae
     | Decode
+    | Encode
     | Sleep
     | Wake
     | Cancel
@@ -341,7 +354,9 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode), (1,)),
+    **dict.fromkeys(
+        (KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode, Encode), (1,)
+    ),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

@@ -50,6 +50,7 @@ OUR_NODES = {
     "ParallelModelLoader": ["model_name", "weight_dtype", "strategy", "compile"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
+    "ParallelVAEEncode": ["pixels", "vae", "strategy"],
 }
 OUTPUTS = {
     "ParallelFluxLoader": ["PARALLEL_MODEL", "MODEL"],
@@ -60,6 +61,7 @@ OUTPUTS = {
     "ParallelModelLoader": ["MODEL", "PARALLEL_MODEL"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
     "ParallelVAEDecode": ["IMAGE", "STRING"],
+    "ParallelVAEEncode": ["LATENT", "STRING"],
 }
 
 

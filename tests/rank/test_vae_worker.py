@@ -12,12 +12,13 @@ import torch.distributed as dist
 from comfy_modules import import_comfyui_here
 from fault_injection import fault
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.models.vae.networks import is_for_decoding, is_for_encoding
 from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.decode_messages import VaeWeights
-from parallel_backend.wire.protocol import Decode, LoadVae
+from parallel_backend.wire.protocol import Decode, Encode, LoadVae
 from ranks import run_ranks
 from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
@@ -131,6 +132,34 @@ def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
     first, second = run_ranks(_load_where_one_rank_lacks_weights, 2, source)
     assert first == ("another rank could not hold the VAE", 1, (1, 16, 16, 3))
     assert "lacks" in second[0] and second[1:] == (1, None)
+
+
+def _encode_beside_a_decoder(world, source):
+    """What this rank gives and says of pixels, right ones and others, with a VAE whose decoder it was sent first."""
+    worker, tensors, said = VaeWorker(world, _agree), dict(build("wan 2.1").state_dict()), []
+    for encodes, wanted in ((False, is_for_decoding), (True, is_for_encoding)):
+        own = {name: tensor for name, tensor in tensors.items() if wanted(name)}
+        worker.load(LoadVae("one", source, encodes), own)
+    for shape in ((1, 3, 1, 20, 8), (1, 4, 1, 16, 8), (1, 3, 16, 8)):
+        with pytest.raises(RequestError) as refused:
+            worker.encode(Encode("one", ()), {"pixels": torch.zeros(shape)}, Steps())
+        said.append(str(refused.value)[:42])
+    pixels = {"pixels": torch.ones(2, 3, 5, 16, 8)}
+    latent, run = worker.encode(Encode("one", ()), pixels, Steps())
+    image, _ = worker.decode(Decode("one", ()), {"latent": torch.ones(1, 16, 1, 2, 1)}, Steps())
+    steps = worker.steps(pixels)
+    worker.drop()
+    with pytest.raises(RequestError, match="do not hold"):
+        worker.encode(Encode("one", ()), pixels, Steps())
+    shapes = [None if found is None else next(iter(found.values())).shape for found in (latent, image)]
+    return said, run.rows, steps, [shape if shape is None else tuple(shape) for shape in shapes]
+
+
+def test_an_encoder_is_held_beside_a_decoder():
+    first, second = run_ranks(_encode_beside_a_decoder, 2, import_comfyui_here())
+    shapes = ("[1, 3, 1, 20, 8]", "[1, 4, 1, 16, 8]", "[1, 3, 16, 8]")
+    said = [f"the pixels have shape {shape}; expected"[:42] for shape in shapes]
+    assert first == (said, 1, 64, [(2, 16, 2, 2, 1), (1, 16, 8, 3)]) and second == (said, 1, 64, [None, None])
 
 
 def test_another_vae_takes_its_place(ranks):

@@ -53,12 +53,7 @@ class ComfyUIVae:
 
     @property
     def step_layers(self) -> Sequence[nn.Module]:
-        """Convolutions of the decoder: video networks call them once per few frames."""
-        return [
-            layer
-            for layer in self._network.modules()
-            if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
-        ]
+        return row_convolutions(self._network)
 
     def layers_per_step(self, latent: Tensor) -> int:
         frames = latent.shape[1] if self.latent_dims == 3 else 1
@@ -69,18 +64,21 @@ class ComfyUIVae:
         return network.decode(latent)
 
 
+def row_convolutions(network: nn.Module) -> list[nn.Module]:
+    """By which a decode or encode is counted: video networks call them once per few frames."""
+    return [
+        layer
+        for layer in network.modules()
+        if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
+    ]
+
+
 def load_comfyui_vae(tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device) -> ComfyUIVae:
     """The VAE with these tensors, named as in ComfyUI's own network. Computes in their dtype, on the CPU in float32.
 
     Raises RequestError for a network that is not split into bands.
     """
-    import_comfyui(source, device)
-    import comfy.sd
-
-    stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    dtype = torch.float32 if device.type == "cpu" else stored
-    with _default_dtype(dtype), _parameters_assigned():
-        vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype)
+    vae, dtype = build_vae(tensors, source, device)
     network = vae.first_stage_model
     if network is None or not splits_into_bands(network):
         raise RequestError(
@@ -88,10 +86,28 @@ def load_comfyui_vae(tensors: dict[str, Tensor], source: ComfyUISource, device: 
         )
     size = sum(tensor.nbytes for tensor in tensors.values())
     banded = ComfyUIVae(network, vae.latent_channels, vae.latent_dim, dtype, device, size)
-    missing = [name for name, _ in network.named_parameters() if name not in tensors]
-    if missing:  # ComfyUI warns, and decodes with whatever memory held
-        raise RequestError(f"the VAE lacks {len(missing)} tensors of its decoder, such as {missing[0]}.")
+    check_whole(network, tensors, "decoder")  # ComfyUI warns, and decodes with whatever memory held
     return banded
+
+
+def build_vae(
+    tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device
+) -> tuple[Any, torch.dtype]:
+    """(ComfyUI's VAE of these tensors, in which parts without any hold no numbers; what it computes in)."""
+    import_comfyui(source, device)
+    import comfy.sd
+
+    stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    dtype = torch.float32 if device.type == "cpu" else stored
+    with _default_dtype(dtype), _parameters_assigned():
+        return comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype), dtype
+
+
+def check_whole(network: nn.Module, tensors: dict[str, Tensor], part: str) -> None:
+    """Raises RequestError where a parameter of `network` is none of `tensors`."""
+    missing = [name for name, _ in network.named_parameters() if name not in tensors]
+    if missing:
+        raise RequestError(f"the VAE lacks {len(missing)} tensors of its {part}, such as {missing[0]}.")
 
 
 @contextmanager

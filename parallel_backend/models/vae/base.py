@@ -1,4 +1,4 @@
-"""What a VAE is to the ranks that decode with it together, whoever built its network."""
+"""What a VAE is to the ranks that decode or encode with it together, whoever built its network."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class BandedVae(Protocol):
-    """A decoder on one rank's device. `bytes`: of its tensors as they were sent.
+class VaeHalf(Protocol):
+    """A VAE's decoder or encoder on one rank's device. `bytes`: of its tensors as they were sent.
 
-    `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode is counted;
-    one ends each time `layers_per_step(latent)` of `step_layers` have computed.
+    `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode or encode is
+    counted; one ends each time `layers_per_step(what comes in)` of `step_layers` have computed.
     """
 
     compute_dtype: torch.dtype
     device: torch.device
     bytes: int
-
-    @property
-    def decoder(self) -> nn.Module: ...
 
     @property
     def latent_channels(self) -> int: ...
@@ -38,8 +35,33 @@ class BandedVae(Protocol):
 
     def layers_per_step(self, latent: Tensor) -> int: ...
 
+
+class BandedVae(VaeHalf, Protocol):
+    """A decoder."""
+
+    @property
+    def decoder(self) -> nn.Module: ...
+
     def decode(self, latent: Tensor) -> Tensor:
         """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
+        ...
+
+
+class BandedVaeEncoder(VaeHalf, Protocol):
+    """An encoder. `scale`: pixels per position of the latent along each side; `in_channels`: of a pixel.
+
+    `few_frames`: of a short video that it takes.
+    """
+
+    scale: int
+    in_channels: int
+    few_frames: int
+
+    @property
+    def encoder(self) -> nn.Module: ...
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """[1, 3, rows, W] -> [1, C, rows / scale, W / scale], or of frames: [1, 3, T, rows, W] -> [1, C, t, …, …]."""
         ...
 
 

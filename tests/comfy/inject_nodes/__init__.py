@@ -11,11 +11,18 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
-from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestStyle
+from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestImage, TestLatent, TestStyle
 from .model_patches import NODES as MODEL_PATCHES
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
 from .ranks import TestNoFreeMemory, TestOtherPlatform, TestRankStates, TestUnload, TestUntilHeld, fork_ranks
-from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
+from .text_and_image_coders import (
+    TestCircularVAE,
+    TestClip,
+    TestImageVAE,
+    TestScaledVAE,
+    TestTinyVAE,
+    TestWanVAE,
+)
 
 
 class InjectExtension(ComfyExtension):
@@ -42,6 +49,8 @@ class InjectExtension(ComfyExtension):
             TestUnload,
             TestUntilHeld,
             TestWanVAE,
+            TestImageVAE,
+            TestImage,
         ]
 
 
