@@ -13,6 +13,7 @@ import comfy.patcher_extension
 import torch
 from torch import Tensor, nn
 
+from ...parallel_backend.models.comfyui.patches import ARGUMENT, held_bytes
 from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
@@ -163,7 +164,13 @@ class RemoteModule(nn.Module):
             )
 
         answer, plan, info = self.plans.run(
-            options, shape, text, run, references=references, once=call.method != "forward"
+            options,
+            shape,
+            text,
+            run,
+            references=references,
+            patch_bytes=held_bytes(call.kwargs.get(ARGUMENT)),
+            once=call.method != "forward",
         )
         if record is not None:
             said = (self.verdict.words,) if self.verdict.words else ()

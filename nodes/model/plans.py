@@ -90,14 +90,15 @@ class RunPlans:
         call: Callable[[Sidecar, Placement], tuple[Answer, RunInfo]],
         *,
         references: Sequence[Sequence[int]] = (),
+        patch_bytes: int = 0,
         once: bool = False,
     ) -> tuple[Answer, ExecutionPlan, RunInfo]:
         """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
 
-        `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `once`: it comes once in
-        a run, for which the rule is good enough.
+        `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `patch_bytes`: as of
+        Job; `once`: it comes once in a run, for which the rule is good enough.
         """
-        run = self._of_call(options, shape, text, references, once)
+        run = self._of_call(options, shape, text, references, patch_bytes, once)
         plan = run.plan_now
         with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
             try:
@@ -108,7 +109,13 @@ class RunPlans:
         return answer, run.plan, info if once else run.took(info)
 
     def _of_call(
-        self, options: dict, shape: Sequence[int], text: int, references: Sequence[Sequence[int]], once: bool
+        self,
+        options: dict,
+        shape: Sequence[int],
+        text: int,
+        references: Sequence[Sequence[int]],
+        patch_bytes: int,
+        once: bool,
     ) -> _Run:
         """The run that the call belongs to; for one that comes `once` a run of its own."""
         rows, sigmas = options.get("cond_or_uncond", [0]), options.get("sample_sigmas")
@@ -121,6 +128,7 @@ class RunPlans:
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
             references=references,
         )
+        job = replace(job, patch_bytes=patch_bytes)
         for run in self._runs:
             if (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
                 return run

@@ -173,19 +173,9 @@ def _serve_one(
     link: Link, epoch: int, worker: RankWorker, requests: ArenaReader, answers: ArenaWriter
 ) -> None:
     from ..wire.deadlines import SEND
+    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import (
-        Call,
-        Cancel,
-        Decode,
-        Done,
-        Encode,
-        Envelope,
-        Predict,
-        Sample,
-        SampleLoop,
-        Sleep,
-    )
+    from ..wire.protocol import Call, Cancel, Done, Envelope, Predict, Sample, SampleLoop, Sleep
     from ..wire.transport import close_all, pack_tensors
     from .held_models import release_cache
 
@@ -221,15 +211,14 @@ def _answer(
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
+    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         ApplyPatches,
         Calibrate,
         Call,
         Compiling,
-        Decode,
         Done,
-        Encode,
         Envelope,
         KeepFactors,
         KeepModels,

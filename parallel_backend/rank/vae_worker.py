@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..requests import LoadInfo
-from ..wire.decode_messages import RankDecode, check_decode, check_encode
+from ..wire.decode_messages import Decode, Encode, RankDecode, check_decode, check_encode
 from ..wire.payloads import Tensors
-from ..wire.protocol import Decode, Encode, LoadVae
+from ..wire.protocol import LoadVae
 from .errors import PeerFailed
 from .step_boundary import StepBoundary
 

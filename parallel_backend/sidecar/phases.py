@@ -43,3 +43,4 @@ class Phase:
 
 
 OnPhase = Callable[[Phase], None]
+ShowPhase = Callable[[str], None]

@@ -11,9 +11,9 @@ from ..devices import is_cpu
 from ..errors import TransportError
 from ..requests import LoadInfo
 from ..wire import deadlines
-from ..wire.decode_messages import DecodeInfo, DecodeResult, EncodeResult, VaeWeights
+from ..wire.decode_messages import Decode, DecodeInfo, DecodeResult, Encode, EncodeResult, VaeWeights
 from ..wire.payloads import Tensors
-from ..wire.protocol import Decode, Done, Encode, LoadVae, Message, Progress
+from ..wire.protocol import Done, LoadVae, Message, Progress
 from .exchange import AGREED_ERRORS, USER_ERRORS, Exchange, expect, reports
 from .phases import OnPhase, Phase, PhaseKind
 

@@ -1,4 +1,4 @@
-"""The records of decoding and encoding on the ranks: per rank over the link, and as a whole to the caller."""
+"""Decoding and encoding on the ranks: the messages, and the records, per rank over the link and as a whole."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ class VaeWeights:
     tensors: Callable[[], dict[str, torch.Tensor]]
     comfyui: ComfyUISource | None = None
     encodes: bool = False
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Parent to all ranks: decode the latents in the payload with the VAE sent as `identity`.
+
+    `shares`: how much of each image every rank takes, empty for equal shares.
+    """
+
+    identity: str
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Parent to all ranks: encode the pixels in the payload with the VAE sent as `identity`; `shares` as of Decode."""
+
+    identity: str
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)

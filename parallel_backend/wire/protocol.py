@@ -18,7 +18,7 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
-from .decode_messages import RankDecode
+from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 11
@@ -203,33 +203,12 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE's decoder in the payload until another one comes, or its encoder beside it.
-
-    `comfyui`, `encodes`: as of VaeWeights.
-    """
+    """Parent to all ranks: hold the VAE's decoder in the payload until another one comes, or its encoder beside it;
+    `comfyui`, `encodes` as of VaeWeights."""
 
     identity: str
     comfyui: ComfyUISource | None = None
     encodes: bool = False
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Parent to all ranks: decode the latents in the payload with the VAE sent as `identity`.
-
-    `shares`: how much of each image every rank takes, empty for equal shares.
-    """
-
-    identity: str
-    shares: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Encode:
-    """Parent to all ranks: encode the pixels in the payload with the VAE sent as `identity`; `shares` as of Decode."""
-
-    identity: str
-    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,15 @@ def test_a_patch_of_another_pack_is_left_to_be_refused_by_name():
     assert not patches.without_carried({"patches": _lllite()})["patches"]["post_input"]
 
 
+def test_what_patches_hold_is_counted_once():
+    weights, image = torch.zeros(10), torch.zeros(3, dtype=torch.bfloat16)
+    tree = {
+        "networks": [{"weights": {"float32": weights}}],
+        "objects": [{"values": {"image": image, "again": image}}],
+    }
+    assert carried.held_bytes(tree) == 46 and carried.held_bytes(None) == 0
+
+
 def test_runs_that_take_turns_keep_their_numbers():
     own, one, other = import_node_module("nodes.model.patches").CarriedPatches(), {}, {}
     numbers = [own._next_call(mark) for mark in (one, other, one, other)]

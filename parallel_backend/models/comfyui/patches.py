@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import RequestError
+from ...wire.arguments import map_tensors
 from .run_memory import ReferenceCache, RunMemory
 
 ARGUMENT = "parallel_patches"  # of a model call, by name
@@ -68,6 +69,13 @@ def is_part_of(kind: type, source: str) -> bool:
 def call_inside_blocks(described: Mapping[str, Any]) -> bool:
     """Whether a patch looks at the tokens of a block, so that they have to be whole there."""
     return not set(described["patches"]) <= BETWEEN_BLOCKS
+
+
+def held_bytes(described: Any) -> int:
+    """Of the tensors that a rank keeps for these patches from call to call: networks, images and masks."""
+    tensors: list[Tensor] = []
+    map_tensors(described, tensors.append)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def leaves_something(kwargs: Mapping[str, Any]) -> bool:

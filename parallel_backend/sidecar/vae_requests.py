@@ -1,0 +1,71 @@
+"""The requests to the ranks of a sidecar that need no model but a VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
+from .group import RankGroupRunner
+from .holdings import RankHoldings
+from .lease import ShouldCancel
+from .phases import ShowPhase
+
+
+class VaeRequests:
+    """Of a Sidecar."""
+
+    devices: tuple[str, ...]
+    _ranks: RankGroupRunner
+    _holdings: RankHoldings
+
+    def decode(
+        self,
+        vae: VaeWeights,
+        latent: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> DecodeResult:
+        """The images of `latent` [B, C, h, w], or the frames of videos [B, C, t, h, w], rows shared out over all ranks.
+
+        The model they hold stays loaded. Raises PlatformError for a network of ComfyUI's that is not exact in bands.
+        """
+        check_decode(latent, shares, len(self.devices))
+        with self._ranks.lease("decode", should_cancel, on_phase) as lease:
+            lease.images = len(latent)
+
+            def attempt() -> DecodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae.decode(
+                    self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)
+
+    def encode(
+        self,
+        vae: VaeWeights,
+        pixels: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> EncodeResult:
+        """The latents of `pixels` [B, 3, H, W], or of videos [B, 3, T, H, W], as the VAE's network takes them; as
+        decode()."""
+        check_encode(pixels, shares, len(self.devices))
+        with self._ranks.lease("encode", should_cancel, on_phase) as lease:
+            lease.images = len(pixels)
+
+            def attempt() -> EncodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae_encoder.encode(
+                    self._ranks.epoch, lease.exchange, vae, pixels, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)
