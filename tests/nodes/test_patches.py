@@ -158,7 +158,7 @@ def _answer(world, model, call, strategy):
 
 
 def _built(memory=None, **changes):
-    empty = {"patches": {}, "objects": [], "networks": [], "skipped": [], "run": None}
+    empty = {"patches": {}, "objects": [], "networks": [], "skipped": [], "replaced": [], "run": None}
     return carried.live_options(empty | changes, memory or RunMemory(), torch.nn.Linear(1, 1))
 
 
