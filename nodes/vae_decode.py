@@ -18,7 +18,7 @@ from .host.settings import default_settings, fingerprint
 from .host.vae_ranks import CannotBeSplit, choose_ranks, make_room, splittable, work_lines
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, StrategyLink
-from .model.vae import decoder_of
+from .model.vae import weights_of
 
 
 class ParallelVAEDecode(io.ComfyNode):
@@ -86,7 +86,7 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    weights = splittable(decoder_of, vae)
+    weights = splittable(weights_of, vae)
     sidecar, shares, notes = choose_ranks(settings)
     if latent.ndim == 2 + getattr(vae, "latent_dim", 2):  # the ranks refuse any other in words
         make_room(vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype), sidecar)

@@ -55,7 +55,7 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
 def _note_taken(spec: ModelSpec, device: torch.device) -> None:
     if held := held_on(device, spec):
         _taken.append(
-            f"before this run ComfyUI took the room of {Path(spec.path).name} on {_name(device)} for its own models: "
+            f"before this run ComfyUI took the room of {Path(spec.path).name} on {_name(device)} for other work: "
             f"{in_gib(held)} GiB went to host memory until it was needed again"
         )
 

@@ -33,7 +33,7 @@ _numbers = itertools.count(1)
 _numbered: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def decoder_of(vae: comfy.sd.VAE) -> VaeWeights:
+def weights_of(vae: comfy.sd.VAE) -> VaeWeights:
     """The VAE's decoder as the ranks take it. Raises RequestError with the reason why they cannot."""
     network = vae.first_stage_model
     _check(vae, splits_into_bands(network), "decode", _name_of(network, "decoder"))

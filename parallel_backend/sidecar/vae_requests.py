@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..errors import RequestError
 from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
+from ..wire.transport import MAX_PAYLOAD_BYTES
 from .group import RankGroupRunner
 from .holdings import RankHoldings
 from .lease import ShouldCancel
 from .phases import ShowPhase
+
+_MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header
 
 
 class VaeRequests:
@@ -58,6 +62,11 @@ class VaeRequests:
         """The latents of `pixels` [B, 3, H, W], or of videos [B, 3, T, H, W], as the VAE's network takes them; as
         decode()."""
         check_encode(pixels, shares, len(self.devices))
+        if pixels.nbytes > _MOST_BYTES:
+            raise RequestError(
+                f"the pixels take {pixels.nbytes / 2**30:.1f} GiB, and at most {_MOST_BYTES / 2**30:.1f} GiB can be "
+                f"sent to the devices at once. Encode fewer images or frames at a time, or use VAE Encode."
+            )
         with self._ranks.lease("encode", should_cancel, on_phase) as lease:
             lease.images = len(pixels)
 

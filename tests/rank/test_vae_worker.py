@@ -134,6 +134,12 @@ def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
     assert "lacks" in second[0] and second[1:] == (1, None)
 
 
+def test_more_pixels_than_can_be_sent_are_refused_in_words_before_anything_is(ranks):
+    pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB, of which none is there
+    with pytest.raises(RequestError, match=r"take 24.0 GiB, and at most 8.0 GiB can be sent"):
+        ranks.encode(VaeWeights("none", dict, encodes=True), pixels)
+
+
 def _encode_beside_a_decoder(world, source):
     """What this rank gives and says of pixels, right ones and others, with a VAE whose decoder it was sent first."""
     worker, tensors, said = VaeWorker(world, _agree), dict(build("wan 2.1").state_dict()), []
