@@ -136,6 +136,7 @@ _TELLING_OF_DECODER = {
     "decoder.middle.0.residual.0.gamma",
     "decoder.upsamples.0.upsamples.0.residual.2.weight",
     "decoder.head.0.gamma",
+    "decoder.mid.block_1.mix_factor",  # SVD
     "decoder.head.2.weight",
     "post_quant_conv.weight",
 }

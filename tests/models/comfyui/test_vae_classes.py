@@ -11,7 +11,15 @@ import torch
 
 from comfy_modules import CPU, import_comfyui_here
 from parallel_backend.models.comfyui.vae import _parameters_assigned
-from parallel_backend.models.vae.networks import NETWORKS, Way, decoding_tensors, known, told_beside
+from parallel_backend.models.vae.networks import (
+    NETWORKS,
+    Way,
+    decoding_tensors,
+    encodes_in_bands,
+    encoding_tensors,
+    known,
+    told_beside,
+)
 
 DOCS = Path(__file__).parents[3] / "docs" / "vae-decode.md"
 _KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
@@ -152,3 +160,12 @@ def test_what_is_sent_tells_comfyui_which_network_it_is(name):
         for each in (network, again)
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_what_is_sent_of_an_encoder_tells_comfyui_which_network_it_is():
+    """SVD's, whose other half tells it from Flux's; tests/rank and tests/comfy build more."""
+    network = first("svd")
+    again = built(encoding_tensors(network))
+    assert known(again) is known(network) and encodes_in_bands(again)
+    held = {name for name, _ in again.encoder.named_parameters(prefix="encoder")}
+    assert held and held <= set(encoding_tensors(network))
