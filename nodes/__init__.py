@@ -17,6 +17,7 @@ from .sampler import ParallelSampler
 from .step_cache import ParallelStepCache
 from .strategy_selector import StrategySelector
 from .vae_decode import ParallelVAEDecode
+from .vae_encode import ParallelVAEEncode
 
 NODES = [
     StrategySelector,
@@ -30,6 +31,7 @@ NODES = [
     ProveSampler,
     ParallelDemoLoader,
     ParallelVAEDecode,
+    ParallelVAEEncode,
 ]
 
 if comfy.model_management.cpu_state == comfy.model_management.CPUState.CPU:

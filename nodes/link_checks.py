@@ -50,6 +50,10 @@ LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "negative": (_TEXT, _is_conditioning),
     "latent_image": (_LATENT, _is_latent),
     "samples": (_LATENT, _is_latent),
+    "pixels": (
+        "an IMAGE, such as Load Image gives",
+        lambda value: isinstance(value, torch.Tensor) and value.ndim >= 4,
+    ),
     "vae": ("a VAE, such as Load VAE gives", lambda value: callable(getattr(value, "decode", None))),
 }
 

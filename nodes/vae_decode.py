@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 
-import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..parallel_backend.devices import is_cpu, resolve_devices
-from ..parallel_backend.errors import PlatformError, RequestError
-from ..parallel_backend.machine.device_shares import read_shares
+from ..parallel_backend.errors import PlatformError
 from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.sidecar import pool
-from ..parallel_backend.sidecar.sidecar import Sidecar
-from ..parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
+from ..parallel_backend.wire.decode_messages import DecodeInfo
 from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_settings, fingerprint
+from .host.vae_ranks import CannotBeSplit, choose_ranks, make_room, splittable, work_lines
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, StrategyLink
-from .model.vae import as_sent, cuts_tiles, refuse_other_kinds, weights_of
+from .model.vae import as_sent, cuts_tiles, decoder_weights, refuse_other_kinds
 
 
 class ParallelVAEDecode(io.ComfyNode):
@@ -78,7 +74,7 @@ class ParallelVAEDecode(io.ComfyNode):
         begun = time.perf_counter()
         try:
             image, lines = _on_ranks(vae, latent, strategy or default_settings())
-        except _CannotBeSplit as reason:
+        except CannotBeSplit as reason:
             report_progress(f"decoding in ComfyUI: {reason}")
             image = vae.decode(latent)
             if image.ndim == 5:  # frames of a video become images, as VAEDecode has it
@@ -89,17 +85,14 @@ class ParallelVAEDecode(io.ComfyNode):
         return io.NodeOutput(image, "\n".join(lines))
 
 
-class _CannotBeSplit(Exception):
-    """The reason, in a user's words, why the ranks cannot decode it."""
-
-
 def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
-    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises _CannotBeSplit where the ranks cannot."""
+    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    weights = _splittable(vae)
-    sidecar, shares, notes = _choose_ranks(settings)
-    _make_room(vae, latent, sidecar)
+    weights = splittable(decoder_weights, vae)
+    sidecar, shares, notes = choose_ranks(settings)
+    if latent.ndim == 2 + getattr(vae, "latent_dim", 2):  # the ranks refuse any other in words
+        make_room(vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype), sidecar)
     progress = comfy.utils.ProgressBar(1)
     sent = as_sent(vae, latent).cpu()
     try:
@@ -113,39 +106,9 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
                 should_cancel=interrupted,
             )
     except PlatformError as error:
-        raise _CannotBeSplit(str(error)) from error
+        raise CannotBeSplit(str(error)) from error
     lines = _report(sidecar.devices, result.info, sent, len(result.image), cuts_tiles(vae))
     return _as_comfyuis(vae, result.image), [*lines, *notes]
-
-
-def _choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
-    """The ranks to decode on, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
-    chosen = resolve_devices(settings.devices)
-    wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
-    sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
-    share_of = dict(
-        zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
-    )  # empty: equal shares
-    shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
-    if sidecar.devices == wanted:
-        return sidecar, shares, []
-    used = len(sidecar.devices)
-    note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
-    return sidecar, shares, [note]
-
-
-def _splittable(vae: comfy.sd.VAE) -> VaeWeights:
-    try:
-        return weights_of(vae)
-    except RequestError as reason:
-        raise _CannotBeSplit(f"this VAE cannot be split: {reason}") from None
-
-
-def _make_room(vae: comfy.sd.VAE, latent: Tensor, sidecar: Sidecar) -> None:
-    """Has ComfyUI move its own models aside, as for a decode of its own, where it shares a GPU with a rank."""
-    if not is_cpu(sidecar.devices):
-        needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) / len(sidecar.devices)
-        comfy.model_management.free_memory(needed, comfy.model_management.get_torch_device())
 
 
 def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
@@ -172,15 +135,4 @@ def _report(
         if tiles
         else f"rows of the latent on each: {each} (exact, no tiles)"
     )
-    size = f"{info.load.bytes / 2**20:.1f} MiB"
-    lines.append(
-        f"VAE: {size}, was on the devices already"
-        if info.load.cached
-        else f"VAE: {size}, loaded by the devices in {info.load.seconds:.3f} s"
-    )
-    lines.append(f"computed in: {info.compute_dtype}")
-    lines.append(f"moved between devices: {sum(info.bytes_sent) / 2**20:.2f} MiB")
-    if any(info.peak_bytes):
-        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in info.peak_bytes)
-        lines.append(f"peak memory for it on each: {peaks} MiB")
-    return lines
+    return [*lines, *work_lines(info)]

@@ -27,6 +27,7 @@ PARITY = (
     "test_parity_samplers.py",
     "test_resident_loop.py",
     "test_parallel_vae_decode.py",
+    "test_parallel_vae_encode.py",
 )
 _LIMIT = 7200  # seconds of one part: it hangs
 _SHOWN = 40  # lines of a log that failed

@@ -26,7 +26,8 @@ from ...parallel_backend.sidecar.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
-from .memory import memory_flag
+from .aside import move_aside
+from .memory import memory_flag, taken_room
 from .settings import permitted, setting
 
 log = logging.getLogger(__name__)
@@ -92,9 +93,10 @@ def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
-    if not told:
+    notes = (*([told] if told else ()), *taken_room(), *move_aside(plan))
+    if not notes:
         return plan
-    return replace(plan, decision=replace(plan.decision, notes=(*plan.decision.notes, told)))
+    return replace(plan, decision=replace(plan.decision, notes=(*plan.decision.notes, *notes)))
 
 
 def _does_alone(warm: Sidecar, plan: ExecutionPlan) -> bool:

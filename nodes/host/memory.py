@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from pathlib import Path
 
 import comfy.model_management
 import torch
@@ -14,6 +15,7 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.machine.local import LOWVRAM, NOVRAM
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.memory.rank_memory import in_gib
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
@@ -24,6 +26,7 @@ from ...parallel_backend.sidecar.held_models import share_of_file
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 # Those of models that were loaded ahead of their first prompt, until it has a network of its own.
 _ahead: dict[ModelSpec, torch.nn.Module] = {}
+_taken: list[str] = []
 
 
 def memory_flag() -> str:
@@ -42,10 +45,26 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
         return False
     for one in (*_ahead, spec):
         if device.type == "cuda" and get_executing_context() is not None:
+            _note_taken(one, device)
             pool.give_back(one, _name(device))
         else:
             pool.put_to_sleep(one)
     return True
+
+
+def _note_taken(spec: ModelSpec, device: torch.device) -> None:
+    if held := held_on(device, spec):
+        _taken.append(
+            f"before this run ComfyUI took the room of {Path(spec.path).name} on {_name(device)} for other work: "
+            f"{in_gib(held)} GiB went to host memory until it was needed again"
+        )
+
+
+def taken_room() -> list[str]:
+    """In words, what make_room() has given away since it was asked last."""
+    told = list(dict.fromkeys(_taken))
+    _taken.clear()
+    return told
 
 
 def keep_ahead(spec: ModelSpec, network: torch.nn.Module) -> None:
@@ -117,6 +136,11 @@ def watch(network: torch.nn.Module, spec: ModelSpec) -> None:
     """Has the ranks give the model's memory back once ComfyUI has dropped every network that stands for it."""
     _networks.add(network)
     weakref.finalize(network, _dropped, spec).atexit = False
+
+
+def stands_for_ranks(model: object) -> bool:
+    """Whether what a patcher holds is a network whose weights are the ranks'."""
+    return getattr(model, "diffusion_model", None) in list(_networks)
 
 
 def _dropped(spec: ModelSpec) -> None:

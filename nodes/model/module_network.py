@@ -13,6 +13,7 @@ import comfy.patcher_extension
 import torch
 from torch import Tensor, nn
 
+from ...parallel_backend.models.comfyui.patches import ARGUMENT, held_bytes
 from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
 from ...parallel_backend.models.comfyui.reuse import why_not_reused
 from ...parallel_backend.models.model_file import ModelFile
@@ -183,6 +184,7 @@ class RemoteModule(nn.Module):
             text,
             run,
             references=references,
+            patch_bytes=held_bytes(call.kwargs.get(ARGUMENT)),
             once=call.method != "forward",
             step_cache=self.reuse is not None,
         )

@@ -19,6 +19,12 @@ from torch import Tensor, nn
 
 from ...parallel_backend.models.comfyui.patches import PATCHES, REFERENCE_CACHE, is_part_of
 from ...parallel_backend.models.comfyui.run_memory import FRAMES, REFERENCES
+from ...parallel_backend.models.comfyui.unet_patches import (
+    FUNCTIONS,
+    HYPERNETWORK,
+    HYPERNETWORK_SOURCE,
+    name_of,
+)
 from ...parallel_backend.wire.arguments import Tree
 from .options import FRAME_CACHES
 from .shadow import without_loaded_state
@@ -42,13 +48,14 @@ class CarriedPatches:
     def described(self, options: Mapping[str, Any], latent: Tensor) -> Tree | None:
         """What a call's `transformer_options` carry for the ranks; None where that is nothing. `latent`: [R, C, …]."""
         patches, skipped = options.get("patches") or {}, _skipped(options)
-        frames = options.get(FRAME_CACHES)
-        if not (any(patches.values()) or skipped or frames):
+        replaced, frames = _replaced(options), options.get(FRAME_CACHES)
+        if not (any(patches.values()) or skipped or replaced or frames):
             return None
         found = _Found(latent)
         lists = {
             kind: [found.number(patch) for patch in listed] for kind, listed in patches.items() if listed
         }
+        in_place = [(kind, list(block), found.number(patch)) for kind, block, patch in replaced]
         run = None
         if frames is not None:
             run = self._frames(frames, latent)
@@ -60,6 +67,7 @@ class CarriedPatches:
             "objects": found.objects,
             "networks": [self._network(network) for network in found.networks],
             "skipped": skipped,
+            "replaced": in_place,
             "run": run,
             "together": found.together or run is not None,
         }
@@ -145,6 +153,13 @@ class _Found:
         return self._numbers[id(patch)]
 
     def _describe(self, patch: Any) -> dict[str, Tree]:
+        if isinstance(patch, FunctionType):
+            return _described(
+                name_of(patch), {one: _held(patch)[one] for one in FUNCTIONS[name_of(patch)].keeps}
+            )
+        if _is_hypernetwork(patch):
+            numbers = [(width, self._network_number(pair)) for width, pair in patch.hypernet.items()]
+            return _described(HYPERNETWORK, {"strength": patch.strength, "networks": numbers})
         name = type(patch).__name__
         entry = PATCHES[name]
         if name == REFERENCE_CACHE:
@@ -182,7 +197,7 @@ def without_carried(options: Mapping[str, Any]) -> dict[str, Any]:
         kind: {
             key: function
             for key, function in by_block.items()
-            if not (kind == "dit" and _is(function, _SKIP))
+            if not ((kind == "dit" and _is(function, _SKIP)) or _is_listed(function))
         }
         for kind, by_block in (options.get("patches_replace") or {}).items()
     }
@@ -195,7 +210,41 @@ def _skipped(options: Mapping[str, Any]) -> list[Tree]:
     return [list(key) for key, function in replaced.items() if _is(function, _SKIP)]
 
 
+def _replaced(options: Mapping[str, Any]) -> list[tuple[str, tuple, FunctionType]]:
+    """(kind of attention, block, what stands for it there) of what the ranks know."""
+    return [
+        (kind, block, function)
+        for kind, by_block in (options.get("patches_replace") or {}).items()
+        for block, function in by_block.items()
+        if _is_listed(function)
+    ]
+
+
+def _described(name: str, values: dict[str, Tree]) -> dict[str, Tree]:
+    """Of one of UNET_PATCHES."""
+    return {"class": name, "values": values, "network": None, "compression": None, "of": None}
+
+
+def _is_hypernetwork(patch: Any) -> bool:
+    """With nothing that is drawn anew in each call: ComfyUI leaves dropout on."""
+    kind = type(patch)
+    if (name_of(kind), _source(kind)) != (HYPERNETWORK, HYPERNETWORK_SOURCE):
+        return False
+    return not any(
+        isinstance(part, nn.Dropout) for pair in patch.hypernet.values() for part in pair.modules()
+    )
+
+
+def _is_listed(function: Any) -> bool:
+    if not isinstance(function, FunctionType):
+        return False
+    entry = FUNCTIONS.get(name_of(function))
+    return entry is not None and _source(function) == entry.source
+
+
 def _is_carried(patch: Any) -> bool:
+    if _is_listed(patch) or _is_hypernetwork(patch):
+        return True
     patch = _owner(patch)
     entry = PATCHES.get(type(patch).__name__)
     return entry is not None and _source(type(patch)) == entry.source
@@ -205,8 +254,13 @@ def _owner(patch: Any) -> Any:
     """The object that a function belongs to; any other patch itself."""
     if not _is(patch, _AFTER_INPUT):
         return patch
-    held = dict(zip(patch.__code__.co_freevars, patch.__closure__ or (), strict=True))
-    return held["input_patch_obj"].cell_contents
+    return _held(patch)["input_patch_obj"]
+
+
+def _held(function: FunctionType) -> dict[str, Any]:
+    """What it closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def _is(function: Any, named: tuple[str, str]) -> bool:

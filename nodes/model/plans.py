@@ -93,15 +93,16 @@ class RunPlans:
         call: Callable[[Sidecar, Placement], tuple[Answer, RunInfo]],
         *,
         references: Sequence[Sequence[int]] = (),
+        patch_bytes: int = 0,
         once: bool = False,
         step_cache: bool = False,
     ) -> tuple[Answer, ExecutionPlan, RunInfo]:
         """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
 
-        `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `once`: it comes once in
-        a run, for which the rule is good enough; `step_cache`: the run goes by one.
+        `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `patch_bytes`: as of
+        Job; `once`: it comes once in a run, for which the rule is good enough; `step_cache`: the run goes by one.
         """
-        run = self._of_call(options, shape, text, references, once, step_cache)
+        run = self._of_call(options, shape, text, references, patch_bytes, once, step_cache)
         plan = run.plan_now
         with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
             try:
@@ -117,6 +118,7 @@ class RunPlans:
         shape: Sequence[int],
         text: int,
         references: Sequence[Sequence[int]],
+        patch_bytes: int,
         once: bool,
         step_cache: bool,
     ) -> _Run:
@@ -133,7 +135,7 @@ class RunPlans:
             steps=max(1, len(sigmas) - 1) if sigmas is not None else 1,
             references=references,
         )
-        job = replace(job, step_cache=step_cache)
+        job = replace(job, patch_bytes=patch_bytes, step_cache=step_cache)
         for run in self._runs:
             if (run.settings, run.job) == (settings, job) and run.sigmas is sigmas:
                 return run

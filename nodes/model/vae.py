@@ -18,6 +18,9 @@ from ...parallel_backend.models.vae.networks import (
     Way,
     decoder_of,
     decoding_tensors,
+    encoder_of,
+    encodes_in_bands,
+    encoding_tensors,
     frames_among_channels,
     frames_are_a_batch,
     known,
@@ -28,42 +31,40 @@ from ...parallel_backend.wire.decode_messages import VaeWeights
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 
 # Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
-_METHODS = ("forward", "_conv_forward", "decode")
+_METHODS = ("forward", "_conv_forward", "decode", "encode")
+_CHANGED = "another node has changed how it computes"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _numbers = itertools.count(1)
 _numbered: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def weights_of(vae: comfy.sd.VAE) -> VaeWeights:
-    """The VAE's weights as the ranks take them. Raises RequestError with the reason why they cannot."""
+def decoder_weights(vae: comfy.sd.VAE) -> VaeWeights:
+    """The VAE's decoder as the ranks take it. Raises RequestError with the reason why they cannot."""
     network = vae.first_stage_model
     found = known(network)
     if found is None:
-        raise RequestError(
-            f"its network is {_name_of(network)}, which the devices do not know how to share out exactly"
-        )
+        raise RequestError(_not_known(network, decoder_of(network)))
     if found.way is Way.ONE_DEVICE:
         raise RequestError(found.reason)
-    if type(vae).decode is not comfy.sd.VAE.decode or "decode" in vars(vae) or _is_changed(network):
-        raise RequestError("another node has changed how it computes")
-    if vae.patcher.patches or vae.patcher.object_patches:
-        raise RequestError("another node has patched it")
-    comfyui: ComfyUISource | None = None
-    metadata = ""
+    _refuse_changes(vae, "decode")
+    if getattr(decoder_of(network), "tanh_out", False):
+        raise RequestError(_CHANGED)
     if _is_plain_image_vae(network):
         state = network.state_dict()
         read_dims({name: tuple(tensor.shape) for name, tensor in state.items()})
-        state = {name: state[name] for name in decoder_keys(state)}
-    else:
-        state, metadata = decoding_tensors(network), told_beside(network, vae.latent_channels)
-        comfyui = ComfyUISource(root=comfyui_root(), flags=numeric_flags())
+        return _weights(vae, {name: state[name] for name in decoder_keys(state)})
+    told = told_beside(network, vae.latent_channels)
+    return _weights(vae, decoding_tensors(network), _source(), metadata=told)
 
-    def as_computed() -> dict[str, Tensor]:
-        return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
 
-    identity = f"{_number(network)} {_digest(state.values())} {vae.vae_dtype}"
-    return VaeWeights(identity, as_computed, comfyui, metadata)
+def encoder_weights(vae: comfy.sd.VAE) -> VaeWeights:
+    """Its encoder, likewise; ComfyUI's own network for every kind."""
+    network = vae.first_stage_model
+    if not encodes_in_bands(network):
+        raise RequestError(_not_known(network, encoder_of(network)))
+    _refuse_changes(vae, "encode")
+    return _weights(vae, encoding_tensors(network), _source(), encodes=True)
 
 
 def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
@@ -92,6 +93,34 @@ def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
     return latent.movedim(0, 1)[None] if frames_are_a_batch(network) else latent
 
 
+def _refuse_changes(vae: comfy.sd.VAE, method: str) -> None:
+    """Raises RequestError for a VAE whose `method` no longer computes as its class does."""
+    own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
+    if not own or _is_changed(vae.first_stage_model):
+        raise RequestError(_CHANGED)
+    if vae.patcher.patches or vae.patcher.object_patches:
+        raise RequestError("another node has patched it")
+
+
+def _source() -> ComfyUISource:
+    return ComfyUISource(root=comfyui_root(), flags=numeric_flags())
+
+
+def _weights(
+    vae: comfy.sd.VAE,
+    state: dict[str, Tensor],
+    comfyui: ComfyUISource | None = None,
+    *,
+    metadata: str = "",
+    encodes: bool = False,
+) -> VaeWeights:
+    def as_computed() -> dict[str, Tensor]:
+        return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
+
+    identity = f"{_number(vae.first_stage_model)} {_digest(state.values())} {vae.vae_dtype}"
+    return VaeWeights(identity, as_computed, comfyui, metadata, encodes)
+
+
 def _is_plain_image_vae(network: nn.Module) -> bool:
     """Whether diffusers' decoder, which runs without ComfyUI, computes the same."""
     if type(network) not in (AutoencoderKL, AutoencodingEngine) or type(network.decoder) is not Decoder:
@@ -99,9 +128,9 @@ def _is_plain_image_vae(network: nn.Module) -> bool:
     return getattr(network, "bn", None) is None and isinstance(network.decoder.conv_in, nn.Conv2d)
 
 
-def _name_of(network: nn.Module) -> str:
-    decoder = decoder_of(network)
-    return type(network).__name__ + (f" with {type(decoder).__name__}" if decoder is not None else "")
+def _not_known(network: nn.Module, half: nn.Module | None) -> str:
+    name = type(network).__name__ + (f" with {type(half).__name__}" if half is not None else "")
+    return f"its network is {name}, which the devices do not know how to share out exactly"
 
 
 def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
@@ -116,7 +145,7 @@ def _is_changed(network: nn.Module) -> bool:
             return True
         if getattr(layer, "padding_mode", "zeros") == "circular":
             return True
-    return getattr(decoder_of(network), "tanh_out", False)
+    return False
 
 
 def _number(network: nn.Module) -> int:

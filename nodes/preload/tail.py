@@ -10,7 +10,7 @@ TypesOf = Callable[[str], tuple[str, ...]]  # of a node class's outputs; of one 
 
 # Nodes that name a model for the ranks, and those that use ranks without one.
 LOADERS = ("ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader")
-WITHOUT_A_MODEL = ("ParallelVAEDecode",)
+WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode")
 # Links on which no model of the ranks travels. Any other may: packs have types of their own.
 _PICTURES = (
     "LATENT",

@@ -40,6 +40,7 @@ PREFIX = "parallel_sampling_"
 JOBS = (
     "sample",
     "decode",
+    "encode",
 )  # requests that a person sees as one job; "predict" is one model call of the stepwise way
 RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 # s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
@@ -69,7 +70,9 @@ class Metrics:
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(PREFIX + name, text, labels, buckets=_SECONDS, registry=registry)
 
-        self._jobs = counter("jobs_total", "Sampling and decoding jobs that ended", "request", "result")
+        self._jobs = counter(
+            "jobs_total", "Sampling, decoding and encoding jobs that ended", "request", "result"
+        )
         self._job_seconds = seconds(
             "job_seconds", "Jobs that were done, from their turn to their end", "request", "strategy"
         )
@@ -164,7 +167,7 @@ class Metrics:
             return
         if event.result == "refused":
             return
-        # A decode has no strategy: its rows are shared out.
+        # A decode or encode has no strategy: its rows are shared out.
         strategy = f"rows {len(event.devices)}" if event.strategy is None else _named(event.strategy)
         model = self._model_label(event)
         self._device_seconds.labels(event.request, strategy, model, event.result).inc(device_seconds(event))

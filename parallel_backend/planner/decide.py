@@ -159,8 +159,9 @@ def _candidates(
         check = MemoryCheck(job, strategy, devices[: strategy.world_size])
         memory = fullest_rank(check.memories).private_bytes
         seconds = measured.get(strategy)
-        # What was seen to run fits, whatever was foreseen.
-        yield Candidate(strategy, memory, seconds is not None or fits(check, share=USABLE_MEMORY), seconds)
+        # What was seen to run fits, whatever was foreseen; patches that it may have gone without are no part of a kind.
+        seen = seconds is not None and not job.patch_bytes
+        yield Candidate(strategy, memory, seen or fits(check, share=USABLE_MEMORY), seconds)
 
 
 def _begins_with(first: ParallelStrategy, decision: Decision, describe: Describe) -> Decision:

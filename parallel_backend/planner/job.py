@@ -51,7 +51,7 @@ class Job:
     """The work to be sampled. `width`, `height`: pixels; `frames`: of a video, else 1; `prompts`: evaluated for each
     image, 2 with CFG; `text`: tokens of a prompt, the model's usual number if None; `reference_tokens`: of the images
     that each image attends to; `model_calls`: of one step; `step_cache`: residuals are kept from one model call to the
-    next."""
+    next; `patch_bytes`: of what patches of the model (a ControlNet's network) hold on each device."""
 
     model: JobModel
     width: int = 1024
@@ -64,6 +64,7 @@ class Job:
     reference_tokens: int = 0
     model_calls: int = 1
     step_cache: bool = False
+    patch_bytes: int = 0
 
     @property
     def has_cfg(self) -> bool:

@@ -174,8 +174,9 @@ def _serve_one(
 ) -> None:
     from ..engine.heap import release_heap
     from ..wire.deadlines import SEND
+    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Call, Cancel, Decode, Done, Envelope, Predict, Sample, SampleLoop, Sleep
+    from ..wire.protocol import Call, Cancel, Done, Envelope, Predict, Sample, SampleLoop, Sleep
     from ..wire.transport import close_all, pack_tensors
     from .held_models import release_cache
 
@@ -191,7 +192,7 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, SampleLoop, Decode)):
+    if isinstance(envelope.message, (Sample, SampleLoop, Decode, Encode)):
         give_back()  # before ComfyUI goes on, to a VAE of its own perhaps; after a model call comes the next one
     if isinstance(envelope.message, Sleep) and envelope.message.only is None:
         requests.release()
@@ -215,13 +216,13 @@ def _answer(
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
+    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         ApplyPatches,
         Calibrate,
         Call,
         Compiling,
-        Decode,
         Done,
         Envelope,
         KeepFactors,
@@ -299,6 +300,10 @@ def _answer(
                 on_step = boundary(worker.vae.steps(tensors), previews=False)
                 image, decode = worker.vae.decode(message, tensors, on_step)
                 return Done(decode=decode), image
+            case Encode():
+                on_step = boundary(worker.vae.steps(tensors), previews=False)
+                latent, encode = worker.vae.encode(message, tensors, on_step)
+                return Done(decode=encode), latent
             case Sleep():
                 return Done(sleep=worker.sleep(message), models=worker.models.report()), None
             case Wake():

@@ -1,4 +1,4 @@
-"""The VAE that a rank holds beside its model, and the latents it decodes with it."""
+"""The VAE that a rank holds beside its model: the latents it decodes with it, and the images that it encodes."""
 
 from __future__ import annotations
 
@@ -12,157 +12,168 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..requests import LoadInfo
-from ..wire.decode_messages import RankDecode, check_decode
+from ..wire.decode_messages import Decode, Encode, RankDecode, check_decode, check_encode
 from ..wire.payloads import Tensors
-from ..wire.protocol import Decode, LoadVae
+from ..wire.protocol import LoadVae
 from .errors import PeerFailed
 from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:
     from ..engine.groups import World
-    from ..engine.vae.decoder import BandedDecoder, RankGroups
+    from ..engine.vae.decoder import BandedNetwork, RankGroups
     from ..engine.vae.tiles import TiledDecoder
-    from ..models.vae.base import BandedVae, TiledVae
+
+    SharedHalf = BandedNetwork | TiledDecoder  # of a VAE, by the ranks
 
 
 class VaeWorker:
-    """One VAE at most, under the identity it was sent with. `all_good(error)`: whether no rank has one; collective."""
+    """One decoder at most, and one encoder, under the identities they were sent with.
+
+    `all_good(error)`: whether no rank has one; collective.
+    """
 
     def __init__(self, world: World, all_good: Callable[[Exception | None], bool]) -> None:
         self._world = world
         self._all_good = all_good
-        self._identity = ""
-        self._decoder: BandedDecoder | TiledDecoder | None = None
+        self._held: dict[bool, tuple[str, SharedHalf]] = {}  # by LoadVae.encodes
         self._groups: RankGroups = {}
 
     def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
-        """Holds this VAE in place of another, on every rank or on none."""
+        """Holds this decoder or encoder in place of another, on every rank or on none."""
         begun = time.perf_counter()
-        self.drop()
-        model: BandedVae | TiledVae | None = None
+        self._drop(message.encodes)
+        network: SharedHalf | None = None
         error: Exception | None = None
         try:
-            model = _load(message, tensors, self._world.device)
-            self._decoder = _decoder(model, self._world, self._groups)
+            network = _load(message, tensors, self._world, self._groups)
         except Exception as failure:
             error = failure
         is_held = self._all_good(error)
-        if is_held and self._decoder is not None and message.comfyui is not None:
+        if is_held and network is not None and message.comfyui is not None:
             try:  # all ranks meet in it, so none may have failed before
-                self._decoder.check()
+                network.check()
             except Exception as failure:
                 error = failure
             is_held = self._all_good(error)
-        if not is_held or model is None:
-            model = None
-            self.drop()
+        if not is_held or network is None:
+            network = None
+            self._drop(message.encodes)
             raise error or PeerFailed("another rank could not hold the VAE")
-        self._identity = message.identity
+        self._held[message.encodes] = message.identity, network
         return LoadInfo(
             seconds=time.perf_counter() - begun,
-            bytes=model.bytes,
+            bytes=network.vae.bytes,
             cached=False,
             dtype=_name(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())),
-            compute_dtype=_name(model.compute_dtype),
+            compute_dtype=_name(network.vae.compute_dtype),
         )
 
     def steps(self, tensors: Tensors) -> int:
-        """Step boundaries that decoding these tensors passes."""
-        steps = 0 if self._decoder is None else self._decoder.vae.steps
-        return steps * len(tensors.get("latent", ()))
+        """Step boundaries that decoding or encoding these tensors passes."""
+        encodes = "pixels" in tensors
+        if encodes not in self._held:
+            return 0
+        return self._held[encodes][1].vae.steps * len(tensors.get("pixels" if encodes else "latent", ()))
 
     def decode(
         self, message: Decode, tensors: Tensors, on_step: StepBoundary
     ) -> tuple[Tensors | None, RankDecode]:
-        """{"image": [B, H, W, 3]} on rank 0, frames of a video as images; one latent after the other, so that a batch
-        needs no more memory."""
-        begun = time.perf_counter()
+        """{"image": [B, H, W, 3]} on rank 0, frames of a video as images."""
         decoder, latent = self._checked(message, tensors)
+        images, run = self._run(decoder, latent, message.shares, on_step)
+        return None if images is None else {"image": images.flatten(0, 1)}, run
+
+    def encode(
+        self, message: Encode, tensors: Tensors, on_step: StepBoundary
+    ) -> tuple[Tensors | None, RankDecode]:
+        """{"latent": [B, C, (t,) h, w]} on rank 0."""
+        encoder, pixels = self._checked(message, tensors)
+        latents, run = self._run(encoder, pixels, message.shares, on_step)
+        if latents is None:
+            return None, run
+        latent = latents.movedim(-1, 1)  # [B, t, h, w, C] before
+        return {"latent": (latent if encoder.vae.latent_dims == 3 else latent[:, :, 0]).contiguous()}, run
+
+    def _run(
+        self, network: SharedHalf, inputs: Tensor, shares: tuple[float, ...], on_step: StepBoundary
+    ) -> tuple[Tensor | None, RankDecode]:
+        """[B, T, H, W, C] on rank 0; one of the batch after the other, so that it needs no more memory."""
+        begun = time.perf_counter()
         device = self._world.device
-        sent, before = decoder.bytes_sent, _start_peak(device)
+        sent, before = network.bytes_sent, _start_peak(device)
         step = 0
 
         def after_layers() -> None:
             nonlocal step
-            on_step(step, latent)
+            on_step(step, inputs)
             step += 1
 
-        images: Tensor | None = None
-        for i, one in enumerate(latent):
-            frames = decoder(one, message.shares, after_layers)
+        outputs: Tensor | None = None
+        for i, one in enumerate(inputs):
+            frames = network(one, shares, after_layers)
             if frames is None:
                 continue
-            if images is None:
-                images = torch.empty(len(latent), *frames.shape, dtype=frames.dtype)
-            images[i] = frames
+            if outputs is None:
+                outputs = torch.empty(len(inputs), *frames.shape, dtype=frames.dtype)
+            outputs[i] = frames
         on_step.finish()
         run = RankDecode(
             seconds=time.perf_counter() - begun,
-            rows=decoder.parts(latent[0], message.shares)[self._world.rank],
-            bytes_sent=decoder.bytes_sent - sent,
+            rows=network.parts(inputs[0], shares)[self._world.rank],
+            bytes_sent=network.bytes_sent - sent,
             peak_bytes=_peak(device) - before,
-            compute_dtype=_name(decoder.vae.compute_dtype),
+            compute_dtype=_name(network.vae.compute_dtype),
         )
         _give_back(device)  # the sampler's next step may need what the largest layers took
-        return None if images is None else {"image": images.flatten(0, 1)}, run
+        return outputs, run
 
     @property
     def is_held(self) -> bool:
-        return self._decoder is not None
+        return bool(self._held)
 
     def drop(self) -> None:
-        self._decoder = None
-        gc.collect()  # a decoder and the hooks on its layers refer to each other
+        """The decoder and the encoder."""
+        self._held.clear()
+        self._collect()
+
+    def _drop(self, encodes: bool) -> None:
+        self._held.pop(encodes, None)
+        self._collect()
+
+    def _collect(self) -> None:
+        gc.collect()  # a network and the hooks on its layers refer to each other
         _give_back(self._world.device)
 
-    def _checked(self, message: Decode, tensors: Tensors) -> tuple[BandedDecoder | TiledDecoder, Tensor]:
-        """The decoder and its latent [B, C, (t,) h, w], checked alike on every rank before any of them begins."""
-        if self._decoder is None or self._identity != message.identity:
+    def _checked(self, message: Decode | Encode, tensors: Tensors) -> tuple[SharedHalf, Tensor]:
+        """The network and what it gets [B, C, (t,) h, w], checked alike on every rank before any of them begins."""
+        encodes = isinstance(message, Encode)
+        identity, network = self._held.get(encodes, ("", None))
+        if network is None or identity != message.identity:
             raise RequestError("the ranks do not hold the VAE of this request.")
-        if set(tensors) != {"latent"}:
-            raise RequestError(f"a latent was expected, not the tensors {', '.join(sorted(tensors))}.")
-        latent = tensors["latent"]
-        check_decode(latent, message.shares, self._world.world_size)
-        channels, dims = self._decoder.vae.latent_channels, self._decoder.vae.latent_dims
-        if latent.ndim != 2 + dims:
-            raise RequestError(
-                f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"
-                "height/8, width/8] for this VAE."
-            )
-        if latent.shape[1] != channels:
-            raise RequestError(
-                f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
-                "model family."
-            )
-        least = self._decoder.vae.min_side
-        if min(latent.shape[-2:]) < least:
-            raise RequestError(
-                f"the latent is {latent.shape[-1]} x {latent.shape[-2]} positions; this VAE decodes {least} x {least} "
-                "and more. Take a larger picture."
-            )
-        return self._decoder, latent
+        name, check = ("pixels", check_encode) if encodes else ("latent", check_decode)
+        if set(tensors) != {name}:
+            raise RequestError(f"{name} was expected, not the tensors {', '.join(sorted(tensors))}.")
+        check(tensors[name], message.shares, self._world.world_size)
+        network.check_input(tensors[name])
+        return network, tensors[name]
 
 
-def _decoder(model: BandedVae | TiledVae, world: World, groups: RankGroups) -> BandedDecoder | TiledDecoder:
-    from ..models.vae.base import TiledVae
+def _load(message: LoadVae, tensors: Tensors, world: World, groups: RankGroups) -> SharedHalf:
+    from ..engine.vae.decoder import BandedDecoder, BandedEncoder
+    from ..engine.vae.tiles import TiledDecoder
 
-    if isinstance(model, TiledVae):
-        from ..engine.vae.tiles import TiledDecoder
-
-        return TiledDecoder(model, world)
-    from ..engine.vae.decoder import BandedDecoder
-
-    return BandedDecoder(model, world, groups)
-
-
-def _load(message: LoadVae, tensors: Tensors, device: torch.device) -> BandedVae | TiledVae:
     if message.comfyui is None:
         from ..models.vae.module import load_vae
 
-        return load_vae(tensors, device)
-    from ..models.comfyui.vae import load_comfyui_vae
+        return BandedDecoder(load_vae(tensors, world.device), world, groups)
+    if message.encodes:
+        from ..models.comfyui.vae_encoder import load_comfyui_encoder
 
-    return load_comfyui_vae(tensors, message.comfyui, device, message.metadata)
+        return BandedEncoder(load_comfyui_encoder(tensors, message.comfyui, world.device), world, groups)
+    from ..models.comfyui.vae import TiledComfyUIVae, load_comfyui_vae
+
+    vae = load_comfyui_vae(tensors, message.comfyui, world.device, message.metadata)
+    return TiledDecoder(vae, world) if isinstance(vae, TiledComfyUIVae) else BandedDecoder(vae, world, groups)
 
 
 def _start_peak(device: torch.device) -> int:

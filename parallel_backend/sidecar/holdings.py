@@ -50,7 +50,7 @@ class RankHoldings:
         self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
         self._one_by_one = False  # memory ended in a request while others were held
         self._untold: list[str] = []  # what was dropped, for the next request to tell
-        self.vae = VaeOnRanks(ranks.devices)
+        self.vae, self.vae_encoder = VaeOnRanks(ranks.devices), VaeOnRanks(ranks.devices)
         self.forget()
 
     @property
@@ -289,6 +289,7 @@ class RankHoldings:
         self.tensors = KnownTensors()
         self._ranks.release_arenas()
         self.vae.forget()
+        self.vae_encoder.forget()
         if level == 2:
             self._woken_with = keys
         else:

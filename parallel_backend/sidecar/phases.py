@@ -24,6 +24,7 @@ class PhaseKind(enum.Enum):
     SAMPLING = "sampling"
     SENDING_VAE = "sending the VAE to the ranks"
     DECODING = "decoding"
+    ENCODING = "encoding"
     MEASURING = "measuring the links"
     RECOVERING = "{}"  # from a crash
     MAKING_ROOM = "memory ended; going on without the other models"
@@ -42,3 +43,4 @@ class Phase:
 
 
 OnPhase = Callable[[Phase], None]
+ShowPhase = Callable[[str], None]

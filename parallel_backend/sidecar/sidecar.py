@@ -28,7 +28,6 @@ from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
-from ..wire.decode_messages import DecodeResult, VaeWeights, check_decode
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
@@ -36,16 +35,16 @@ from .group import RankGroupRunner
 from .holdings import RankHoldings
 from .lease import Lease, ShouldCancel, State
 from .model_requests import ModelRequests, sample_message
-from .phases import Phase, PhaseKind
+from .phases import Phase, PhaseKind, ShowPhase
 from .resume import OnStep, SamplingJob
 from .status import GroupStatus, read_ranks
 from .supervisor import RANK_MODULE
+from .vae_requests import VaeRequests
 
-ShowPhase = Callable[[str], None]
 T = TypeVar("T")
 
 
-class Sidecar:
+class Sidecar(VaeRequests):
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
     Requests are served one after another; any thread may call. When a rank crashes, the group is started again and its
@@ -246,32 +245,6 @@ class Sidecar:
             answer, info = self._with_room(lambda: call(lease), spec, lease, survive)
             lease.info = replace(info, notes=(*info.notes, *notes), held_seconds=lease.seconds)
             return answer, lease.info
-
-    def decode(
-        self,
-        vae: VaeWeights,
-        latent: Tensor,
-        shares: tuple[float, ...] = (),
-        on_step: Callable[[int, int], None] | None = None,
-        on_phase: ShowPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
-    ) -> DecodeResult:
-        """The images of `latent` [B, C, h, w], or the frames of videos [B, C, t, h, w], rows shared out over all ranks.
-
-        The model they hold stays loaded. Raises PlatformError for a network of ComfyUI's that is not exact in bands.
-        """
-        check_decode(latent, shares, len(self.devices))
-        with self._ranks.lease("decode", should_cancel, on_phase) as lease:
-            lease.images = len(latent)
-
-            def attempt() -> DecodeResult:
-                self._holdings.ensure_started(lease)
-                self._ranks.working()
-                return self._holdings.vae.decode(
-                    self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
-                )
-
-            return self._ranks.through_a_crash(attempt, lease)
 
     def calibrate(
         self,

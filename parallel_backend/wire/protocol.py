@@ -18,7 +18,7 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
-from .decode_messages import RankDecode
+from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 11
@@ -204,22 +204,13 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class LoadVae:
-    """Parent to all ranks: hold the VAE in the payload until another one comes. The rest as of VaeWeights."""
+    """Parent to all ranks: hold the VAE's decoder in the payload until another one comes, or its encoder beside it. The
+    rest as of VaeWeights."""
 
     identity: str
     comfyui: ComfyUISource | None = None
     metadata: str = ""
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Parent to all ranks: decode the latents in the payload with the VAE sent as `identity`.
-
-    `shares`: how much of each image every rank takes, empty for equal shares.
-    """
-
-    identity: str
-    shares: tuple[float, ...]
+    encodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,6 +323,7 @@ Message = (
     | Calibrate
     | LoadVae
     | Decode
+    | Encode
     | Sleep
     | Wake
     | Cancel
@@ -343,7 +335,9 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode), (1,)),
+    **dict.fromkeys(
+        (KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode, Encode), (1,)
+    ),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

@@ -51,6 +51,7 @@ OUR_NODES = {
     "ParallelStepCache": ["model", "cache_threshold"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
+    "ParallelVAEEncode": ["pixels", "vae", "strategy"],
 }
 OUTPUTS = {
     "ParallelFluxLoader": ["PARALLEL_MODEL", "MODEL"],
@@ -62,6 +63,7 @@ OUTPUTS = {
     "ParallelStepCache": ["MODEL"],
     "ParallelDemoLoader": ["PARALLEL_MODEL", "MODEL", "CLIP", "VAE"],
     "ParallelVAEDecode": ["IMAGE", "STRING"],
+    "ParallelVAEEncode": ["LATENT", "STRING"],
 }
 
 

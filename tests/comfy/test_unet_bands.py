@@ -1,4 +1,4 @@
-"""One image of a UNet at CFG 1 in the real ComfyUI: devices compute bands of its rows, with a ControlNet too."""
+"""One image of a UNet in the real ComfyUI: devices compute bands of rows, with ControlNets and core nodes' patches."""
 
 from __future__ import annotations
 
@@ -44,3 +44,23 @@ def test_a_controlnet_reaches_each_band(comfy):
     assert (found["without"] - found["stock"]).abs().max() > 0.1 * found["stock"].std()
     assert "strategy: bands 3: set by hand" in report
     assert "note: each of 3 devices computes a band of the image's rows" in report
+
+
+def test_patches_of_core_nodes_reach_each_band(comfy):
+    graph = AnyGraph(comfy, "unet")
+    request, settings = graph.request(), {"steps": 2, "cfg": 1.0}
+    stock = graph.stock()
+    ours = [graph.parallel(stock, "cpu:3", ulysses=3), 0]
+
+    def patched(model):
+        freed = graph.add("FreeU_V2", model=model, b1=1.3, b2=1.4, s1=0.9, s2=0.2)
+        return [graph.add("PerturbedAttentionGuidance", model=[freed, 0], scale=3.0), 0]
+
+    ways = {
+        "stock": graph.ksampler(patched(stock), *request, **settings),
+        "ours": graph.ksampler(patched(ours), *request, **settings),
+        "without": graph.ksampler(stock, *request, **settings),
+    }
+    found = latents(comfy, graph, ways)
+    assert_same({name: found[name] for name in ("stock", "ours")})
+    assert (found["without"] - found["stock"]).abs().max() > 0.01 * found["stock"].std()

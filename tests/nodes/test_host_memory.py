@@ -10,6 +10,7 @@ import torch
 
 from pack_nodes import import_node_module
 from parallel_backend.planner import decide  # noqa: F401  the module under test must meet these very ones
+from parallel_backend.planner.memory import memory_in_use
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
@@ -18,12 +19,51 @@ from parallel_backend.strategy import ParallelStrategy
 GPU, OTHER, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 SPEC, FILE = ModelSpec("/models/flux.safetensors"), SimpleNamespace(tensor_bytes=24_000)
 TWO = ParallelStrategy(ulysses_degree=2)
+GIB = 2**30
+
+
+class Loaded:
+    """One of ComfyUI's loaded models; `kind`: of its network."""
+
+    def __init__(self, kind, device, size, used=True):
+        self.model, self.device, self.size, self.currently_used = (
+            SimpleNamespace(model=kind()),
+            device,
+            size,
+            used,
+        )
+
+    def model_loaded_memory(self):
+        return self.size
+
+
+class TextEncoder(torch.nn.Module):
+    __module__ = "comfy.text_encoders.qwen_image"
+
+
+class Autoencoder(torch.nn.Module):
+    def decode(self, latent):
+        return latent
+
+
+class ControlNet(torch.nn.Module):
+    pass
+
+
+def _free(seen, needed, device, keep_loaded):
+    """As ComfyUI's: whole models, one after the other, until there is room on a card of 24 GiB."""
+    seen.freed.append((needed, device))
+    for one in [one for one in seen.loaded if one.device == device and one not in keep_loaded]:
+        if 24 * GIB - sum(other.size for other in seen.loaded if other.device == device) >= needed:
+            return
+        seen.loaded.remove(one)
 
 
 @pytest.fixture
 def host(monkeypatch):
-    """nodes/host/memory.py beside a ComfyUI of which it sees four names."""
-    seen = SimpleNamespace(node=object(), emptied=0, asked=[])
+    """nodes/host/memory.py and aside.py beside a ComfyUI of which they see a few names."""
+    seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[])
+    seen.free = lambda needed, device, keep_loaded: _free(seen, needed, device, keep_loaded)
     flags = SimpleNamespace(highvram=False, gpu_only=False, novram=False, lowvram=False)
 
     def soft_empty_cache():
@@ -32,7 +72,12 @@ def host(monkeypatch):
     made = {
         "comfy": {},
         "comfy.cli_args": {"args": flags},
-        "comfy.model_management": {"soft_empty_cache": soft_empty_cache},
+        "comfy.model_management": {
+            "soft_empty_cache": soft_empty_cache,
+            "current_loaded_models": seen.loaded,
+            "LoadedModel": Loaded,
+            "free_memory": seen.free,
+        },
         "comfy_execution": {},
         "comfy_execution.utils": {"get_executing_context": lambda: seen.node},
     }
@@ -41,13 +86,17 @@ def host(monkeypatch):
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["comfy"].model_management = sys.modules["comfy.model_management"]
-    monkeypatch.delitem(sys.modules, "pack_of_nodes.nodes.host.memory", raising=False)
+    for name in ("memory", "aside"):
+        monkeypatch.delitem(sys.modules, f"pack_of_nodes.nodes.host.{name}", raising=False)
+    monkeypatch.setattr(memory_in_use, "OWN", [])
     seen.memory, seen.flags = import_node_module("nodes.host.memory"), flags
+    seen.aside = import_node_module("nodes.host.aside")
     monkeypatch.setattr(pool, "give_back", lambda spec, device: seen.asked.append(device))
     monkeypatch.setattr(pool, "put_to_sleep", lambda spec: seen.asked.append("all"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     yield seen
-    sys.modules.pop("pack_of_nodes.nodes.host.memory", None)
+    for name in ("memory", "aside"):
+        sys.modules.pop(f"pack_of_nodes.nodes.host.{name}", None)
 
 
 def holding(monkeypatch, **by_device):
@@ -106,3 +155,66 @@ def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_
     holding(monkeypatch, cuda_0=6_000)
     host.memory.give_cache_back(GPU, SPEC)
     assert host.emptied == 1
+
+
+def plan_of(size, *devices):
+    """Of ranks that each take `size` at their fullest moment."""
+    strategy = ParallelStrategy(ulysses_degree=len(devices))
+    memory, decision = SimpleNamespace(private_bytes=size), SimpleNamespace(strategy=strategy)
+    return SimpleNamespace(devices=devices, memory=memory, decision=decision)
+
+
+def ranks_with(monkeypatch, **by_device):
+    """Ranks that run on cuda_0, cuda_1, … hold so many bytes."""
+    held = {name.replace("_", ":"): size for name, size in by_device.items()}
+    ranks = [SimpleNamespace(device=d, weight_bytes=size, working_bytes=0) for d, size in held.items()]
+    group = SimpleNamespace(
+        status=lambda: SimpleNamespace(ranks=ranks), bytes_on=lambda spec, d: held.get(d, 0)
+    )
+    monkeypatch.setattr(pool, "all_sidecars", lambda: (group,))
+
+
+def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host, monkeypatch):
+    """On the second card ComfyUI would load no model, and so move none aside."""
+    ranks_with(monkeypatch)
+    encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
+    control = Loaded(ControlNet, OTHER, 2 * GIB)
+    host.loaded += [encoder, vae, control]
+    notes = host.aside.move_aside(plan_of(20 * GIB, "cuda:0", "cuda:1"))
+    assert notes == ("TextEncoder made room on cuda:1: 9.00 GiB of it went to host memory",)
+    assert host.loaded == [vae, control] and host.freed == [(20 * GIB, OTHER)]
+
+
+def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, monkeypatch):
+    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
+    host.loaded.append(encoder)
+    ranks_with(monkeypatch)
+    assert host.aside.move_aside(plan_of(12 * GIB, "cuda:0")) == ()
+    ranks_with(monkeypatch, cuda_0=20 * GIB)
+    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0")) == ()
+    assert host.aside.move_aside(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
+    assert host.loaded == [encoder]
+
+
+def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):
+    ranks_with(monkeypatch)
+    ours = Loaded(ControlNet, GPU, 8 * GIB, used=False)
+    network = torch.nn.Module()
+    ours.model.model.diffusion_model = network
+    host.memory._networks.add(network)
+    used, left = Loaded(ControlNet, GPU, 2 * GIB), Loaded(ControlNet, GPU, 3 * GIB, used=False)
+    host.loaded += [ours, used, left, Loaded(TextEncoder, GPU, 9 * GIB)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14 * GIB)
+    assert memory_in_use.OWN[-1]("cuda:0") == (2 + 3 + 9) * GIB
+    assert len(host.aside.move_aside(plan_of(23 * GIB, "cuda:0"))) == 2
+    assert host.loaded == [ours, used]
+
+
+def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
+    ranks_with(monkeypatch, cuda_0=6 * GIB)
+    host.memory.make_room(SPEC, GPU)
+    (note,) = host.memory.taken_room()
+    assert "took the room of flux.safetensors on cuda:0" in note and "6.00 GiB" in note
+    assert host.memory.taken_room() == []

@@ -158,7 +158,7 @@ def _answer(world, model, call, strategy):
 
 
 def _built(memory=None, **changes):
-    empty = {"patches": {}, "objects": [], "networks": [], "skipped": [], "run": None}
+    empty = {"patches": {}, "objects": [], "networks": [], "skipped": [], "replaced": [], "run": None}
     return carried.live_options(empty | changes, memory or RunMemory(), torch.nn.Linear(1, 1))
 
 
@@ -204,6 +204,15 @@ def test_a_patch_of_another_pack_is_left_to_be_refused_by_name():
     left = patches.without_carried(options)
     assert left["patches"]["post_input"] and left["patches_replace"]["dit"]
     assert not patches.without_carried({"patches": _lllite()})["patches"]["post_input"]
+
+
+def test_what_patches_hold_is_counted_once():
+    weights, image = torch.zeros(10), torch.zeros(3, dtype=torch.bfloat16)
+    tree = {
+        "networks": [{"weights": {"float32": weights}}],
+        "objects": [{"values": {"image": image, "again": image}}],
+    }
+    assert carried.held_bytes(tree) == 46 and carried.held_bytes(None) == 0
 
 
 def test_runs_that_take_turns_keep_their_numbers():

@@ -112,3 +112,16 @@ def test_a_run_too_short_to_try_anything_leaves_its_own_time(plans):
     assert {call() for _ in range(12)} == {ONE}
     begin(plans, steps=12)()
     assert [c.strategy for c in plans.latest.candidates if c.step_s] == [ONE]
+
+
+def test_what_patches_hold_is_part_of_what_a_call_is_planned_with(plans):
+    options = {import_node_module("nodes.model.options").SETTINGS: StrategySettings(devices="cpu:2")}
+    found = []
+
+    def call(sidecar, placement):
+        return None, RunInfo("native", placement.strategy, (1.0,))
+
+    for size in (0, 0, 3 * 2**20):
+        found.append(plans.run(options, (1, 16, 8, 8), 16, call, patch_bytes=size)[1])
+    assert found[0] is found[1] is not found[2]
+    assert found[2].memory.weights - found[0].memory.weights == 3 * 2**20

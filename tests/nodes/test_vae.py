@@ -68,5 +68,5 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
     network = torch.nn.Module()
     network.__class__ = AudioVAE
     with pytest.raises(RequestError, match="sound is decoded on one device"):
-        node.weights_of(vae_of(TILED, network))
+        node.decoder_weights(vae_of(TILED, network))
     node.refuse_other_kinds(vae_of(TILED, network))

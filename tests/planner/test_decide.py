@@ -98,6 +98,16 @@ def test_weights_that_do_not_fit_are_sharded_exactly(box):
     assert decided.memory.private_bytes < 24 * 2**30
 
 
+def test_what_was_seen_without_patches_does_not_say_that_they_fit(box):
+    topology = box(fake_nvml.two_4090())
+    seen = MeasurementHistory(("cuda:0", "cuda:1"), topology)
+    seen.record(work(FP8), RunInfo("native", ONE, step_seconds=(9.0, 1.0, 1.0)))
+    assert plan(StrategySettings(devices="0"), work(FP8)).candidates[0].fits
+    patched = replace(work(FP8), patch_bytes=14 * 2**30)
+    assert not {c.strategy: c.fits for c in plan(StrategySettings(), patched).candidates}[ONE]
+    assert plan(StrategySettings(), patched).decision.strategy.world_size == 2
+
+
 def test_one_card_that_is_too_small_offloads_and_says_so(box):
     box(fake_nvml.two_4090())
     decided = plan(StrategySettings(devices="0"), work())

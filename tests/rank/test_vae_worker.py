@@ -14,16 +14,16 @@ from fault_injection import fault
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.models.comfyui import vae as comfyui_vae
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import TiledComfyUIVae
-from parallel_backend.models.vae.networks import decoding_tensors, told_beside
-from parallel_backend.rank import vae_worker
+from parallel_backend.models.vae.networks import decoding_tensors, encoding_tensors, told_beside
 from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import ComfyUISource, Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.decode_messages import VaeWeights
-from parallel_backend.wire.protocol import Decode, LoadVae
+from parallel_backend.wire.protocol import Decode, Encode, LoadVae
 from ranks import run_ranks
 from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
@@ -136,7 +136,7 @@ def _decode_tiles(world):
     network, steps = other_vae(TILED), []
     vae = TiledComfyUIVae(network, TILED.channels, TILED.dims, torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:  # ComfyUI's detection knows it in its real size alone
-        patch.setattr(vae_worker, "_load", lambda *_: vae)
+        patch.setattr(comfyui_vae, "load_comfyui_vae", lambda *_: vae)
         worker = VaeWorker(world, _agree)
         worker.load(LoadVae("h3", ComfyUISource(root="")), dict(network.state_dict()))
     count = Steps()
@@ -179,6 +179,39 @@ def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
     first, second = run_ranks(_load_where_one_rank_lacks_weights, 2, source)
     assert first == ("another rank could not hold the VAE", 1, (1, 16, 16, 3))
     assert "lacks" in second[0] and second[1:] == (1, None)
+
+
+def test_more_pixels_than_can_be_sent_are_refused_in_words_before_anything_is(ranks):
+    pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB, of which none is there
+    with pytest.raises(RequestError, match=r"take 24.0 GiB, and at most 8.0 GiB can be sent"):
+        ranks.encode(VaeWeights("none", dict, encodes=True), pixels)
+
+
+def _encode_beside_a_decoder(world, source):
+    """What this rank gives and says of pixels, right ones and others, with a VAE whose decoder it was sent first."""
+    worker, network, said = VaeWorker(world, _agree), build("wan 2.1"), []
+    worker.load(LoadVae("one", source), decoding_tensors(network))
+    worker.load(LoadVae("one", source, encodes=True), encoding_tensors(network))
+    for shape in ((1, 3, 1, 20, 8), (1, 4, 1, 16, 8), (1, 3, 16, 8)):
+        with pytest.raises(RequestError) as refused:
+            worker.encode(Encode("one", ()), {"pixels": torch.zeros(shape)}, Steps())
+        said.append(str(refused.value)[:42])
+    pixels = {"pixels": torch.ones(2, 3, 5, 16, 8)}
+    latent, run = worker.encode(Encode("one", ()), pixels, Steps())
+    image, _ = worker.decode(Decode("one", ()), {"latent": torch.ones(1, 16, 1, 2, 1)}, Steps())
+    steps = worker.steps(pixels)
+    worker.drop()
+    with pytest.raises(RequestError, match="do not hold"):
+        worker.encode(Encode("one", ()), pixels, Steps())
+    shapes = [None if found is None else next(iter(found.values())).shape for found in (latent, image)]
+    return said, run.rows, steps, [shape if shape is None else tuple(shape) for shape in shapes]
+
+
+def test_an_encoder_is_held_beside_a_decoder():
+    first, second = run_ranks(_encode_beside_a_decoder, 2, import_comfyui_here())
+    shapes = ("[1, 3, 1, 20, 8]", "[1, 4, 1, 16, 8]", "[1, 3, 16, 8]")
+    said = [f"the pixels have shape {shape}; expected"[:42] for shape in shapes]
+    assert first == (said, 1, 64, [(2, 16, 2, 2, 1), (1, 16, 8, 3)]) and second == (said, 1, 64, [None, None])
 
 
 def test_another_vae_takes_its_place(ranks):

@@ -9,7 +9,7 @@ from parallel_backend.sidecar.exchange import USER_ERRORS
 from parallel_backend.sidecar.phases import Phase, PhaseKind
 from parallel_backend.sidecar.vae_client import VaeOnRanks
 from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
-from parallel_backend.wire.protocol import Decode, Done, LoadVae, Progress, Ready
+from parallel_backend.wire.protocol import Decode, Done, Encode, LoadVae, Progress, Ready
 
 LOAD = LoadInfo(seconds=1.0, bytes=12, cached=False, dtype="float32", compute_dtype="float32")
 RUN = RankDecode(seconds=2.0, rows=4, bytes_sent=10, peak_bytes=0, compute_dtype="float32")
@@ -101,7 +101,7 @@ def test_only_a_load_may_run_out_of_memory_and_leave_the_group(client, ranks):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"result": {}}, "without an image"),
+        ({"result": {}}, "without the image"),
         ({"run": None}, "without saying how it ran"),
         ({"load": None}, "without saying how it ran"),
         ({"messages": [Ready(seconds=1.0)]}, "sent Ready"),
@@ -112,3 +112,15 @@ def test_answers_that_break_the_protocol_are_refused(client, ranks, changes, wor
         setattr(ranks, name, value)
     with pytest.raises(TransportError, match=words):
         decode(client, ranks)
+
+
+def test_pixels_go_to_an_encoder_that_is_sent_as_one(client, ranks):
+    ranks.result, phases = {"latent": LATENT}, []
+    weights = VaeWeights("b", lambda: {"encoder.conv_in.weight": torch.zeros(3)}, encodes=True)
+    found = client.encode(1, ranks, weights, IMAGE.movedim(-1, 1), (2.0, 1.0), None, phases.append)
+    assert [message for message, _ in ranks.sent] == [LoadVae("b", encodes=True), Encode("b", (2.0, 1.0))]
+    assert torch.equal(found.latent, LATENT) and found.info.rows == (4, 4)
+    assert phases == [Phase(PhaseKind.SENDING_VAE), Phase(PhaseKind.ENCODING)]
+    ranks.result = {"image": IMAGE}
+    with pytest.raises(TransportError, match="without the latent"):
+        client.encode(1, ranks, weights, IMAGE.movedim(-1, 1), (), None, phases.append)

@@ -38,19 +38,30 @@ def _wan22() -> nn.Module:
     return WanVAE(dim=8, dec_dim=16, z_dim=6, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True])
 
 
+def _sizes(**more: object) -> dict:
+    sizes = dict(z_channels=4, resolution=64, in_channels=3, out_ch=3, ch=64, num_res_blocks=1)
+    return dict(double_z=True, attn_resolutions=[], ch_mult=[1, 1, 1, 1], **sizes, **more)
+
+
 def _kl(**more: object) -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    sizes = dict(z_channels=4, resolution=64, in_channels=3, out_ch=3, ch=64, num_res_blocks=1)
-    config = dict(double_z=True, attn_resolutions=[], ch_mult=[1, 1, 1, 1], **sizes, **more)
-    return AutoencoderKL(ddconfig=config, embed_dim=4)
+    return AutoencoderKL(ddconfig=_sizes(**more), embed_dim=4)
+
+
+def _without_quant() -> nn.Module:
+    return _engine(_MODEL, _sizes(), "DiagonalGaussianRegularizer")
 
 
 def _hunyuan(module: str, widths: list[int], factor: int, regularizer: str, **more: object) -> nn.Module:
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
-
     config = dict(z_channels=8, block_out_channels=widths, in_channels=3, out_channels=3, num_res_blocks=1)
     config |= dict(ffactor_spatial=factor, ffactor_temporal=4, **more)
+    return _engine(module, config, regularizer)
+
+
+def _engine(module: str, config: dict, regularizer: str) -> nn.Module:
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
     return AutoencodingEngine(
         regularizer_config={"target": f"comfy.ldm.models.autoencoder.{regularizer}"},
         encoder_config={"target": f"{module}.Encoder", "params": config},
@@ -75,10 +86,17 @@ CASES = {
     "flux.2": VaeCase(lambda: _kl(batch_norm_latent=True), 16, 16, dims=2),
 }
 
+# Diffusers' decoder takes the place of these two's.
+ENCODED = {
+    **CASES,
+    "flux": VaeCase(_without_quant, 4, 8, dims=2),
+    "sd": VaeCase(_kl, 4, 8, dims=2),
+}
+
 
 def build(name: str) -> nn.Module:
     """The same weights each time."""
-    network = fill(CASES[name].build())
+    network = fill(ENCODED[name].build())
     for buffer, value in network.named_buffers():
         if buffer.endswith("running_var"):
             value.abs_().add_(0.5)

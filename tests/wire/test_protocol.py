@@ -12,7 +12,7 @@ from parallel_backend.options import CompileStats
 from parallel_backend.requests import LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
-from parallel_backend.wire.decode_messages import RankDecode
+from parallel_backend.wire.decode_messages import Encode, RankDecode
 from parallel_backend.wire.protocol import (
     MAX_MESSAGE_BYTES,
     ApplyPatches,
@@ -89,6 +89,8 @@ MESSAGES = [
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
     (LoadVae("7-1f"), 1),
+    (LoadVae("7-1f", None, "{}", encodes=True), 1),
+    (Encode("7-1f", (0.5, 1.0)), 1),
     (Decode("7-1f", shares=(2.0, 1.5)), 1),
     (Done(decode=RankDecode(1.5, rows=64, bytes_sent=10, peak_bytes=0, compute_dtype="bfloat16")), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),

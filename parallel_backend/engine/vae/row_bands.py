@@ -1,8 +1,9 @@
 """Bands: each rank computes some rows of one image, and layers that look beyond them ask the ranks that hold the rest.
 
-Three kinds of layer do, in a decoder of convolutions; everything else works row by row. The layers are diffusers' or
-ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are the last
-dimension but one, of images [B, C, H, W] and of videos [B, C, T, H, W]: what lies before is whole on every rank.
+Three kinds of layer do, in a decoder or encoder of convolutions; everything else works row by row. The layers are
+diffusers' or ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are
+the last dimension but one, of images [B, C, H, W] and of videos [B, C, T, H, W]: what lies before is whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ class Bands:
         return self.sizes(mine), self.axis.index
 
     def start_halo(
-        self, x: Tensor, *, below: bool = True
+        self, x: Tensor, *, above: bool = True, below: bool = True
     ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
         """Swaps border rows of x [..., rows, W] with the neighbours; call the result to wait for (above, below).
 
-        Each is [..., 1, W]; None at the image's own border, and below where nobody asks for it.
+        Each is [..., 1, W]; None at the image's own border, and on a side where nobody asks for it.
         """
         axis, operations = self.axis, []
         received: list[Tensor | None] = []
         ways = (  # (whose, is it sent what, is it waited for)
-            (axis.index - 1, x[..., :1, :], below, True),
-            (axis.index + 1, x[..., -1:, :], True, below),
+            (axis.index - 1, x[..., :1, :], below, above),
+            (axis.index + 1, x[..., -1:, :], above, below),
         )
         for neighbour, border, sends, receives in ways:
             received.append(None)
@@ -112,7 +113,8 @@ class BandConv(_ConvNd):
     bands: Bands
 
     def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        """[B, C, ..., rows, W] -> [B, out, ..., rows / stride, W]; with rows + 2 where the caller has padded them."""
+        """[B, C, ..., rows, W] -> [B, out, ..., rows / stride, W]. Where the caller has padded them, rows + 2, or + 1
+        below for a stride of 2."""
         compute: Callable[..., Tensor] = functools.partial(super()._conv_forward, **options)
         if self.kernel_size[-2] == 1 or self.bands.axis.size == 1:
             return compute(x, *weights)
@@ -165,7 +167,12 @@ class BandConv(_ConvNd):
 
     def _with_halo(self, x: Tensor) -> Tensor:
         """x with its outermost rows, which the caller made up, replaced by the neighbours' at a border of two bands."""
-        above, below = self.bands.start_halo(x[..., 1:-1, :])()
+        halves = self.stride[-2] == 2
+        # Of an even number of rows, as halved ones are, one more is a row below alone, which is then looked at; of two
+        # more only the one above is.
+        first = 0 if halves and x.shape[-2] % 2 else 1
+        wait = self.bands.start_halo(x[..., first:-1, :], above=first == 1, below=not (halves and first))
+        above, below = wait()
         if above is not None:
             x[..., :1, :] = above
         if below is not None:
@@ -287,12 +294,10 @@ def banded(kind: type[_ConvNd]) -> type[nn.Module]:
 
 
 def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:
-    """Whether it looks at no row but its own, or at one above and one below, along rows that no stride thins out."""
-    rows = conv.kernel_size[-2], conv.padding[-2]
-    plain = (conv.stride[-2], conv.dilation[-2]) == (1, 1)
-    return (
-        plain and rows in ((1, 0), (3, 0), (3, 1)) and conv.padding_mode in ("zeros", "replicate", "reflect")
-    )
+    """Whether it looks at no row but its own, or at one above and one below; where it halves rows, its caller pads."""
+    rows = conv.kernel_size[-2], conv.padding[-2], conv.stride[-2]
+    plain = conv.dilation[-2] == 1 and conv.padding_mode in ("zeros", "replicate", "reflect")
+    return plain and rows in ((1, 0, 1), (3, 0, 1), (3, 1, 1), (3, 0, 2))
 
 
 def _banded_norm(kind: type[nn.GroupNorm]) -> type[nn.Module]:

@@ -14,7 +14,7 @@ from ...models.vae.base import TiledVae
 from ..collectives import all_to_all
 from ..groups import Axis, World
 from ..traffic_counter import Traffic
-from .decoder import check_limit
+from .decoder import check_latent, check_limit
 
 _MAX_SIDE = 1024  # rows of a latent that any network cuts
 
@@ -87,6 +87,10 @@ class TiledDecoder:
         placed = self._placed(latent)
         whole = self._frames(vae.join(placed, map(vae.compute, vae.tiles(placed)))).cpu()
         check_limit(shared, whole, vae.compute_dtype, "tiles shared out are")
+
+    def check_input(self, given: Tensor) -> None:
+        """As of BandedDecoder."""
+        check_latent(self.vae, given)
 
     def _placed(self, latent: Tensor) -> Tensor:
         return latent[None].to(self._world.device, self.vae.compute_dtype)

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...requests import ATTENTION, TOKEN_MODES, ModuleCall
+from ...requests import ATTENTION, BANDS, TOKEN_MODES, ModuleCall
 from .patches import ARGUMENT, call_inside_blocks
 from .proof import Verdict, trusted_mode
+from .unet_patches import UNET_PATCHES
 
 OPTIONS = "transformer_options"
 # What ComfyUI's sampling alone does with a call: wrappers have run by then (those of EasyCache and of context windows
@@ -43,7 +44,7 @@ def module_call(
     options = sent.get(OPTIONS) or {}
     sent[OPTIONS] = {key: value for key, value in options.items() if key not in HOST_ONLY}
     mode = trusted_mode(module_class, sent, verdict)
-    if ARGUMENT in sent and call_inside_blocks(sent[ARGUMENT]):
+    if ARGUMENT in sent and call_inside_blocks(sent[ARGUMENT], UNET_PATCHES if mode == BANDS else ()):
         mode = max(mode, ATTENTION, key=TOKEN_MODES.index)
     return ModuleCall(args, sent, row_count(args[0]), mode)
 

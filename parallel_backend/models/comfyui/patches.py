@@ -8,7 +8,7 @@ takes them apart; nothing but the classes named here is made, and no constructor
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import RequestError
+from ...wire.arguments import map_tensors
 from .run_memory import ReferenceCache, RunMemory
+from .unet_patches import FUNCTIONS, HYPERNETWORK, make_function, make_hypernetwork
 
 ARGUMENT = "parallel_patches"  # of a model call, by name
 # Lists of patches that a model calls between its blocks, where each rank has all tokens if blocks gather what they
@@ -65,9 +67,19 @@ def is_part_of(kind: type, source: str) -> bool:
     return issubclass(kind, nn.Module) and f"{source}.".startswith(_PARTS)
 
 
-def call_inside_blocks(described: Mapping[str, Any]) -> bool:
-    """Whether a patch looks at the tokens of a block, so that they have to be whole there."""
-    return not set(described["patches"]) <= BETWEEN_BLOCKS
+def call_inside_blocks(described: Mapping[str, Any], known: Collection[str] = ()) -> bool:
+    """Whether a patch looks at the tokens of a block, so that they have to be whole there; not those `known`, of which
+    what they need is known otherwise."""
+    inside = set(described["patches"]) - BETWEEN_BLOCKS
+    numbers = (number for kind in inside for number in described["patches"][kind])
+    return any(described["objects"][number]["class"] not in known for number in numbers)
+
+
+def held_bytes(described: Any) -> int:
+    """Of the tensors that a rank keeps for these patches from call to call: networks, images and masks."""
+    tensors: list[Tensor] = []
+    map_tensors(described, tensors.append)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def leaves_something(kwargs: Mapping[str, Any]) -> bool:
@@ -92,8 +104,13 @@ def live_options(described: Mapping[str, Any], memory: RunMemory, network: nn.Mo
             kind: [_called(objects[number], kind) for number in numbers]
             for kind, numbers in described["patches"].items()
         }
+    replaced: dict[str, dict[tuple[Any, ...], Any]] = {}
+    for kind, block, number in described["replaced"]:
+        replaced.setdefault(kind, {})[tuple(block)] = objects[number]
     if described["skipped"]:
-        options["patches_replace"] = {"dit": {(name, number): _skip for name, number in described["skipped"]}}
+        replaced["dit"] = {(name, number): _skip for name, number in described["skipped"]}
+    if replaced:
+        options["patches_replace"] = replaced
     return options
 
 
@@ -108,6 +125,11 @@ def _skip(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 def _patch(one: Mapping[str, Any], networks: list[nn.Module], objects: list[Any]) -> Any:
     name = one["class"]
+    if name in FUNCTIONS:
+        return make_function(name, one["values"])
+    if name == HYPERNETWORK:
+        by_width = {width: networks[number] for width, number in one["values"]["networks"]}
+        return make_hypernetwork(one["values"], by_width)
     if name not in PATCHES:
         raise RequestError(f"the ranks know no patch {name!r}; restart ComfyUI.")
     entry = PATCHES[name]

@@ -16,7 +16,7 @@ class UNetLayers:
     """`levels`: how often rows are halved; of each layer, how often they were before it. Rows that are odd round up.
 
     `normed_convolutions`: (group norm, the convolution that takes what it gives, through what leaves zeros zero).
-    `attentions`: to the image's own tokens, where they are called without a context.
+    `attentions`: to the image's own tokens, where they are called without a context; `self_attentions`: to them always.
     """
 
     levels: int = 0
@@ -24,6 +24,7 @@ class UNetLayers:
     norms: list[tuple[nn.Module, int]] = field(default_factory=list)
     normed_convolutions: list[tuple[nn.Module, nn.Module, int]] = field(default_factory=list)
     attentions: list[tuple[nn.Module, int]] = field(default_factory=list)
+    self_attentions: list[tuple[nn.Module, int]] = field(default_factory=list)
 
 
 def unet_layers(unet: Any) -> UNetLayers:
@@ -64,7 +65,8 @@ def _add(found: UNetLayers, layer: nn.Module, level: int) -> None:
             found.norms.append((part, level))
         elif isinstance(part, (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd)):
             raise RequestError(f"the pooling {name} ({part})")
-    found.attentions += [(attention, level) for attention in _self_attentions(layer)]
+    for attention, always in _attentions(layer):
+        (found.self_attentions if always else found.attentions).append((attention, level))
 
 
 def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
@@ -84,13 +86,14 @@ def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
             yield norm, convolution
 
 
-def _self_attentions(layer: nn.Module) -> Iterable[nn.Module]:
-    """Of a video's frames too: what mixes them over time looks at one place of an image."""
+def _attentions(layer: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
+    """(attention, whether it is always to the image's own tokens). Of a video's frames too: what mixes them over time
+    looks at one place of an image."""
     from comfy.ldm.modules.attention import SpatialTransformer
 
     if isinstance(layer, SpatialTransformer):
         for block in layer.transformer_blocks:
-            yield from (block.attn1, block.attn2)
+            yield from ((block.attn1, not block.disable_self_attn), (block.attn2, False))
 
 
 def _is_simple(part: nn.Module) -> bool:

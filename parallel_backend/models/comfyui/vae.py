@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,14 +37,7 @@ class ComfyUIVae:
         device: torch.device,
         bytes: int = 0,
     ) -> None:
-        for part in _ENCODING:
-            if hasattr(network, part):
-                delattr(network, part)
-        for layer in network.modules():
-            for attention in _ATTENTION:
-                if hasattr(layer, attention):
-                    setattr(layer, attention, RowAttention())
-        self._network = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
+        self._network = one_half(network, _ENCODING, compute_dtype, device)
         adjust(self._network, compute_dtype)
         self._found = known(network)
         self._frames_are_a_batch = frames_are_a_batch(network)
@@ -60,12 +53,7 @@ class ComfyUIVae:
 
     @property
     def step_layers(self) -> Sequence[nn.Module]:
-        """Convolutions of the decoder: video networks call them once per few frames."""
-        return [
-            layer
-            for layer in self._network.modules()
-            if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
-        ]
+        return row_convolutions(self._network)
 
     def layers_per_step(self, latent: Tensor) -> int:
         at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
@@ -135,14 +123,8 @@ def load_comfyui_vae(
 
     `metadata`: as of VaeWeights. Raises RequestError for a network that is not shared out.
     """
-    import_comfyui(source, device)
-    import comfy.sd
-
-    stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    dtype = torch.float32 if device.type == "cpu" else stored
     told = json.loads(metadata or "{}")
-    with _default_dtype(dtype), _parameters_assigned():
-        vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told)
+    vae, dtype = build_vae(tensors, source, device, told)
     network = vae.first_stage_model
     found = known(network)
     if network is None or found is None or found.way not in _KINDS:
@@ -150,13 +132,53 @@ def load_comfyui_vae(
     follow(network, told)
     size = sum(tensor.nbytes for tensor in tensors.values())
     banded = _KINDS[found.way](network, vae.latent_channels, vae.latent_dim, dtype, device, size)
-    missing = [name for name, _ in network.named_parameters() if name not in tensors]
-    if missing:  # ComfyUI warns, and decodes with whatever memory held
-        raise RequestError(f"the VAE lacks {len(missing)} tensors of its decoder, such as {missing[0]}.")
+    check_whole(network, tensors, "decoder")  # ComfyUI warns, and decodes with whatever memory held
     return banded
 
 
 _KINDS = {Way.BANDS: ComfyUIVae, Way.TILES: TiledComfyUIVae}
+
+
+def build_vae(
+    tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device, told: Mapping[str, Any]
+) -> tuple[Any, torch.dtype]:
+    """(ComfyUI's VAE of these tensors, in which parts without any hold no numbers; what it computes in). `told`: as of
+    VaeWeights.metadata."""
+    import_comfyui(source, device)
+    import comfy.sd
+
+    stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    dtype = torch.float32 if device.type == "cpu" else stored
+    with _default_dtype(dtype), _parameters_assigned():
+        return comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told), dtype
+
+
+def one_half(network: nn.Module, other: Sequence[str], dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """`network` without the parts of its `other` half, to compute in `dtype`; its attention sees all rows."""
+    for part in other:
+        if hasattr(network, part):
+            delattr(network, part)
+    for layer in network.modules():
+        for attention in _ATTENTION:
+            if hasattr(layer, attention):
+                setattr(layer, attention, RowAttention())
+    return network.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def row_convolutions(network: nn.Module) -> list[nn.Module]:
+    """By which a decode or encode is counted: video networks call them once per few frames."""
+    return [
+        layer
+        for layer in network.modules()
+        if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
+    ]
+
+
+def check_whole(network: nn.Module, tensors: dict[str, Tensor], half: str) -> None:
+    """Raises RequestError where a parameter of `network` is none of `tensors`."""
+    missing = [name for name, _ in network.named_parameters() if name not in tensors]
+    if missing:
+        raise RequestError(f"the VAE lacks {len(missing)} tensors of its {half}, such as {missing[0]}.")
 
 
 @contextmanager

@@ -1,21 +1,20 @@
-"""What a VAE is to the ranks that decode with it together, whoever built its network."""
+"""What a VAE is to the ranks that decode or encode with it together, whoever built its network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class BandedVae(Protocol):
-    """A decoder on one rank's device. `bytes`: of its tensors as they were sent.
+class VaeHalf(Protocol):
+    """A VAE's decoder or encoder on one rank's device. `bytes`: of its tensors as they were sent.
 
-    `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode is counted;
-    one ends each time `layers_per_step(latent)` of `step_layers` have computed. `min_side`: rows and columns that a
-    latent has at least.
+    `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode or encode is
+    counted.
     """
 
     compute_dtype: torch.dtype
@@ -23,12 +22,6 @@ class BandedVae(Protocol):
     bytes: int
 
     @property
-    def decoder(self) -> nn.Module: ...
-
-    @property
-    def min_side(self) -> int: ...
-
-    @property
     def latent_channels(self) -> int: ...
 
     @property
@@ -37,35 +30,55 @@ class BandedVae(Protocol):
     @property
     def steps(self) -> int: ...
 
+
+class BandedHalf(VaeHalf, Protocol):
+    """One that is exact in bands of rows. A step ends each time `layers_per_step(what comes in)` of `step_layers` have
+    computed."""
+
     @property
     def step_layers(self) -> Sequence[nn.Module]: ...
 
-    def layers_per_step(self, latent: Tensor) -> int: ...
+    def layers_per_step(self, given: Tensor) -> int: ...
+
+
+class DecodingHalf(VaeHalf, Protocol):
+    """A decoder. `min_side`: rows and columns that a latent has at least."""
+
+    @property
+    def min_side(self) -> int: ...
+
+
+class BandedVae(BandedHalf, DecodingHalf, Protocol):
+    """A decoder that is exact in bands."""
+
+    @property
+    def decoder(self) -> nn.Module: ...
 
     def decode(self, latent: Tensor) -> Tensor:
         """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
         ...
 
 
-@runtime_checkable
-class TiledVae(Protocol):
-    """A decoder that cuts latents into tiles by itself, on one rank's device; the rest as of BandedVae."""
+class BandedVaeEncoder(BandedHalf, Protocol):
+    """An encoder. `scale`: pixels per position of the latent along each side; `in_channels`: of a pixel.
 
-    compute_dtype: torch.dtype
-    device: torch.device
-    bytes: int
+    `few_frames`: of a short video that it takes.
+    """
 
-    @property
-    def min_side(self) -> int: ...
-
-    @property
-    def latent_channels(self) -> int: ...
+    scale: int
+    in_channels: int
+    few_frames: int
 
     @property
-    def latent_dims(self) -> int: ...
+    def encoder(self) -> nn.Module: ...
 
-    @property
-    def steps(self) -> int: ...
+    def encode(self, pixels: Tensor) -> Tensor:
+        """[1, 3, rows, W] -> [1, C, rows / scale, W / scale], or of frames: [1, 3, T, rows, W] -> [1, C, t, …, …]."""
+        ...
+
+
+class TiledVae(DecodingHalf, Protocol):
+    """A decoder that cuts latents into tiles by itself."""
 
     def tiles(self, latent: Tensor) -> list[Tensor]:
         """What the network would compute one by one of a latent [1, C, (t,) h, w] on its device, in order."""

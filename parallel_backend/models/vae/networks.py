@@ -1,4 +1,4 @@
-"""What becomes of each of ComfyUI's VAE networks when ranks decode, by the names of its classes. Data alone."""
+"""What becomes of each of ComfyUI's VAE networks when ranks decode or encode, by the names of its classes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class VaeNetwork:
-    """`models`: whose VAE it is. `decoder`: the class of its decoder, where another would be another network.
+    """`models`: whose VAE it is. `way`: of decoding. `decoder`: the class of its decoder, where another would be
+    another network. `encoder`: that of its encoder, where ranks encode in bands; with any other ComfyUI encodes.
     `reason`: why ComfyUI decodes, or nobody, in a user's words. `at_once`: each layer sees all frames in one call.
     """
 
     models: str
     way: Way
     decoder: str = ""
+    encoder: str = ""
     reason: str = ""
     at_once: bool = False
 
 
 _SOUND = "sound is decoded on one device"
-_KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
-_HUNYUAN_IMAGE = "comfy.ldm.hunyuan_video.vae.Decoder"
-_HUNYUAN_VIDEO = "comfy.ldm.hunyuan_video.vae_refiner.Decoder"
+_KL = "comfy.ldm.modules.diffusionmodules.model"
+_HUNYUAN_IMAGE, _HUNYUAN_VIDEO = "comfy.ldm.hunyuan_video.vae", "comfy.ldm.hunyuan_video.vae_refiner"
+_WAN21, _WAN22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
 _SVD = "comfy.ldm.modules.temporal_ae.VideoDecoder"
 _LTX = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
 _MOCHI, _COG, _SEEDVR = "comfy.ldm.genmo.vae.model", "comfy.ldm.cogvideo.vae", "comfy.ldm.seedvr.vae"
@@ -43,25 +45,29 @@ _COSMOS = "comfy.ldm.cosmos.cosmos_tokenizer.layers3d"
 _TAESD = "comfy.taesd.taesd"
 
 
-def _banded(models: str, decoder: str, at_once: bool = False) -> VaeNetwork:
-    return VaeNetwork(models, Way.BANDS, decoder, at_once=at_once)
+def _banded(models: str, decoder: str, encoder: str = "", at_once: bool = False) -> VaeNetwork:
+    return VaeNetwork(models, Way.BANDS, decoder, encoder, at_once=at_once)
 
 
-# All that comfy/sd.py makes a VAE of (tests/models/comfyui/test_vae_classes.py walks it). In bands each looks at one
-# row above and below at most in its convolutions, and at all rows only in group norms and in attention;
+# All that comfy/sd.py makes a VAE of (tests/models/comfyui/test_vae_classes.py walks it). In bands each half looks at
+# one row above and below at most in its convolutions, and at all rows only in group norms and in attention;
 # tests/engine/vae/ proves it.
 NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     "comfy.ldm.models.autoencoder.AutoencoderKL": (
-        _banded("Flux.1, SD1.x, SD2.x, SDXL, SD3, Flux.2, HunyuanVideo", _KL),
+        _banded("Flux.1, SD1.x, SD2.x, SDXL, SD3, Flux.2, HunyuanVideo", f"{_KL}.Decoder", f"{_KL}.Encoder"),
     ),
     "comfy.ldm.models.autoencoder.AutoencodingEngine": (
-        _banded("Flux.1, SD and others of that kind", _KL),
-        _banded("HunyuanImage 2.1", _HUNYUAN_IMAGE),
-        _banded("HunyuanVideo 1.5, HunyuanImage 2.1's refiner", _HUNYUAN_VIDEO),
-        _banded("Stable Video Diffusion", _SVD, at_once=True),
+        _banded("Flux.1, SD and others of that kind", f"{_KL}.Decoder", f"{_KL}.Encoder"),
+        _banded("HunyuanImage 2.1", f"{_HUNYUAN_IMAGE}.Decoder", f"{_HUNYUAN_IMAGE}.Encoder"),
+        _banded(
+            "HunyuanVideo 1.5, HunyuanImage 2.1's refiner",
+            f"{_HUNYUAN_VIDEO}.Decoder",
+            f"{_HUNYUAN_VIDEO}.Encoder",
+        ),
+        _banded("Stable Video Diffusion", _SVD, f"{_KL}.Encoder", at_once=True),
     ),
-    "comfy.ldm.wan.vae.WanVAE": (_banded("Wan 2.1, Qwen-Image", "comfy.ldm.wan.vae.Decoder3d"),),
-    "comfy.ldm.wan.vae2_2.WanVAE": (_banded("Wan 2.2 5B", "comfy.ldm.wan.vae2_2.Decoder3d"),),
+    f"{_WAN21}.WanVAE": (_banded("Wan 2.1, Qwen-Image", f"{_WAN21}.Decoder3d", f"{_WAN21}.Encoder3d"),),
+    f"{_WAN22}.WanVAE": (_banded("Wan 2.2 5B", f"{_WAN22}.Decoder3d", f"{_WAN22}.Encoder3d"),),
     f"{_LTX}.VideoVAE": (_banded("LTX-Video, LTX-2", f"{_LTX}.Decoder"),),
     "comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer": (
         _banded("Cosmos 1", f"{_COSMOS}.DecoderFactorized", at_once=True),
@@ -116,12 +122,23 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
 _FRAMES_ARE_A_BATCH = {_SVD}
 # Whose latents may come as [B, C * frames, h, w].
 _FRAMES_AMONG_CHANNELS = {f"{_SEEDVR}.Decoder3D"}
-_ENCODERS = ("encoder.", "quant_conv.", "taesd_encoder.")
-# What ComfyUI looks for to see which network it is.
-_TELLING = {
+# What only one half of a network needs, and of that what ComfyUI looks for to see which network it is.
+_ENCODER = ("encoder.", "quant_conv.", "taesd_encoder.")
+_TELLING_OF_ENCODER = {
     "encoder.conv1.weight",  # Wan 2.1
     "encoder.conv_out.conv.weight",  # CogVideoX
     "encoder.down.5.block.0.conv1.weight",  # MiniMax H3
+}
+_DECODER = ("decoder.", "post_quant_conv.", "conv2.")
+_TELLING_OF_DECODER = {
+    "decoder.conv_in.weight",
+    "decoder.conv_in.conv.weight",
+    "decoder.middle.0.residual.0.gamma",
+    "decoder.upsamples.0.upsamples.0.residual.2.weight",
+    "decoder.head.0.gamma",
+    "decoder.mid.block_1.mix_factor",  # SVD
+    "decoder.head.2.weight",
+    "post_quant_conv.weight",
 }
 _TELLING_BUFFERS = ("decoder.unpatcher3d.wavelets",)  # Cosmos; a state_dict() leaves it out
 
@@ -134,14 +151,26 @@ def known(network: Any) -> VaeNetwork | None:
     )
 
 
-def splits_into_bands(network: Any) -> bool:
-    """Whether ranks decode it in bands of rows."""
+def decodes_in_bands(network: Any) -> bool:
+    """Whether ranks decode in bands of rows with it."""
     found = known(network)
     return found is not None and found.way is Way.BANDS
 
 
+def encodes_in_bands(network: Any) -> bool:
+    """Whether they encode so too; not with one that gives a sample of what it encodes in place of the mean."""
+    found = known(network)
+    if found is None or getattr(getattr(network, "regularization", None), "sample", False):
+        return False
+    return found.encoder == _class_name(encoder_of(network))
+
+
 def decoder_of(network: Any) -> Any:
     return getattr(network, "decoder", getattr(network, "taesd_decoder", None))
+
+
+def encoder_of(network: Any) -> Any:
+    return getattr(network, "encoder", getattr(network, "taesd_encoder", None))
 
 
 def frames_are_a_batch(network: Any) -> bool:
@@ -154,17 +183,16 @@ def frames_among_channels(network: Any) -> bool:
     return _class_name(decoder_of(network)) in _FRAMES_AMONG_CHANNELS
 
 
-def is_for_decoding(name: str) -> bool:
-    """Whether decoding needs this tensor of such a network, or ComfyUI to see which network it is."""
-    return not name.startswith(_ENCODERS) or name in _TELLING
-
-
 def decoding_tensors(network: Any) -> dict[str, Tensor]:
-    """By name, what a file would have of such a network for decoding."""
+    """By name, what a file would have of such a network for decoding, and to see which network it is."""
     buffers = dict(network.named_buffers(remove_duplicate=False))
     telling = {name: buffers[name] for name in _TELLING_BUFFERS if name in buffers}
-    state = telling | network.state_dict()
-    return {name: tensor for name, tensor in state.items() if is_for_decoding(name)}
+    return _without(_ENCODER, telling | network.state_dict(), _TELLING_OF_ENCODER)
+
+
+def encoding_tensors(network: Any) -> dict[str, Tensor]:
+    """Likewise for encoding."""
+    return _without(_DECODER, network.state_dict(), _TELLING_OF_DECODER)
 
 
 def told_beside(network: Any, latent_channels: int) -> str:
@@ -177,6 +205,10 @@ def told_beside(network: Any, latent_channels: int) -> str:
     if hasattr(network, "latent_format"):  # TAEHV, by the dtype in its file
         told["latent_format"] = getattr(network.latent_format, "__name__", "")
     return json.dumps(told) if told else ""
+
+
+def _without(half: tuple[str, ...], state: dict[str, Tensor], telling: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(half) or name in telling}
 
 
 def _class_name(value: object) -> str:

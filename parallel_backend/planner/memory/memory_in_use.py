@@ -1,16 +1,19 @@
 """The memory that other programs hold on each device now: NVML answers, no CUDA context.
 
-What this process and its ranks hold does not count: models give way to each other, and ComfyUI's to the ranks'.
+What its ranks hold does not count, nor what this process can free: models give way to each other, ComfyUI's to the
+ranks'. What ComfyUI cannot move counts as another program's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ...machine.probe import Nvml, ask, visible_topology
 from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
+
+OWN: list[Callable[[str], int]] = []  # the last one tells the bytes that this process can free on a device
 
 
 def held_by_others(
@@ -47,18 +50,9 @@ def _used(nvml: Nvml, uuid: str) -> int:
 
 
 def _held_by_us(device: str) -> int:
-    return sum(_held_by_ranks(device)) + _held_by_this_process(device)
+    return held_by_ranks(device) + (OWN[-1](device) if OWN else 0)
 
 
-def _held_by_ranks(device: str) -> Iterable[int]:
-    for sidecar in pool.all_sidecars():
-        for rank in sidecar.status().ranks:
-            if rank.device == device:
-                yield rank.weight_bytes + rank.working_bytes + GPU_BASE_BYTES
-
-
-def _held_by_this_process(device: str) -> int:
-    """What torch has allocated here, which ComfyUI can free; its CUDA context stays and counts as another program's."""
-    import torch
-
-    return torch.cuda.memory_reserved(device) if torch.cuda.is_initialized() else 0
+def held_by_ranks(device: str) -> int:
+    ranks = (rank for sidecar in pool.all_sidecars() for rank in sidecar.status().ranks)
+    return sum(r.weight_bytes + r.working_bytes + GPU_BASE_BYTES for r in ranks if r.device == device)

@@ -84,7 +84,7 @@ class _Rank:
         own, host = (0, weights.own) if weights.offloaded else (weights.own, 0)
         return RankMemory(
             self.rank,
-            weights=best.weights + own,
+            weights=best.weights + own + self.job.patch_bytes,
             activations=best.activations,
             buffers=best.buffers,
             base=CPU_BASE_BYTES if self.on_cpu else gpu_base_bytes(self.strategy, self.rank),

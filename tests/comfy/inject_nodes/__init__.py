@@ -11,7 +11,15 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .any_model import NODES as ANY_MODEL
-from .inputs import TestAnything, TestAttentionMask, TestConditioning, TestLatent, TestNew, TestStyle
+from .inputs import (
+    TestAnything,
+    TestAttentionMask,
+    TestConditioning,
+    TestImage,
+    TestLatent,
+    TestNew,
+    TestStyle,
+)
 from .model_patches import NODES as MODEL_PATCHES
 from .other_vaes import TestLtxVAE, TestSeed, TestShapeVAE
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
@@ -24,7 +32,14 @@ from .ranks import (
     TestUntilWaiting,
     fork_ranks,
 )
-from .text_and_image_coders import TestCircularVAE, TestClip, TestScaledVAE, TestTinyVAE, TestWanVAE
+from .text_and_image_coders import (
+    TestCircularVAE,
+    TestClip,
+    TestImageVAE,
+    TestScaledVAE,
+    TestTinyVAE,
+    TestWanVAE,
+)
 
 
 class InjectExtension(ComfyExtension):
@@ -56,6 +71,8 @@ class InjectExtension(ComfyExtension):
             TestUntilHeld,
             TestUntilWaiting,
             TestWanVAE,
+            TestImageVAE,
+            TestImage,
         ]
 
 

@@ -42,6 +42,20 @@ class TestConditioning(io.ComfyNode):
         return io.NodeOutput([[context, extras]])
 
 
+class TestImage(io.ComfyNode):
+    """IMAGE ``[batch, height, width, channels]`` of noise, sides in pixels."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        sizes = [io.Int.Input(name, min=1) for name in ("width", "height", "batch", "channels")]
+        return io.Schema(node_id="TestImage", category=CATEGORY, inputs=sizes, outputs=[io.Image.Output()])
+
+    @classmethod
+    def execute(cls, width, height, batch, channels) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(width)
+        return io.NodeOutput(torch.rand(batch, height, width, channels, generator=generator))
+
+
 class TestLatent(io.ComfyNode):
     """LATENT ``[batch, 16, height, width]`` in latent units (eighths of a pixel), odd sides included; with frames
     ``[batch, 16, frames, height, width]``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import comfy.sd
 import torch
+from comfy.ldm.modules.diffusionmodules.model import Decoder, Encoder
 from comfy.ldm.wan.vae import WanVAE
 from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
@@ -67,6 +68,26 @@ class TestWanVAE(io.ComfyNode):
         for name, tensor in sd.items():
             drawn = torch.randn(tensor.shape, generator=generator)
             sd[name] = 1 + 0.2 * drawn if "gamma" in name else drawn * tensor[0].numel() ** -0.5
+        return io.NodeOutput(comfy.sd.VAE(sd=sd))
+
+
+class TestImageVAE(io.ComfyNode):
+    """A random VAE of Flux.1's kind, as VAELoader makes one of its file, whose encoder is as wide as all of them."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="TestImageVAE", category=CATEGORY, inputs=[], outputs=[io.Vae.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        generator = torch.Generator().manual_seed(0)
+        sizes = dict(z_channels=16, resolution=256, in_channels=3, out_ch=3, num_res_blocks=2)
+        sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
+        shapes = Decoder(ch=32, **sizes).state_dict(prefix="decoder.")
+        sd = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
+        for name, tensor in Encoder(ch=128, **sizes).state_dict(prefix="encoder.").items():
+            drawn = torch.randn(tensor.shape, generator=generator)
+            sd[name] = 1 + 0.2 * drawn if "norm" in name else drawn * tensor[0].numel() ** -0.5
         return io.NodeOutput(comfy.sd.VAE(sd=sd))
 
 

@@ -11,7 +11,7 @@ from parallel_backend.models.comfyui import vae_adjustments
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import STEPS, ComfyUIVae
 from parallel_backend.models.vae.base import RowAttention
-from parallel_backend.models.vae.networks import splits_into_bands
+from parallel_backend.models.vae.networks import decodes_in_bands
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_a_rank_that_goes_without_the_others_is_seen(name):
 
 @pytest.mark.parametrize("name", BANDED)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    assert splits_into_bands(BANDED[name].build())
+    assert decodes_in_bands(BANDED[name].build())
 
 
 def chunks(world, shares):

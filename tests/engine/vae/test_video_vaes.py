@@ -9,7 +9,7 @@ from parallel_backend.engine.vae.decoder import BandedDecoder
 from parallel_backend.errors import PlatformError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import STEPS, ComfyUIVae
-from parallel_backend.models.vae.networks import splits_into_bands
+from parallel_backend.models.vae.networks import decodes_in_bands
 from ranks import run_ranks
 from video_vaes import CASES, build
 
@@ -132,7 +132,7 @@ def test_one_rank_alone_decodes_as_comfyui_does():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    assert splits_into_bands(CASES[name].build())
+    assert decodes_in_bands(CASES[name].build())
 
 
 def test_a_network_of_another_class_stays_with_comfyui():
@@ -141,4 +141,4 @@ def test_a_network_of_another_class_stays_with_comfyui():
 
     changed = build("wan 2.1")
     changed.__class__ = Changed
-    assert not splits_into_bands(changed) and not splits_into_bands(None)
+    assert not decodes_in_bands(changed) and not decodes_in_bands(None)

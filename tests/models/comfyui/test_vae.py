@@ -9,7 +9,7 @@ from other_vaes import build as other_vae
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.comfyui.vae import load_comfyui_vae
-from parallel_backend.models.vae.networks import decoding_tensors, is_for_decoding, told_beside
+from parallel_backend.models.vae.networks import decoding_tensors, told_beside
 from video_vaes import build
 
 
@@ -20,7 +20,7 @@ def source():
 
 def sent():
     """Of a narrow VAE of Wan 2.1's kind."""
-    return {name: tensor for name, tensor in build("wan 2.1").state_dict().items() if is_for_decoding(name)}
+    return decoding_tensors(build("wan 2.1"))
 
 
 def test_it_decodes_as_the_network_that_was_sent(source):

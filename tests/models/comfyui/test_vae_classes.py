@@ -11,7 +11,15 @@ import torch
 
 from comfy_modules import CPU, import_comfyui_here
 from parallel_backend.models.comfyui.vae import _parameters_assigned
-from parallel_backend.models.vae.networks import NETWORKS, Way, decoding_tensors, known, told_beside
+from parallel_backend.models.vae.networks import (
+    NETWORKS,
+    Way,
+    decoding_tensors,
+    encodes_in_bands,
+    encoding_tensors,
+    known,
+    told_beside,
+)
 
 DOCS = Path(__file__).parents[3] / "docs" / "vae-decode.md"
 _KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
@@ -68,9 +76,17 @@ def test_each_state_is_told_whole():
 
 
 def test_the_docs_list_each():
-    rows = re.findall(r"^\| (.+?) \| (bands|tiles|one device|refused)[^|]* \|", DOCS.read_text(), re.M)
+    words = "bands|tiles|one device|refused"
+    rows = re.findall(rf"^\| (.+?) \| ({words}) \| ({words}|–) \|", DOCS.read_text(), re.M)
+    nothing_to_encode = {Way.REFUSED: "–"}
     assert sorted(rows) == sorted(
-        (entry.models, entry.way.value) for entries in NETWORKS.values() for entry in entries
+        (
+            entry.models,
+            entry.way.value,
+            "bands" if entry.encoder else nothing_to_encode.get(entry.way, "one device"),
+        )
+        for entries in NETWORKS.values()
+        for entry in entries
     )
 
 
@@ -144,3 +160,12 @@ def test_what_is_sent_tells_comfyui_which_network_it_is(name):
         for each in (network, again)
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_what_is_sent_of_an_encoder_tells_comfyui_which_network_it_is():
+    """SVD's, whose other half tells it from Flux's; tests/rank and tests/comfy build more."""
+    network = first("svd")
+    again = built(encoding_tensors(network))
+    assert known(again) is known(network) and encodes_in_bands(again)
+    held = {name for name, _ in again.encoder.named_parameters(prefix="encoder")}
+    assert held and held <= set(encoding_tensors(network))

@@ -38,6 +38,11 @@ def test_ranks_on_the_card_are_ours_with_their_process(two_cards, monkeypatch):
     assert others == (9 * GIB - GPU_BASE_BYTES, 5 * GIB)
 
 
+def test_what_this_process_can_free_gives_way_and_the_rest_counts(two_cards, monkeypatch):
+    monkeypatch.setattr(memory_in_use, "OWN", [lambda device: {"cuda:0": 15 * GIB}.get(device, 0)])
+    assert held_by_others(("cuda:0", "cuda:1"), *two_cards) == (5 * GIB, 5 * GIB)
+
+
 def test_nobody_to_ask_means_no_others(two_cards, monkeypatch):
     nvml, topology = two_cards
 

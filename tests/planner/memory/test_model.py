@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_flux_dev_is_as_large_as_its_model_card_says():
     assert alone.weights == 2 * numbers(FLUX_DEV)
     assert alone.private_bytes / GIB == pytest.approx(24.2, abs=0.3)
     assert alone.mapped == alone.host == 0
+
+
+def test_what_patches_hold_lies_whole_on_each_rank():
+    """A ControlNet's network: 2 GB on one device, and on each of two that share the work."""
+    for strategy in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2, shard_weights=True)):
+        without = predict_memory(DEV, strategy, SQUARE)
+        patched = predict_memory(DEV, strategy, replace(SQUARE, patch_bytes=2 * GIB))
+        assert [m.weights - w.weights for m, w in zip(patched, without, strict=True)] == [2 * GIB] * len(
+            without
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])

@@ -1,0 +1,69 @@
+"""ComfyUI's own models on the devices of the ranks: before a run they are moved aside, and what stays there counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import comfy.model_management
+import torch
+
+from ...parallel_backend.planner.decide import ExecutionPlan
+from ...parallel_backend.planner.memory import memory_in_use
+from ...parallel_backend.planner.memory.rank_memory import in_gib
+from .memory import stands_for_ranks
+
+# Modules of text encoders, by their names: no sampler needs one while it runs, nor a VAE. Whatever else ComfyUI has in
+# use (a ControlNet, another diffusion model) stays where it is, and counts.
+_ENCODERS = ("comfy.text_encoders.", "comfy.sd1_clip", "comfy.sdxl_clip", "comfy.clip_vision")
+
+
+def move_aside(plan: ExecutionPlan) -> tuple[str, ...]:
+    """Has ComfyUI make the room on each device that its rank is predicted to take; what went, in words.
+
+    ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
+    """
+    notes = []
+    for name in plan.devices[: plan.decision.strategy.world_size]:
+        if not name.startswith("cuda:"):  # the CPU's, or another machine's
+            continue
+        missing = plan.memory.private_bytes - memory_in_use.held_by_ranks(name)
+        device = torch.device(name)
+        before = [(one, one.model_loaded_memory()) for one in _movable(device)]
+        if missing <= 0 or not before:
+            continue
+        kept = [one for one in _loaded() if all(one is not other for other, _ in before)]
+        comfy.model_management.free_memory(missing, device, keep_loaded=kept)
+        for one, size in before:
+            left = one.model_loaded_memory() if any(one is other for other in _loaded()) else 0
+            if left < size and one.model is not None:
+                kind = type(one.model.model).__name__
+                notes.append(
+                    f"{kind} made room on {name}: {in_gib(size - left)} GiB of it went to host memory"
+                )
+    return tuple(notes)
+
+
+def can_free(device: str) -> int:
+    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache."""
+    if not torch.cuda.is_initialized():
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device)))
+
+
+def _movable(device: torch.device) -> Iterator[comfy.model_management.LoadedModel]:
+    """Of ComfyUI's loaded models those on the device that the sampler which runs does not use."""
+    for one in _loaded():
+        network = None if one.model is None else one.model.model
+        if one.device != device or network is None or stands_for_ranks(network):
+            continue
+        is_for_prompts = type(network).__module__.startswith(_ENCODERS) or hasattr(network, "decode")
+        if is_for_prompts or not one.currently_used:
+            yield one
+
+
+def _loaded() -> list[comfy.model_management.LoadedModel]:
+    return list(comfy.model_management.current_loaded_models)
+
+
+memory_in_use.OWN.append(can_free)

@@ -1,0 +1,67 @@
+"""What Parallel VAE Decode and Encode share: which ranks take a VAE, and the lines of a report on what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import comfy.model_management
+import comfy.sd
+
+from ...parallel_backend.devices import is_cpu, resolve_devices
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.machine.device_shares import read_shares
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
+
+
+class CannotBeSplit(Exception):
+    """The reason, in a user's words, why the ranks cannot decode or encode it."""
+
+
+def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+    """The ranks to use, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
+    chosen = resolve_devices(settings.devices)
+    wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
+    sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
+    share_of = dict(
+        zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
+    )  # empty: equal shares
+    shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
+    if sidecar.devices == wanted:
+        return sidecar, shares, []
+    used = len(sidecar.devices)
+    note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
+    return sidecar, shares, [note]
+
+
+def splittable(half_of: Callable[[comfy.sd.VAE], VaeWeights], vae: comfy.sd.VAE) -> VaeWeights:
+    """`half_of(vae)`. Raises CannotBeSplit where that refuses."""
+    try:
+        return half_of(vae)
+    except RequestError as reason:
+        raise CannotBeSplit(f"this VAE cannot be split: {reason}") from None
+
+
+def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
+    """Has ComfyUI move its own models aside, as for what would take it `bytes_alone`, where it shares a GPU."""
+    if not is_cpu(sidecar.devices):
+        device = comfy.model_management.get_torch_device()
+        comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
+
+
+def work_lines(info: DecodeInfo) -> list[str]:
+    """Of a report: sizes in MiB, times in seconds."""
+    size = f"{info.load.bytes / 2**20:.1f} MiB"
+    lines = [
+        f"VAE: {size}, was on the devices already"
+        if info.load.cached
+        else f"VAE: {size}, loaded by the devices in {info.load.seconds:.3f} s"
+    ]
+    lines.append(f"computed in: {info.compute_dtype}")
+    lines.append(f"moved between devices: {sum(info.bytes_sent) / 2**20:.2f} MiB")
+    if any(info.peak_bytes):
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in info.peak_bytes)
+        lines.append(f"peak memory for it on each: {peaks} MiB")
+    return lines

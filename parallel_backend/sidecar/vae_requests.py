@@ -1,0 +1,80 @@
+"""The requests to the ranks of a sidecar that need no model but a VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..errors import RequestError
+from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
+from ..wire.transport import MAX_PAYLOAD_BYTES
+from .group import RankGroupRunner
+from .holdings import RankHoldings
+from .lease import ShouldCancel
+from .phases import ShowPhase
+
+_MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header
+
+
+class VaeRequests:
+    """Of a Sidecar."""
+
+    devices: tuple[str, ...]
+    _ranks: RankGroupRunner
+    _holdings: RankHoldings
+
+    def decode(
+        self,
+        vae: VaeWeights,
+        latent: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> DecodeResult:
+        """The images of `latent` [B, C, h, w], or the frames of videos [B, C, t, h, w], rows shared out over all ranks.
+
+        The model they hold stays loaded. Raises PlatformError for a network of ComfyUI's that is not exact in bands.
+        """
+        check_decode(latent, shares, len(self.devices))
+        with self._ranks.lease("decode", should_cancel, on_phase) as lease:
+            lease.images = len(latent)
+
+            def attempt() -> DecodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae.decode(
+                    self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)
+
+    def encode(
+        self,
+        vae: VaeWeights,
+        pixels: Tensor,
+        shares: tuple[float, ...] = (),
+        on_step: Callable[[int, int], None] | None = None,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> EncodeResult:
+        """The latents of `pixels` [B, 3, H, W], or of videos [B, 3, T, H, W], as the VAE's network takes them; as
+        decode()."""
+        check_encode(pixels, shares, len(self.devices))
+        if pixels.nbytes > _MOST_BYTES:
+            raise RequestError(
+                f"the pixels take {pixels.nbytes / 2**30:.1f} GiB, and at most {_MOST_BYTES / 2**30:.1f} GiB can be "
+                f"sent to the devices at once. Encode fewer images or frames at a time, or use VAE Encode."
+            )
+        with self._ranks.lease("encode", should_cancel, on_phase) as lease:
+            lease.images = len(pixels)
+
+            def attempt() -> EncodeResult:
+                self._holdings.ensure_started(lease)
+                self._ranks.working()
+                return self._holdings.vae_encoder.encode(
+                    self._ranks.epoch, lease.exchange, vae, pixels, shares, on_step, lease.on_phase
+                )
+
+            return self._ranks.through_a_crash(attempt, lease)

@@ -1,0 +1,86 @@
+"""ParallelVAEEncode in the real ComfyUI: what stock VAEEncode gives, whatever the VAE."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comfyui_client import PromptFailed
+from graphs import Graph
+
+TOLERANCE = 1e-5  # of the largest value of the latent
+
+
+class EncodeGraph(Graph):
+    """Images and a VAE, encoded by stock VAEEncode and by ours."""
+
+    def image(self, width: int, height: int, batch: int = 1, channels: int = 3) -> list:
+        return [self.add("TestImage", width=width, height=height, batch=batch, channels=channels), 0]
+
+    def stock(self, pixels: list, vae: list) -> list:
+        return [self.add("VAEEncode", pixels=pixels, vae=vae), 0]
+
+    def ours(self, pixels: list, vae: list, devices: str = "cpu:2", **choice: str) -> list:
+        strategy = self.strategy(devices, **choice)
+        return [self.add("ParallelVAEEncode", pixels=pixels, vae=vae, strategy=strategy), 0]
+
+
+def encoded(comfy, graph: EncodeGraph, output: list) -> tuple[torch.Tensor, str]:
+    """(latent, report) of our node."""
+    return comfy.sample_with_text(graph.prompt, output, [output[0], 1])
+
+
+def _is_near(latent: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert latent.shape == expected.shape and latent.dtype == expected.dtype
+    assert expected.std() > 0.05 * expected.abs().max()  # no flat latent
+    return bool((latent - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def test_the_latent_of_each_image_is_that_of_stock_vae_encode(comfy):
+    """Of sides that do not divide, which are cropped, and with an alpha channel, which is dropped."""
+    graph = EncodeGraph()
+    vae, pixels = [graph.add("TestImageVAE"), 0], graph.image(61, 53, batch=2, channels=4)
+    one = [graph.add("ImageFromBatch", image=pixels, batch_index=1, length=1), 0]
+    expected = comfy.sample(graph.prompt, graph.stock(one, vae))
+    latent, report = encoded(comfy, graph, graph.ours(pixels, vae, device_shares="2,1"))
+    assert expected.shape == (1, 16, 6, 7)
+    assert _is_near(latent[1:], expected)
+    assert "encoded by: 2 devices, 2 images in " in report
+    assert "rows of the latent on each: 4, 2 (exact, no tiles)" in report
+    _, report = encoded(comfy, graph, graph.ours(one, vae))
+    assert "was on the devices already" in report
+
+
+@pytest.mark.parametrize(
+    ("channels", "pixels", "words"),
+    [
+        (3, dict(width=20, height=41, batch=10), "1 video of 10 frames in "),
+        (4, dict(width=33, height=24, batch=1), "1 image in "),
+    ],
+    ids=str,
+)
+def test_the_latent_of_a_video_is_that_of_stock_vae_encode(comfy, channels, pixels, words):
+    """Ten frames are nine, and what has no alpha channel gets one."""
+    graph = EncodeGraph()
+    vae, image = [graph.add("TestWanVAE", channels=channels), 0], graph.image(**pixels)
+    expected = comfy.sample(graph.prompt, graph.stock(image, vae))
+    latent, report = encoded(comfy, graph, graph.ours(image, vae, "cpu:3"))
+    assert latent.shape[2] == (pixels["batch"] + 3) // 4
+    assert _is_near(latent, expected) and words in report
+
+
+def test_taesd_is_encoded_by_comfyui(comfy):
+    graph = EncodeGraph()
+    pixels, vae = graph.image(40, 24), [graph.add("TestTinyVAE"), 0]
+    expected = comfy.sample(graph.prompt, graph.stock(pixels, vae))
+    latent, report = encoded(comfy, graph, graph.ours(pixels, vae))
+    assert torch.equal(latent, expected)
+    assert "ComfyUI's own VAE encode" in report and "its network is TAESD" in report
+
+
+def test_an_image_smaller_than_a_position_of_the_latent_is_refused_in_words(comfy):
+    graph = EncodeGraph()
+    output = graph.ours(graph.image(40, 7), [graph.add("TestWanVAE", channels=3), 0])
+    with pytest.raises(PromptFailed) as failed:
+        comfy.sample(graph.prompt, output)
+    assert "sides no smaller than one position of the latent" in failed.value.exception_message
