@@ -45,11 +45,11 @@ def current_node() -> tuple[Prompt, str] | None:
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
 
 
-def loaders_for(prompt: Prompt, selector: str) -> list[str]:
-    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs. One
-    that no output needs does not run, and nothing is held against it."""
+def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
+    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs.
+    `run`: only those that some output needs."""
     found: dict[str, None] = {}
-    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)):
+    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)) if run else prompt:
         if any(name == "strategy" and origin == selector for name, origin, _ in links(_inputs(prompt, node))):
             loader = _loader_of(prompt, node)
             if loader is not None:

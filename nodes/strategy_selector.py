@@ -168,7 +168,7 @@ class StrategySelector(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> tuple[str, ...]:
-        """`why` is told for these models."""
+        """`why` is told for these models, whatever else runs: ComfyUI drops what a loader gave when this changes."""
         return tuple(str(file.fingerprint) + file.name for file in _files())
 
     @classmethod
@@ -180,7 +180,7 @@ class StrategySelector(io.ComfyNode):
 def _files() -> list[ModelFile]:
     """The models that the node at work decides for."""
     at = current_node()
-    return [] if at is None else files_decided_by(*at)
+    return [] if at is None else files_decided_by(*at, run=False)
 
 
 def _problems(given: dict[str, object]) -> bool | str:

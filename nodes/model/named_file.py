@@ -49,10 +49,10 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     return ANY_MODEL if is_behind else None
 
 
-def files_decided_by(prompt: Prompt, selector: str) -> list[ModelFile]:
-    """The models for which a Strategy Selector of a prompt decides, as far as the prompt tells. What cannot be read is
-    left out: its loader says so, in its place."""
-    found = (_file_of(prompt, loader) for loader in loaders_for(prompt, selector))
+def files_decided_by(prompt: Prompt, selector: str, *, run: bool = True) -> list[ModelFile]:
+    """The models for which a Strategy Selector of a prompt decides, as far as the prompt tells; `run`: but those whose
+    loaders do not. What cannot be read is left out: its loader says so, in its place."""
+    found = (_file_of(prompt, loader) for loader in loaders_for(prompt, selector, run=run))
     return [file for file in found if file is not None]
 
 
