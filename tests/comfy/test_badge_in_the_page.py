@@ -64,12 +64,12 @@ def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page
     wait_for(r"Ulysses 2 · [\d.e-]+ s\/step · [\d.]+ ×")
     page.get_by_role("dialog").get_by_role("button", name="Close").click()
     # From here on it is known to every run; to one that failed nothing is.
-    for name, value in (("devices", "cpu:3"), ("ulysses_degree", 3)):
-        page.evaluate(SET, ["StrategySelector", name, value])
+    for name, value in (("channels", 5), ("draw", 1)):
+        page.evaluate(SET, ["TestLatent", name, value])
     page.evaluate(SET, ["ParallelSampler", "seed", 2])
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.wait_for_function(f"() => !/Ulysses 2 · /.test(({BADGES})({by_vue}))", timeout=60_000)
-    for name, value in (("devices", "cpu:2"), ("ulysses_degree", 2)):
-        page.evaluate(SET, ["StrategySelector", name, value])
+    for name, value in (("channels", 16), ("draw", -1)):
+        page.evaluate(SET, ["TestLatent", name, value])
     page.evaluate("() => app.queuePrompt(0, 1)")
     wait_for(r"Ulysses 2 · [\d.e-]+ s\/step · [\d.]+ ×")

@@ -29,6 +29,7 @@ class Wired(Graph):
             "PARALLEL_STRATEGY": lambda: self.strategy("cpu:1"),
             "CONDITIONING": lambda: self.text(1),
             "LATENT": self.latent,
+            "IMAGE": lambda: [self.add("TestImage", width=16, height=16, batch=1, channels=3), 0],
             "VAE": lambda: [self.add("TestTinyVAE"), 0],
         }[kind]()
 
