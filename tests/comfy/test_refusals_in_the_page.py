@@ -81,7 +81,7 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
 
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
     page.evaluate("() => app.queuePrompt(0, 1)")
-    page.locator("[data-testid=error-overlay]").wait_for(timeout=20_000)
+    page.locator("[data-testid=error-overlay]").wait_for(timeout=60_000)
     toast = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
 
     def send(**changes) -> None:
