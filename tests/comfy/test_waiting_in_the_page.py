@@ -58,7 +58,7 @@ def _show(page, waiting: int) -> None:
     sampled = graph.parallel_sampler(loader, graph.text(1), graph.text(2), [latent, 0])
     graph.save(sampled, "waiting.safetensors")
     show_prompt(page, graph.prompt, "ParallelSampler")
-    page.wait_for_selector(".parallel-report", timeout=60_000)
+    page.wait_for_selector(".parallel-report", state="attached", timeout=60_000)
 
 
 def _wait_for(page, what: str, words: str) -> None:
