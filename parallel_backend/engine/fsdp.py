@@ -7,8 +7,10 @@ current one computes.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
@@ -23,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
 from .groups import Axis, is_gloo
-from .heap import release_heap
 from .traffic_counter import Traffic
 
 # Its name before torch 2.13 warns in that version.
@@ -166,7 +167,8 @@ class _CountedGather:
         storage = self._arrivals.untyped_storage()
         if storage.nbytes():
             storage.resize_(0)
-            release_heap()
+            if (trim := _malloc_trim()) is not None:
+                trim(0)
 
     def __call__(
         self,
@@ -182,3 +184,13 @@ class _CountedGather:
         return _all_gather(
             output_tensor.view(_WORDS), input_tensor.view(_WORDS), group=group, async_op=async_op
         )
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's way to give free memory back to the system; None where the C library has none.
+
+    glibc keeps what was freed in its heap, on the CPU several blocks' gathered weights. Lower thresholds for the whole
+    process would prevent that too, but map every activation anew (docs/benchmarks.md).
+    """
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

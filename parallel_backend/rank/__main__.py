@@ -172,7 +172,6 @@ def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
 def _serve_one(
     link: Link, epoch: int, worker: RankWorker, requests: ArenaReader, answers: ArenaWriter
 ) -> None:
-    from ..engine.heap import release_heap
     from ..wire.deadlines import SEND
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
@@ -183,12 +182,8 @@ def _serve_one(
     def give_back() -> None:
         release_cache(worker.world.device)  # others need it until the next request
 
-    def when_idle() -> None:
-        give_back()
-        release_heap()
-
     heartbeat.point("idle")
-    envelope, descriptors = _receive(link, epoch, when_idle)
+    envelope, descriptors = _receive(link, epoch, give_back)
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..engine.heap import release_heap
 from ..errors import RequestError
 from ..requests import Conditioning, InputShapes, ModelSpec, Placement
 from ..wire.protocol import Predict, RankModels
@@ -141,7 +140,6 @@ def collect(device: torch.device) -> None:
     """Gives memory back that nothing holds any more."""
     gc.collect()
     release_cache(device)
-    release_heap()
 
 
 def release_cache(device: torch.device) -> None:

@@ -85,6 +85,8 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         outermost = ""
     search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
     cores = len(os.sched_getaffinity(0))
+    # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
+    # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
     threads = max(1, cores // len(devices))
     # torch's own choice is 32 processes that compile, for each rank.
     compiling = 1 if is_cpu(devices) else min(4, threads)
@@ -93,10 +95,6 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         # Where anything else runs, threads that spin while they wait for one without a core make a step 10 times as
         # long. So many spins libgomp itself allows where it knows of more threads than cores.
         defaults["GOMP_SPINCOUNT"] = "1000"
-    if is_cpu(devices):
-        # Activations that are freed stay mapped until the next step wants them, up to so much. Left to itself glibc
-        # gives the top of its heap back whenever that is free: page faults, a tenth of a step (docs/benchmarks.md).
-        defaults |= {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
     if cache := _cache_folder(source):
         defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
             cache / "compiled"

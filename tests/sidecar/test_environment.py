@@ -50,14 +50,6 @@ def test_threads_on_a_cpu_do_not_spin_unless_the_user_said_so():
     assert spins(OMP_WAIT_POLICY="ACTIVE") is None and spins("cuda:0") is None
 
 
-def test_ranks_on_a_cpu_keep_freed_activations_unless_the_user_said_otherwise():
-    def trimmed_at(device="cpu:0", **source):
-        return rank_environment(source, Path("/"), (device,)).get("MALLOC_TRIM_THRESHOLD_")
-
-    assert int(trimmed_at()) == 256 * 2**20 and trimmed_at(MALLOC_TRIM_THRESHOLD_="65536") == "65536"
-    assert trimmed_at("cuda:0") is None
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_is_as_deterministic_as_comfyui(deterministic):
     try:
