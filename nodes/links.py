@@ -8,7 +8,7 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.options import AUTO, COMPILE_MODES
+from ..parallel_backend.options import AUTO, COMPILE_MODES, DEFAULT_THRESHOLD
 from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
@@ -23,6 +23,30 @@ def strategy_input() -> io.Custom.Input:
         "strategy",
         optional=True,
         tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+    )
+
+
+def devices_input() -> io.Custom.Input:
+    """Of the nodes that use ranks without a model."""
+    return StrategyLink.Input(
+        "strategy",
+        optional=True,
+        tooltip="From Strategy Selector: the devices. Those that run already are used. Without it: all.",
+    )
+
+
+def threshold_input(*, optional: bool = False) -> io.Float.Input:
+    """Of the nodes that have a step cache."""
+    return io.Float.Input(
+        "cache_threshold",
+        default=DEFAULT_THRESHOLD,
+        min=0.0,
+        max=1.0,
+        step=0.01,
+        round=0.001,
+        optional=optional,
+        tooltip="By how much, relatively, the first block may have changed for a step to skip the others. "
+        "Lower stays closer to the exact image, 0 is exact; 0.08 to 0.12 is usual for Flux dev.",
     )
 
 

@@ -23,7 +23,7 @@ from ..parallel_backend.planner.rules import Decision, StrategySettings, resolve
 from .host.calls import RunRecord
 from .host.settings import permitted
 from .link_checks import check_links
-from .links import ModelLink, ParallelModel, StrategyLink
+from .links import ModelLink, ParallelModel, StrategyLink, threshold_input
 from .model.options import RECORD, SETTINGS
 from .model.sampler import ResidentSampler
 
@@ -90,17 +90,7 @@ def sampling_inputs() -> list[io.Input]:
             "Cache). Faster and approximate; the report says how often. Behind Parallel Flux Loader it does nothing in "
             "stepwise sampling.",
         ),
-        io.Float.Input(
-            "cache_threshold",
-            default=DEFAULT_THRESHOLD,
-            min=0.0,
-            max=1.0,
-            step=0.01,
-            round=0.001,
-            optional=True,
-            tooltip="By how much, relatively, the first block may have changed for a step to skip the others. "
-            "Lower stays closer to the exact image, 0 is exact; 0.08 to 0.12 is usual for Flux dev.",
-        ),
+        threshold_input(optional=True),
     ]
 
 

@@ -6,10 +6,10 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
-from ..parallel_backend.options import DEFAULT_THRESHOLD, check_threshold
+from ..parallel_backend.options import check_threshold
 from .host.settings import permitted
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, model_output
+from .links import CATEGORY, model_output, threshold_input
 from .model.options import SETTINGS, STEP_CACHE
 from .model.patcher import StepwisePatcher
 
@@ -28,16 +28,7 @@ class ParallelStepCache(io.ComfyNode):
                 io.Model.Input(
                     "model", tooltip="From Parallel Model or Parallel Model Loader, also through other nodes."
                 ),
-                io.Float.Input(
-                    "cache_threshold",
-                    default=DEFAULT_THRESHOLD,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    round=0.001,
-                    tooltip="By how much, relatively, the first block may have changed for a step to skip the others. "
-                    "Lower stays closer to the exact image, 0 is exact; 0.08 to 0.12 is usual for Flux dev.",
-                ),
+                threshold_input(),
             ],
             outputs=[model_output()],
         )

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
 from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.wire.decode_messages import DecodeInfo
 from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import CannotBeSplit, choose_ranks, make_room, splittable, work_lines
+from .host.vae_ranks import ROWS, CannotBeSplit, choose_ranks, make_room, report_lines, splittable
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, StrategyLink
+from .links import CATEGORY, devices_input
 from .model.vae import as_sent, cuts_tiles, decoder_weights, refuse_other_kinds
+
+_TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
 
 class ParallelVAEDecode(io.ComfyNode):
@@ -43,11 +44,7 @@ class ParallelVAEDecode(io.ComfyNode):
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
                 io.Vae.Input("vae", tooltip="The VAE to decode it with. It is sent to the devices once."),
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector: the devices. Those that run already are used. Without it: all.",
-                ),
+                devices_input(),
             ],
             outputs=[
                 io.Image.Output("image", tooltip="The decoded image."),
@@ -107,7 +104,9 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise CannotBeSplit(str(error)) from error
-    lines = _report(sidecar.devices, result.info, sent, len(result.image), cuts_tiles(vae))
+    frames = len(result.image) // len(sent) if sent.ndim == 5 else 1
+    shared = _TILES if cuts_tiles(vae) else ROWS
+    lines = report_lines("decoded", sidecar.devices, result.info, len(sent), frames, shared)
     return _as_comfyuis(vae, result.image), [*lines, *notes]
 
 
@@ -116,23 +115,3 @@ def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
     dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     pixels = image.to(device=vae.output_device, dtype=dtype, copy=True).movedim(-1, 1)
     return vae.process_output(pixels).movedim(1, -1)
-
-
-def _report(
-    devices: tuple[str, ...], info: DecodeInfo, latent: Tensor, frames: int, tiles: bool
-) -> list[str]:
-    """One line per fact, the first also for under the node; times in seconds, sizes in MiB."""
-    kind = "video" if latent.ndim == 5 and frames > len(latent) else "image"
-    decoded = f"{len(latent)} {kind}{'s' if len(latent) > 1 else ''}"
-    if kind == "video":
-        decoded += f" of {frames // len(latent)} frames"
-    busy = sum(1 for rows in info.rows if rows)
-    lines = [f"decoded by: {busy} device{'s' if busy > 1 else ''}, {decoded} in {info.seconds:.3f} s"]
-    lines.append(f"devices: {', '.join(devices)}")
-    each = ", ".join(map(str, info.rows))
-    lines.append(
-        f"tiles on each: {each} (those that VAE Decode cuts for this VAE too)"
-        if tiles
-        else f"rows of the latent on each: {each} (exact, no tiles)"
-    )
-    return [*lines, *work_lines(info)]

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
 from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.wire.decode_messages import DecodeInfo
 from .host.calls import errors_as_comfyuis, interrupted, report_progress
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import CannotBeSplit, choose_ranks, make_room, splittable, work_lines
+from .host.vae_ranks import ROWS, CannotBeSplit, choose_ranks, make_room, report_lines, splittable
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, StrategyLink
+from .links import CATEGORY, devices_input
 from .model.vae import encoder_weights
 
 
@@ -45,11 +44,7 @@ class ParallelVAEEncode(io.ComfyNode):
                 io.Vae.Input(
                     "vae", tooltip="The VAE to encode it with. Its encoder is sent to the devices once."
                 ),
-                StrategyLink.Input(
-                    "strategy",
-                    optional=True,
-                    tooltip="From Strategy Selector: the devices. Those that run already are used. Without it: all.",
-                ),
+                devices_input(),
             ],
             outputs=[
                 io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
@@ -101,7 +96,9 @@ def _on_ranks(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> 
         raise CannotBeSplit(str(error)) from error
     dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     latent = result.latent.to(device=vae.output_device, dtype=dtype)
-    return latent, [*_report(sidecar.devices, result.info, inputs), *notes]
+    frames = inputs.shape[2] if inputs.ndim == 5 else 1
+    lines = report_lines("encoded", sidecar.devices, result.info, len(inputs), frames, ROWS)
+    return latent, [*lines, *notes]
 
 
 def _as_network_takes(vae: comfy.sd.VAE, pixels: Tensor) -> Tensor:
@@ -112,17 +109,3 @@ def _as_network_takes(vae: comfy.sd.VAE, pixels: Tensor) -> Tensor:
         alone = getattr(vae, "not_video", False)
         channels_first = channels_first.unsqueeze(2) if alone else channels_first.movedim(0, 1).unsqueeze(0)
     return vae.process_input(channels_first).to("cpu", vae.vae_dtype)
-
-
-def _report(devices: tuple[str, ...], info: DecodeInfo, inputs: Tensor) -> list[str]:
-    """One line per fact, the first also for under the node."""
-    frames = inputs.shape[2] if inputs.ndim == 5 else 1
-    kind = "video" if frames > 1 else "image"
-    encoded = f"{len(inputs)} {kind}{'s' if len(inputs) > 1 else ''}"
-    if kind == "video":
-        encoded += f" of {frames} frames"
-    busy = sum(1 for rows in info.rows if rows)
-    lines = [f"encoded by: {busy} device{'s' if busy > 1 else ''}, {encoded} in {info.seconds:.3f} s"]
-    lines.append(f"devices: {', '.join(devices)}")
-    lines.append(f"rows of the latent on each: {', '.join(map(str, info.rows))} (exact, no tiles)")
-    return [*lines, *work_lines(info)]

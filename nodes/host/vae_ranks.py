@@ -51,14 +51,31 @@ def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
         comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
 
 
-def work_lines(info: DecodeInfo) -> list[str]:
-    """Of a report: sizes in MiB, times in seconds."""
-    size = f"{info.load.bytes / 2**20:.1f} MiB"
+ROWS = "rows of the latent on each: {} (exact, no tiles)"
+
+
+def report_lines(
+    done: str, devices: tuple[str, ...], info: DecodeInfo, images: int, frames: int, shared: str
+) -> list[str]:
+    """One line per fact, the first also for under the node; sizes in MiB, times in seconds.
+
+    `done`: decoded or encoded; `frames`: of each of the images, which are videos where there are several; `shared`:
+    what the devices had of each, with a place for the numbers.
+    """
+    kind = "video" if frames > 1 else "image"
+    what = f"{images} {kind}{'s' if images > 1 else ''}" + (f" of {frames} frames" if frames > 1 else "")
+    busy = sum(1 for rows in info.rows if rows)
     lines = [
+        f"{done} by: {busy} device{'s' if busy > 1 else ''}, {what} in {info.seconds:.3f} s",
+        f"devices: {', '.join(devices)}",
+        shared.format(", ".join(map(str, info.rows))),
+    ]
+    size = f"{info.load.bytes / 2**20:.1f} MiB"
+    lines.append(
         f"VAE: {size}, was on the devices already"
         if info.load.cached
         else f"VAE: {size}, loaded by the devices in {info.load.seconds:.3f} s"
-    ]
+    )
     lines.append(f"computed in: {info.compute_dtype}")
     lines.append(f"moved between devices: {sum(info.bytes_sent) / 2**20:.2f} MiB")
     if any(info.peak_bytes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,9 +12,10 @@ from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check
 from ..wire.transport import MAX_PAYLOAD_BYTES
 from .group import RankGroupRunner
 from .holdings import RankHoldings
-from .lease import ShouldCancel
+from .lease import Lease, ShouldCancel
 from .phases import ShowPhase
 
+Result = TypeVar("Result", DecodeResult, EncodeResult)
 _MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header
 
 
@@ -39,16 +41,7 @@ class VaeRequests:
         """
         check_decode(latent, shares, len(self.devices))
         with self._ranks.lease("decode", should_cancel, on_phase) as lease:
-            lease.images = len(latent)
-
-            def attempt() -> DecodeResult:
-                self._holdings.ensure_started(lease)
-                self._ranks.working()
-                return self._holdings.vae.decode(
-                    self._ranks.epoch, lease.exchange, vae, latent, shares, on_step, lease.on_phase
-                )
-
-            return self._ranks.through_a_crash(attempt, lease)
+            return self._ask(self._holdings.vae.decode, lease, vae, latent, shares, on_step)
 
     def encode(
         self,
@@ -68,13 +61,23 @@ class VaeRequests:
                 f"sent to the devices at once. Encode fewer images or frames at a time, or use VAE Encode."
             )
         with self._ranks.lease("encode", should_cancel, on_phase) as lease:
-            lease.images = len(pixels)
+            return self._ask(self._holdings.vae_encoder.encode, lease, vae, pixels, shares, on_step)
 
-            def attempt() -> EncodeResult:
-                self._holdings.ensure_started(lease)
-                self._ranks.working()
-                return self._holdings.vae_encoder.encode(
-                    self._ranks.epoch, lease.exchange, vae, pixels, shares, on_step, lease.on_phase
-                )
+    def _ask(
+        self,
+        work: Callable[..., Result],
+        lease: Lease,
+        vae: VaeWeights,
+        tensor: Tensor,
+        shares: tuple[float, ...],
+        on_step: Callable[[int, int], None] | None,
+    ) -> Result:
+        """What `work` of VaeOnRanks makes of the tensor, once more where ranks die on the way."""
+        lease.images = len(tensor)
 
-            return self._ranks.through_a_crash(attempt, lease)
+        def attempt() -> Result:
+            self._holdings.ensure_started(lease)
+            self._ranks.working()
+            return work(self._ranks.epoch, lease.exchange, vae, tensor, shares, on_step, lease.on_phase)
+
+        return self._ranks.through_a_crash(attempt, lease)

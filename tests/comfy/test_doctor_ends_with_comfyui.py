@@ -41,3 +41,4 @@ def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(child.pid) for child in children), PATIENCE)
         button.join(10)
+    assert not button.is_alive()  # its request has ended too
