@@ -12,6 +12,7 @@ from comfy_execution.utils import get_executing_context
 import nodes
 
 from .preload.tail import LOADERS, Prompt, links, needed
+from .together.queue import running_prompt
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -36,12 +37,7 @@ def current_node() -> tuple[Prompt, str] | None:
     context = get_executing_context()
     if context is None:
         return None
-    prompt = _validated.get()
-    if prompt is None:
-        from server import PromptServer
-
-        running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
-        prompt = next((item[2] for item in running if item[1] == context.prompt_id), None)
+    prompt = _validated.get() or running_prompt(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
 
 
