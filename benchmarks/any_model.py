@@ -162,6 +162,7 @@ def _overhead(folder: Path, rounds: int) -> tuple[float, list[int]]:
             if number == 3:  # the first calls load, and make the memory that later ones use
                 pids = (os.getpid(), *sidecar.pids)
                 before = [_page_faults(pid) for pid in pids]
+            x.add_(0)  # as a sampler's step does, so that it is sent anew
             begun = time.perf_counter()
             sidecar.call(weights, ModuleCall((x,), kwargs, 1), two_ranks())
             if number >= 3:

@@ -22,7 +22,7 @@ from tiny_flux import write_tiny_flux  # noqa: E402
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
 # Latent height and width (in latent pixels, 2x2 per token) for each number of image tokens.
-SIZES = {16: (8, 8), 128: (16, 32), 512: (32, 64), 2048: (64, 128), 4096: (128, 128)}
+SIZES = {16: (8, 8), 128: (16, 32), 512: (32, 64), 1024: (64, 64), 2048: (64, 128), 4096: (128, 128)}
 
 
 @contextmanager

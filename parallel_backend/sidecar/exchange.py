@@ -262,8 +262,7 @@ class Exchange(Generic[Terminal]):
         """The tensors that came with a message; the caller's own, for the rank's arena has its next answer soon."""
         if not isinstance(message, Done) or message.placed is None:
             return unpack_tensors(descriptor)
-        placed = self._group.answers.read(descriptor, message.placed)
-        return {name: tensor.clone() for name, tensor in placed.items()}
+        return self._group.answers.take(descriptor, message.placed)
 
     def _check(self, envelope: Envelope) -> None:
         if envelope.epoch != self._group.epoch or envelope.request != self._request:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from .left_memory import LeftMemory
 from .protocol import PlacedTensor
 from .strict_json import shown
 from .tensor_state import SeenTensor
@@ -147,6 +148,11 @@ class ArenaReader:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._file: tuple[int, int] | None = None  # device and inode of what is mapped
+        self._copies = LeftMemory()
+
+    def take(self, descriptor: int, placed: tuple[PlacedTensor, ...]) -> dict[str, Tensor]:
+        """As `read`; the caller's own."""
+        return {name: self._copies.copy(tensor) for name, tensor in self.read(descriptor, placed).items()}
 
     def read(self, descriptor: int, placed: tuple[PlacedTensor, ...]) -> dict[str, Tensor]:
         """The tensors, where they lie: read-only, and valid until this end has answered. `descriptor` stays the
@@ -165,6 +171,7 @@ class ArenaReader:
     def release(self) -> None:
         """Gives up the mapping, once nothing that was read is used."""
         self._memory, self._file = torch.empty(0, dtype=torch.uint8), None
+        self._copies.release()
 
     def _map(self, descriptor: int, size: int) -> None:
         import fcntl
