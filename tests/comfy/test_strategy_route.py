@@ -62,8 +62,11 @@ def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
     for loader in ({"node": "ParallelModel"}, behind, {"node": "ParallelModelLoader", "unet_name": UNET}):
         of_heads = _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"]
         assert [UNET in problem["message"] for problem in of_heads] == [True] * ("unet_name" in loader)
-        (problem,) = _check(comfy, {**inputs, "pipefusion_degree": 2}, **loader)["problems"]
-        assert problem["inputs"] == ["pipefusion_degree"] and "Flux" not in problem["message"]
+        assert (
+            _check(comfy, {**inputs, "devices": "cpu:2", "pipefusion_degree": 2}, **loader)["problems"] == []
+        )
+        (problem,) = _check(comfy, {**inputs, "tensor_degree": 2}, **loader)["problems"]
+        assert problem["inputs"] == ["tensor_degree"] and "Flux" not in problem["message"]
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])
