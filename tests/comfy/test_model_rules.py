@@ -10,13 +10,13 @@ from graphs import Graph
 UNET = "tiny_rules.safetensors"  # two attention heads
 HEADS = f"ulysses_degree: ulysses_degree 3 does not divide the 2 attention heads of {UNET}"
 TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
-STAGES = f"pipefusion_degree: pipefusion_degree 3: {UNET} has 2 blocks"
+STAGES = f"pipefusion_degree: pipefusion_degree 5: {UNET} has 4 blocks"
 LAYERS = f"tensor_degree: tensor_degree 2: the layers of {UNET} cannot be split"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def model(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
 
 
 def _loader(graph: Graph, kind: str, strategy: list | None) -> list:
@@ -48,7 +48,7 @@ def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> G
     [
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3}, HEADS),
         ("ParallelModel", "cpu:3", {"ulysses": 3}, TOO_MANY),
-        ("ParallelModelLoader", "cpu:3", {"pipefusion": 3}, STAGES),
+        ("ParallelModelLoader", "cpu:5", {"pipefusion": 5}, STAGES),
         ("ParallelModel", "cpu:2", {"tensor": 2}, LAYERS),
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3, "at_sampler": True}, HEADS),
     ],

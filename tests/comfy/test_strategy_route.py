@@ -44,7 +44,7 @@ def test_the_check_takes_what_the_node_has(comfy):
 
 
 def test_the_rules_are_those_of_the_loaders_model(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
     inputs = {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3}
     assert _check(comfy, inputs)["problems"] == []  # Flux.1 has 24 heads
     (problem,) = _check(comfy, inputs, node="ParallelFluxLoader", unet_name=UNET)["problems"]
@@ -56,7 +56,7 @@ def test_the_rules_are_those_of_the_loaders_model(comfy):
 
 
 def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
     inputs = {"mode": "manual", "devices": "cpu:3"}
     behind = {"node": "ParallelModel", "source": "UNETLoader", "unet_name": UNET}
     for loader in ({"node": "ParallelModel"}, behind, {"node": "ParallelModelLoader", "unet_name": UNET}):
