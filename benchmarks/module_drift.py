@@ -1,21 +1,27 @@
-"""PipeFusion of a random Wan on two stages: how far from one device, by warm-up steps, and how long its steps take.
+"""PipeFusion of a random Wan and a random Flux on two stages: how far from one device, and how long a step takes.
 
-    python benchmarks/module_drift.py [--only drift,times] [--rounds 3] [--json]
+    python benchmarks/module_drift.py [--only drift,times] [--models wan,flux] [--rounds 3] [--json]
 
-- drift: the latent of 20 Euler steps, CFG 2.5, of a tiny Wan with random weights, against that of warm-up steps alone;
-- times: t(1) / (2 * t(2)) of a flowing step of a random Wan (width 512, 8 blocks) over 2,048 tokens at CFG 1, four
-  patches, medians of interleaved jobs. For a quiet machine.
+- drift: the latent of 20 Euler steps, CFG 2.5, of a tiny model with random weights, by warm-up steps, against that of
+  warm-up steps alone;
+- times: t(1) / (2 * t(2)) of a flowing step of a random model (width 512, 8 blocks; of Flux 4 of each kind) over 2,048
+  tokens at CFG 1, four patches, medians of interleaved jobs. For a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from subject import finish
 
+from comfy_weight_files import spec as spec_of
+from comfy_weight_files import write
+from loop_jobs import loop_job
 from parallel_backend.requests import LoopRequest, ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -24,8 +30,30 @@ from wan_jobs import tiny_wan, wan_job
 STEPS = 20
 WARM_UPS = (1, 2, 4, 8, 12, 16)
 PATCHES = (2, 4)
-TIMED_STEPS, TIMED_PATCHES, TIMED_SIZE = 8, 4, (8, 32, 32)  # latent frames, height, width
+TIMED_STEPS, TIMED_PATCHES = 8, 4
 PIPE = ParallelStrategy(pipefusion_degree=2)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`make(folder, timed)`: a file of it, larger where it is timed; `job(**options)`: of it; `size`: of a timed job's
+    latent, in frames (of a video), rows and columns."""
+
+    make: Callable[[Path, bool], ModelSpec]
+    job: Callable[..., LoopRequest]
+    size: tuple[int, ...]
+
+
+def _wan(folder: Path, timed: bool) -> ModelSpec:
+    return tiny_wan(folder, blocks=8, dim=512) if timed else tiny_wan(folder)
+
+
+def _flux(folder: Path, timed: bool) -> ModelSpec:
+    path = folder / f"flux {timed}.safetensors"
+    return spec_of(write(path, "fp32", blocks=4, hidden=512) if timed else write(path, "fp32"))
+
+
+SUBJECTS = {"wan": Subject(_wan, wan_job, (8, 32, 32)), "flux": Subject(_flux, loop_job, (64, 128))}
 
 
 def main() -> None:
@@ -33,21 +61,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="drift,times", help="one of the two, or both with a comma between")
+    parser.add_argument("--models", default=",".join(SUBJECTS), help="some of these, with commas between")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
-        if "drift" in args.only:
-            result["drift"] = measure_drift(tiny_wan(Path(name)))
-        if "times" in args.only:
-            result["times"] = measure_times(tiny_wan(Path(name), blocks=8, dim=512), args.rounds)
+        for model in args.models.split(","):
+            print(model)
+            if "drift" in args.only:
+                result[f"{model} drift"] = measure_drift(SUBJECTS[model], Path(name))
+            if "times" in args.only:
+                result[f"{model} times"] = measure_times(SUBJECTS[model], Path(name), args.rounds)
     finish(result, args.json)
 
 
-def measure_drift(spec: ModelSpec) -> dict[str, dict[str, float]]:
+def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]:
     """Per patches and warm-up steps the largest and root mean square difference, relative to the largest value."""
-    job, found = wan_job(steps=STEPS), dict[str, dict[str, float]]()
+    spec, job, found = subject.make(folder, False), subject.job(steps=STEPS), dict[str, dict[str, float]]()
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     try:
         exact = sidecar.sample(spec, job, Placement(PIPE.replace(warmup_steps=STEPS))).latent
@@ -64,9 +95,9 @@ def measure_drift(spec: ModelSpec) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure_times(spec: ModelSpec, rounds: int) -> dict[str, float]:
+def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, float]:
     """Seconds of a step on one device and of a flowing one on two, and the efficiency."""
-    job = wan_job(steps=TIMED_STEPS, size=TIMED_SIZE, cfg=1.0)
+    spec, job = subject.make(folder, True), subject.job(steps=TIMED_STEPS, size=subject.size, cfg=1.0)
     flowing = PIPE.replace(num_pipeline_patch=TIMED_PATCHES)
     one, two = Sidecar(("cpu:2",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"one": [], "two": []}

@@ -10,9 +10,9 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import nn
 
-from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, inspect
+from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, by_stages, inspect
 from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
-from ...parallel_backend.models.comfyui.table import has_stages
+from ...parallel_backend.models.comfyui.table import stage_lists
 from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.
@@ -59,8 +59,10 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
     header = inspect(path)
     module = model.diffusion_model
     mode = trusted_mode(type(module).__name__, {}, verdict)
+    lists = stage_lists(type(module).__name__) if mode == STAY else ()
     return replace(
         header,
+        blocks=by_stages(header.blocks, {path: len(module.get_submodule(path)) for path in lists}),
         model=type(model).__name__,
         module=type(module).__name__,
         heads=0 if mode == BANDS else _number(_candidates(module), _HEADS),  # each band computes all
@@ -76,7 +78,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
         band_rows=_band_rows(module) if mode == BANDS else 0,
         why_less=verdict.words,
-        has_stages=mode == STAY and has_stages(type(module).__name__),
+        has_stages=bool(lists),
     )
 
 

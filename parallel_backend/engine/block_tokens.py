@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -110,6 +111,25 @@ class BlockTokens:
             shares = all_gather(mine, self.lengths(stream), self.axis, self.traffic)
             value = self._in_order(shares, stream).movedim(0, dim).contiguous()
         return value.unflatten(dim, self.shapes[stream]) if several else value
+
+    def spread(self, value: Tensor, argument: Tokens) -> Tensor:
+        """The whole tensor with this rank's tokens in their places, and 0 in those of others."""
+        stream, dim = argument.stream, argument.dim % value.ndim
+        several = stream in self.shapes and value.ndim > dim + argument.over
+        if several:
+            value = value.flatten(dim, dim + argument.over - 1)
+        whole = value.new_zeros(
+            [self.total(stream) if n == dim else size for n, size in enumerate(value.shape)]
+        )
+        self.put(value, stream, dim, whole)
+        return whole.unflatten(dim, self.shapes[stream]) if several else whole
+
+    def put(self, value: Tensor, stream: str, dim: int, whole: Tensor) -> None:
+        """Writes this rank's tokens, of what it holds, to their places in a whole tensor of `stream`."""
+        pieces = self.pieces(stream)
+        parts = self.own(value, stream, dim).split([piece.stop - piece.start for piece in pieces], dim)
+        for piece, part in zip(pieces, parts, strict=True):
+            whole.narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
 
     def cut_residuals(self, control: dict[str, Any], stream: str) -> None:
         """Cuts, in its lists, what a ControlNet adds after blocks: [B, n, C] to the first n tokens of `stream`."""
@@ -220,3 +240,16 @@ class BlockTokens:
                 whole[piece] = shares[begin : begin + size]
                 begin += size
         return whole
+
+
+@dataclass
+class LastTokens(BlockTokens):
+    """Of a stream whose tokens are the last ones of a longer stream, of which each rank has its share: those of its
+    tokens that fall into that. `among`: tokens of the longer one."""
+
+    among: int = 0
+
+    def _sizes(self, total: int) -> tuple[int, ...]:
+        ends = accumulate(super()._sizes(self.among))
+        places = [max(end - (self.among - total), 0) for end in ends]
+        return tuple(end - begin for begin, end in pairwise((0, *places)))

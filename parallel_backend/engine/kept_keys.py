@@ -11,16 +11,19 @@ from typing import Any
 from torch import Tensor
 
 from ..models.base import AttentionCall
-from ..models.comfyui.regions import Blocks
+from ..models.comfyui.regions import Blocks, Guided
 from .block_tokens import BlockTokens
 
 Attend = Callable[..., Tensor]
 
 
 class KeptKeys:
-    """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks."""
+    """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks.
+
+    `counts`: by whose rows, the tokens of the stream that has the image's."""
 
     def __init__(self) -> None:
+        self.counts: dict[Hashable, int] = {}
         self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.masked = False  # whether attention had a mask, whose form for a patch nobody knows
 
@@ -42,6 +45,8 @@ class KeptKeys:
             nonlocal calls
             attends = next(streams, None)
             stream = attends[1] if isinstance(attends, tuple) else attends
+            if isinstance(stream, Guided):  # with guides there is a mask
+                stream = stream.stream
             if stream is not None:
                 self.masked |= any(isinstance(arg, Tensor) for arg in (*args, others.get("mask")))
                 k, v = self._recall((place, calls), k, v, 2 if skip_reshape else 1, stream, tokens)
@@ -57,9 +62,7 @@ class KeptKeys:
         if tokens is None:
             self._held[place] = k.clone(), v.clone()  # they may be parts of something larger
             return k, v
-        held, sizes = self._held[place], [piece.stop - piece.start for piece in tokens.pieces(stream)]
+        held = self._held[place]
         for whole, new in zip(held, (k, v), strict=True):
-            parts = tokens.own(new, stream, dim).split(sizes, dim)
-            for piece, part in zip(tokens.pieces(stream), parts, strict=True):
-                whole.narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+            tokens.put(new, stream, dim, whole)
         return held

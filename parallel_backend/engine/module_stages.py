@@ -1,14 +1,16 @@
 """The stages of a ComfyUI module under PipeFusion: each rank runs the module's own forward with its own blocks alone.
 
 Blocks of other stages hand on what they get; the first own one takes what the stage before sent, and behind the last
-own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does.
+own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does; but
+what other lists of blocks compute before these (refiners) the first stage alone has a use for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import stage_blocks
 from ..models.base import ModuleModel
-from ..requests import ModuleCall
+from ..models.comfyui.regions import LAST_BLOCK, Tokens
+from ..requests import STAY, ModuleCall
 from .block_calls import as_it_is, cut_arguments
-from .block_tokens import BlockTokens
+from .block_tokens import BlockTokens, LastTokens
 from .collectives import broadcast
 from .groups import Axis, Layout
 from .kept_keys import KeptKeys
@@ -50,13 +53,21 @@ class ModuleStages:
         self._model = model
         self._region = model.regions[-1]
         self._blocks = blocks_of(model.module, self._region)
+        self._refiners = [blocks_of(model.module, region) for region in model.regions[:-1]]
         self._pipe, self._return_group = layout.pipe, layout.return_group
+        self._leaves = self._leaving_tokens()
         self._own = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
         self._traffic = traffic
         self._onward = P2PChannel(layout.pipe, traffic)
         self._back = P2PChannel(layout.return_group, traffic)
         self.tokens = 0  # of an image in the last whole call
         self._like: Tensor | None = None  # the answer to that
+
+    def _leaving_tokens(self) -> Tokens:
+        """Of the image."""
+        if self._region.leave != LAST_BLOCK:
+            return tokens_of(self._region.leaves)
+        return self._blocks[-1].image[1]
 
     @property
     def count(self) -> int:
@@ -88,6 +99,17 @@ class ModuleStages:
         answer = broadcast(answer.contiguous(), self.count - 1, self._return_group, self._traffic)
         self._like = answer.new_empty(0, *answer.shape[1:])  # and not a view, which would keep it
         return answer
+
+    def why_whole(self, call: ModuleCall, keys: KeptKeys) -> str:
+        """Why calls like this one of whole images, which left these keys, cannot be taken through stages in patches, in
+        a user's words; empty where they can."""
+        if keys.masked:
+            return "attention has a mask here, which patches do not know"
+        if call.kwargs.get("control") is not None:
+            return "a ControlNet adds to whole images between blocks"
+        return (
+            "" if call.tokens == STAY else "with these inputs, the model looks at tokens between its blocks"
+        )
 
     def patch(self, call: ModuleCall, patch: Patch, keys: KeptKeys) -> Tensor | None:
         """Takes one patch through this stage. On the last one the answer, in which only the elements of that patch
@@ -134,58 +156,73 @@ class ModuleStages:
 
     def _marked(self, call: ModuleCall, patch: Patch | None, mark: int) -> Tensor:
         """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
+        cut = None if patch is None else self._cut_into(patch)
 
-        def leave(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            tokens, dim = args[0].clone(), tokens_of(self._region.leaves).dim
-            tokens[:] = _values(0, tokens)
-            if patch is not None:
-                whole = self._cut_into(patch)
-                whole.counts[tokens_of(self._region.leaves).stream] = tokens.shape[dim]
-                (own,) = whole.pieces(tokens_of(self._region.leaves).stream)
-                tokens.narrow(dim, own.start, own.stop - own.start)[:] = _values(mark, tokens)
-            return (tokens, *args[1:])
+        def marked(tokens: Tensor) -> Tensor:
+            plain = torch.empty_like(tokens)
+            plain[:] = _values(0, tokens)
+            if cut is None:
+                return plain
+            own = cut.spread(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
+            return torch.where(own > 0, _values(mark, tokens), plain)
+
+        def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert cut is not None, "of a patch"
+            cut_arguments(self._blocks[0], cut, args, kwargs)
 
         with ExitStack() as restore:
-            for block in self._blocks:
+            for block in chain(*self._refiners, self._blocks):
                 block.module.forward = lambda *args, _block=block, **kwargs: _block.handed_on(args, kwargs)
                 restore.callback(block.module.__dict__.pop, "forward")
-            restore.callback(self._leave_module.register_forward_pre_hook(leave).remove)
+            if cut is not None:  # it learns how many tokens each stream has
+                first = self._blocks[0].module
+                restore.callback(first.register_forward_pre_hook(learn, with_kwargs=True).remove)
+            restore.callback(self._on_leaving(marked))
             answer: Tensor = self._model.module(*call.args, **call.kwargs)
         return answer[0]
 
-    @property
-    def _leave_module(self) -> nn.Module:
-        return self._model.module.get_submodule(str(self._region.leave))
+    def _on_leaving(self, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        """From now on the tokens that leave the blocks are `change(tokens)`. Gives what ends that."""
+        if self._region.leave != LAST_BLOCK:
+            leave = self._model.module.get_submodule(str(self._region.leave))
+            return leave.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
+        last = self._blocks[-1]
+        gives = [None if name is None else last.kind.arguments.get(name) for name in last.kind.gives]
+        place = gives.index(self._leaves)
+
+        def given(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if not isinstance(out, tuple):
+                return change(out)
+            return (*out[:place], change(out[place]), *out[place + 1 :])
+
+        return last.module.register_forward_hook(given).remove
 
     def _cut_into(self, patch: Patch) -> BlockTokens:
         """Patches are to tokens what ranks are that share them: a run of each stream."""
-        axis = Axis(tuple(range(patch.count)), patch.number, None)
-        return BlockTokens(axis, (), self._traffic)
+        return BlockTokens(_axis(patch), (), self._traffic)
 
     @contextmanager
     def _running(self, call: ModuleCall, patch: Patch | None, keys: KeptKeys | None) -> Iterator[None]:
         """Inside, a call of the module computes this stage's blocks."""
         tokens = None if patch is None else self._cut_into(patch)
 
-        def leave(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            argument = tokens_of(self._region.leaves)
-            if tokens is None:
-                self.tokens = args[0].shape[argument.dim]
-                return args
-            if not self.is_last:
-                raise _Left
-            (own,) = tokens.pieces(argument.stream)
-            sizes = list(args[0].shape)
-            sizes[argument.dim] = tokens.total(argument.stream)
-            whole = args[0].new_zeros(sizes)
-            whole.narrow(argument.dim, own.start, own.stop - own.start).copy_(args[0])
-            return (whole, *args[1:])
+        def leave(left: Tensor) -> Tensor:
+            if tokens is not None:
+                return tokens.spread(left, self._leaves)
+            self.tokens = left.shape[self._leaves.dim :][: self._leaves.over].numel()
+            return left
 
         with ExitStack() as restore:
             for number, block in enumerate(self._blocks):
                 block.module.forward = self._forward_of(number, block, call, tokens, keys)
                 restore.callback(block.module.__dict__.pop, "forward")
-            restore.callback(self._leave_module.register_forward_pre_hook(leave).remove)
+            refines = self.is_first and bool(self._refiners)
+            last = self._last_tokens(patch, call, keys) if refines and patch is not None else None
+            for region, blocks in enumerate(self._refiners):
+                for number, block in enumerate(blocks):
+                    block.module.forward = self._refiner_of((region, number), block, call, last, keys)
+                    restore.callback(block.module.__dict__.pop, "forward")
+            restore.callback(self._on_leaving(leave))
             yield
 
     def _forward_of(
@@ -195,25 +232,76 @@ class ModuleStages:
             if tokens is not None:
                 args, kwargs = cut_arguments(block, tokens, args, kwargs)
             if number == self._own.stop:
-                for tensor in block.carried(args, kwargs):
+                leaving = block.carried(args, kwargs)
+                for tensor in leaving:
                     self._onward.send(tensor, self._pipe.index + 1)
                 if tokens is not None:
                     raise _Left
+                # What lies between blocks may write into tokens (a ControlNet's residuals), and these are on their way.
+                args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
             if number not in self._own:
                 return block.handed_on(args, kwargs)
             if number == self._own.start and not self.is_first:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
-            attention = None if keys is None else keys.attention((call.prompts, number), block.kind, tokens)
-            with nullcontext() if attention is None else self._model.attention_by(attention):
-                return as_it_is(block.module, args, kwargs)
+            if number == 0 and tokens is None and keys is not None:
+                keys.counts[call.prompts] = block.image_tokens(args, kwargs)
+            return self._run(block, (call.prompts, number), tokens, keys, args, kwargs)
 
         return forward
+
+    def _run(
+        self,
+        block: Block,
+        place: Hashable,
+        tokens: BlockTokens | None,
+        keys: KeptKeys | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        attention = None if keys is None else keys.attention(place, block.kind, tokens)
+        with nullcontext() if attention is None else self._model.attention_by(attention):
+            return as_it_is(block.module, args, kwargs)
+
+    def _refiner_of(
+        self,
+        place: tuple[int, int],
+        block: Block,
+        call: ModuleCall,
+        tokens: BlockTokens | None,
+        keys: KeptKeys | None,
+    ) -> Callable[..., Any]:
+        """Of a list before those of the stages. `place`: the number of its region, and its own there. Patches go
+        through the first region; others (of references) are small."""
+        region, number = place
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_first:
+                return block.handed_on(args, kwargs)
+            if region > 0:
+                return as_it_is(block.module, args, kwargs)
+            if tokens is not None:
+                args, kwargs = cut_arguments(block, tokens, args, kwargs)
+            out = self._run(block, (call.prompts, "refiner", number), tokens, keys, args, kwargs)
+            if tokens is None or not block.is_last:
+                return out
+            return tokens.spread(out, block.image[1])
+
+        return forward
+
+    def _last_tokens(self, patch: Patch, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
+        """A refiner's tokens are the last of the image's stream, as the self-test finds."""
+        assert keys is not None, "whole images left them"
+        return LastTokens(_axis(patch), (), self._traffic, among=keys.counts[call.prompts])
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
         """What the stage before sent, in tensors of these forms."""
         empty = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in like]
         coming = [self._onward.receive(one, self._pipe.index - 1) for one in empty]
         return [one.taken() for one in coming]
+
+
+def _axis(patch: Patch) -> Axis:
+    return Axis(tuple(range(patch.count)), patch.number, None)
 
 
 def _values(mark: int, like: Tensor) -> Tensor:

@@ -29,6 +29,19 @@ class Block:
             return name
         return self.names.index(name) if name in self.names else None
 
+    @property
+    def image(self) -> tuple[str | int, Tokens]:
+        """The argument that has the image's tokens, and where it has them."""
+        stream, arguments = main_stream(self.kind), self.kind.arguments
+        given = ((name, arguments.get(name)) for name in self.kind.gives if name is not None)
+        return next((name, one) for name, one in given if isinstance(one, Tokens) and one.stream == stream)
+
+    def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """How many of them a call has."""
+        name, tokens = self.image
+        value: Tensor = self._argument(name, args, kwargs)
+        return value.shape[tokens.dim :][: tokens.over].numel()
+
     def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call of it gives if it changes nothing."""
         found = [self._argument(name, args, kwargs) for name in self.kind.gives if name is not None]

@@ -100,8 +100,8 @@ def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
             args, kwargs = copy.deepcopy((case.args, case.kwargs))
             answer = _tensors(forward(ModuleCall(args, kwargs, case.rows, mode)))
             worst = max(worst, _difference(answer, case.answer))
-            if mode == STAY and has_stages(type(case.model.module).__name__):
-                worst = max(worst, _worst_in_stages(case, layouts))
+        if mode == STAY and has_stages(type(case.model.module).__name__):
+            worst = max(worst, _worst_in_stages(case, layouts))
     return worst
 
 
@@ -110,13 +110,13 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
 
     def call() -> ModuleCall:
         args, kwargs = copy.deepcopy((case.args, case.kwargs))
-        return ModuleCall(args, kwargs, case.rows, STAY)
+        return ModuleCall(args, kwargs, case.rows, case.modes[-1])
 
     forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), KeptKeys()
     assert forward.stages is not None, "it was asked for them"
     answer, (expected,) = forward(call(), keys=keys), case.answer
     worst = _difference([answer], [expected])
-    if keys.masked:  # then no patches flow
+    if forward.stages.why_whole(call(), keys):
         return worst
     owners = forward.stages.owners(call(), _PATCHES)
     if int(owners.min()) < 0:  # nor there

@@ -20,7 +20,7 @@ from ..engine.module_stages import ModuleStages, Patch
 from ..engine.pipefusion.p2p import PendingRecv
 from ..errors import Cancelled
 from ..models.comfyui.loop import ComfyUILoop
-from ..requests import STAY, LoopRequest, ModuleCall
+from ..requests import LoopRequest, ModuleCall
 from ..sampling.element_patches import ElementPatches
 from ..sampling.patchwise import OnPatchStep, PatchSampling
 from ..sampling.samplers import STEPS, Sigmas, Step, model_calls
@@ -137,10 +137,8 @@ class PatchFlow:
         words. After whole images."""
         noise, call = self.request.noise, self._seen
         assert call is not None, "whole images went before"
-        if self.keys.masked:
-            return "attention has a mask here, which patches do not know"
-        if call.tokens != STAY:
-            return "with these inputs, the model looks at tokens between its blocks"
+        if reason := self._stages.why_whole(call, self.keys):
+            return reason
         own, _ = self._forward.own_rows(call, self._layout.row)
         owners = self._stages.owners(own, self._patch_count)
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0

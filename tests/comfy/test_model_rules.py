@@ -10,13 +10,13 @@ from graphs import Graph
 UNET = "tiny_rules.safetensors"  # two attention heads
 HEADS = f"ulysses_degree: ulysses_degree 3 does not divide the 2 attention heads of {UNET}"
 TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
-STAGES = f"pipefusion_degree: pipefusion_degree 2: the blocks of {UNET} cannot be laid out over devices"
+STAGES = f"pipefusion_degree: pipefusion_degree 5: {UNET} has 4 blocks"
 LAYERS = f"tensor_degree: tensor_degree 2: the layers of {UNET} cannot be split"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def model(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
 
 
 def _loader(graph: Graph, kind: str, strategy: list | None) -> list:
@@ -48,7 +48,7 @@ def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> G
     [
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3}, HEADS),
         ("ParallelModel", "cpu:3", {"ulysses": 3}, TOO_MANY),
-        ("ParallelModelLoader", "cpu:2", {"pipefusion": 2}, STAGES),
+        ("ParallelModelLoader", "cpu:5", {"pipefusion": 5}, STAGES),
         ("ParallelModel", "cpu:2", {"tensor": 2}, LAYERS),
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3, "at_sampler": True}, HEADS),
     ],
@@ -66,10 +66,10 @@ def test_what_the_model_cannot_be_split_by_is_never_queued(comfy, kind, devices,
 def test_of_a_model_that_only_a_run_tells_what_holds_for_all_is_checked(comfy):
     graph = Graph()
     unknown = graph.add("TestAnything")
-    loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:2", pipefusion=2))
+    loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:2", tensor=2))
     latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent(), steps=1)
     graph.save(latent, "rules.safetensors")
-    with pytest.raises(PromptRejected, match="the blocks of this model cannot be laid out"):
+    with pytest.raises(PromptRejected, match="the layers of this model cannot be split"):
         comfy.client.queue(graph.prompt)
 
 

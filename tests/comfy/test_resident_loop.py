@@ -133,8 +133,8 @@ def test_what_is_python_of_comfyuis_process_goes_stepwise_and_says_why(comfy, no
     assert because in found["report"]
 
 
-@pytest.mark.parametrize("kind", ["wan_t2v", "wan_ti2v"])
-def test_blocks_of_a_video_model_lie_on_two_devices_and_patches_flow_through_them(comfy, kind):
+@pytest.mark.parametrize("kind", ["wan_t2v", "wan_ti2v", "flux2"])
+def test_blocks_of_a_model_lie_on_two_devices_and_patches_flow_through_them(comfy, kind):
     """One patch has no older keys, so it is exact, also with the frame that is kept; behind stock samplers whole images
     pass the stages."""
     graph, sampling = AnyGraph(comfy, kind), {"steps": 4, "cfg": 3.0, "sampler_name": "euler"}

@@ -44,7 +44,7 @@ def test_the_check_takes_what_the_node_has(comfy):
 
 
 def test_the_rules_are_those_of_the_loaders_model(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
     inputs = {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3}
     assert _check(comfy, inputs)["problems"] == []  # Flux.1 has 24 heads
     (problem,) = _check(comfy, inputs, node="ParallelFluxLoader", unet_name=UNET)["problems"]
@@ -56,14 +56,17 @@ def test_the_rules_are_those_of_the_loaders_model(comfy):
 
 
 def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
-    comfy.write_flux(UNET)
+    comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
     inputs = {"mode": "manual", "devices": "cpu:3"}
     behind = {"node": "ParallelModel", "source": "UNETLoader", "unet_name": UNET}
     for loader in ({"node": "ParallelModel"}, behind, {"node": "ParallelModelLoader", "unet_name": UNET}):
         of_heads = _check(comfy, {**inputs, "ulysses_degree": 3}, **loader)["problems"]
         assert [UNET in problem["message"] for problem in of_heads] == [True] * ("unet_name" in loader)
-        (problem,) = _check(comfy, {**inputs, "pipefusion_degree": 2}, **loader)["problems"]
-        assert problem["inputs"] == ["pipefusion_degree"] and "Flux" not in problem["message"]
+        assert (
+            _check(comfy, {**inputs, "devices": "cpu:2", "pipefusion_degree": 2}, **loader)["problems"] == []
+        )
+        (problem,) = _check(comfy, {**inputs, "tensor_degree": 2}, **loader)["problems"]
+        assert problem["inputs"] == ["tensor_degree"] and "Flux" not in problem["message"]
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.engine.block_tokens import BlockTokens
+from parallel_backend.engine.block_tokens import BlockTokens, LastTokens
 from parallel_backend.engine.groups import Axis
 from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.errors import RequestError
@@ -41,6 +41,25 @@ def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
         assert torch.equal(share, torch.cat(apart, 1))
     order = _ranks(3)[0].order("txt+img", torch.device("cpu"))
     assert torch.equal(joined[:, order], torch.cat([t.cut(joined, Tokens("txt+img")) for t in _ranks(3)], 1))
+
+
+def test_spread_shares_lie_in_their_places_and_add_up_to_the_whole():
+    joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
+    spread = [tokens.spread(tokens.cut(joined, words), words) for tokens in _ranks(3)]
+    assert all(one.shape == joined.shape and one.count_nonzero() < joined.numel() / 2 for one in spread)
+    assert torch.equal(sum(spread), joined)
+
+
+def test_the_last_tokens_of_a_stream_go_where_its_shares_lie():
+    """Of text and image shared out as one stream, the image's: none on the first of four ranks, which holds a
+    stand-in."""
+    cut = [
+        LastTokens(Axis(tuple(range(4)), index, None), (), Traffic(), among=TEXT.shape[1] + IMAGE.shape[1])
+        for index in range(4)
+    ]
+    shares = [tokens.cut(IMAGE, Tokens("img")) for tokens in cut]
+    assert cut[0].lengths("img") == (0, 3, 4, 4) and shares[0].shape[1] == 1
+    assert torch.equal(torch.cat(shares[1:], 1), IMAGE)
 
 
 def test_a_joined_stream_of_unknown_streams_is_one():

@@ -12,9 +12,11 @@ from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.kept_keys import KeptKeys
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.module_stages import Patch
+from parallel_backend.engine.pipefusion.p2p import P2PChannel
 from parallel_backend.models.comfyui.patches import ARGUMENT
-from parallel_backend.models.comfyui.table import TABLE, has_stages
+from parallel_backend.models.comfyui.table import TABLE, has_stages, token_mode
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
+from parallel_backend.models.comfyui.tiny.flux_like import flux2, flux2_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.requests import STAY, ModuleCall, Placement
 from parallel_backend.sampling.element_patches import ElementPatches
@@ -24,7 +26,27 @@ from ranks import run_ranks
 EXACT = 1e-5  # of the largest value
 ROWS, SIZE, PATCHES = 2, (9, 7), 4  # tokens that patches do not divide
 STAGED = [name for name in TABLE if has_stages(name)]
+TWO_LISTS = {name for name in STAGED if len(TABLE[name].regions[-1].lists) == 2}
+TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # of Flux' kinds of blocks, and many
 TWO = ParallelStrategy(pipefusion_degree=2)
+# The second stage begins inside of the first list of blocks, and of the second.
+EARLY, LATE = (TWO.replace(device_shares=shares) for shares in ((1.0, 3.0), (3.0, 1.0)))
+# Calls that go through stages in whole images: attention has a mask, a ControlNet adds to tokens, or the model looks at
+# them between its blocks.
+WHOLE = {
+    "flux1 + controlnet",
+    "flux1 + full mask",
+    "flux2 + reference at t=0",
+    "hunyuanvideo + mask",
+    "ideogram 4 + text mask",
+    "ltx, guides of strengths",
+    "mage-flow + reference, text mask",
+    "qwen-image + text mask",
+    "wan dancer",
+    "wan2.2 animate, face",
+    "wan2.2 s2v",
+}
+GUIDES = "ltx, 2 guides ()"  # whose tokens are no element's alone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,27 +54,35 @@ def _comfyui():
     import_comfyui_here()
 
 
-def _call(inputs):
-    args, kwargs = inputs(ROWS, *SIZE)
-    return ModuleCall(args, {**kwargs, "transformer_options": {}}, ROWS, STAY)
+def _call(model, inputs, rows=ROWS):
+    args, kwargs = inputs(rows, *SIZE)
+    kwargs["transformer_options"] = {}
+    return ModuleCall(args, kwargs, rows, token_mode(type(model.module).__name__, kwargs))
+
+
+def _reference_at_zero(*size):
+    """Of one row: ComfyUI itself cannot compute two."""
+    args, kwargs = flux2_inputs(*size)
+    return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
 
 
 def _far(one, other, largest):
     return ((one - other).abs().max() / largest).item() if one.numel() else 0.0
 
 
-def _case(layouts, model, call):
+def _case(layouts, model, call, strategy=TWO):
     """How far this rank's answers are from one process', whole and by patches that find keys of that whole call."""
     expected = model.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
     largest = expected.abs().max()
-    forward, keys = make_module_forward(model, layouts, Placement(TWO)), KeptKeys()
-    answer = forward(copy.deepcopy(call), keys=keys)
-    found = {"whole": _far(answer, expected, largest), "masked": keys.masked}
-    if keys.masked:
+    forward, keys = make_module_forward(model, layouts, Placement(strategy)), KeptKeys()
+    answer, stages = forward(copy.deepcopy(call), keys=keys), forward.stages
+    found = {"whole": _far(answer, expected, largest), "why whole": stages.why_whole(call, keys)}
+    if found["why whole"]:
         return found
-    stages = forward.stages
     owners = stages.owners(copy.deepcopy(call), PATCHES)
     found["owned"] = int(owners.min()) >= 0
+    if not found["owned"]:
+        return found
     split = ElementPatches(owners, answer.shape[1:], PATCHES)
     for kind, poison in (("patches", 0.0), ("other keys", 1.0)):
         for held in keys._held.values():
@@ -69,22 +99,40 @@ def _case(layouts, model, call):
 
 
 @torch.inference_mode()
-def staged(world, names):
-    layouts = Layouts(world)
-    return {
-        case: _case(layouts, TinyModel(fill(build())), _call(inputs))
-        for name in names
-        for case, (build, inputs) in CASES[name].items()
-    }
+def staged(world):
+    layouts, sent, send = Layouts(world), [], P2PChannel.send
+
+    def noted(self, tensor, to):
+        sent.append((tensor, tensor.clone()))
+        send(self, tensor, to)
+
+    P2PChannel.send = noted  # in this fork
+    found = {}
+    for name in STAGED:
+        for case, (build, inputs) in CASES[name].items():
+            model = TinyModel(fill(build()))
+            call = _call(model, inputs)
+            for cut in (TWO, EARLY, LATE) if name in TWO_LISTS else (TWO,):
+                found[f"{case} {cut.device_shares}"] = _case(layouts, model, call, cut)
+                found[f"{case} {cut.device_shares}"]["as sent"] = all(torch.equal(*both) for both in sent)
+                sent.clear()
+    model = TinyModel(fill(flux2()))
+    found["flux2 + reference at t=0"] = _case(layouts, model, _call(model, _reference_at_zero, 1))
+    return found
 
 
 def test_stages_of_each_class_give_what_one_process_gives_and_so_do_patches_with_keys_of_the_same_call():
-    first, last = run_ranks(staged, 2, STAGED)
-    assert [case for case, one in last.items() if one["masked"]] == ["qwen-image + text mask"]
+    first, last = run_ranks(staged, 2)
     for case, one in last.items():
+        assert first[case].get("as sent", True), f"{case}: written into while it was on its way"
         assert max(one["whole"], first[case]["whole"]) <= EXACT, case
-        if not one["masked"]:
-            assert one["owned"] and one["patches"] <= EXACT < 1e-3 < one["other keys"], case
+        assert one["why whole"] == first[case]["why whole"], case
+        if not one["why whole"]:
+            assert one["owned"] == (case != GUIDES), case
+        if one.get("owned"):
+            assert one["patches"] <= EXACT < 1e-3 < one["other keys"], case
+    whole = {case.split(" (")[0] for case, one in last.items() if one["why whole"]}
+    assert whole == WHOLE
 
 
 @torch.inference_mode()
@@ -92,8 +140,9 @@ def refused(world):
     """What ranks say of what stages do not know, none of which leaves another waiting."""
     layouts, said = Layouts(world), {}
     build, inputs = CASES["WanModel"]["wan2.1 t2v"]
-    wan, call = TinyModel(fill(build())), _call(inputs)
-    other = TinyModel(fill(CASES["Flux"]["flux1"][0]()))
+    wan = TinyModel(fill(build()))
+    call = _call(wan, inputs)
+    other = TinyModel(fill(CASES["VaceWanModel"]["wan2.1 vace"][0]()))
     forward = make_module_forward(wan, layouts, Placement(TWO))
     patched = ModuleCall(call.args, call.kwargs | {ARGUMENT: {"together": False}}, ROWS, STAY)
     wan.live = lambda call: call if ARGUMENT not in call.kwargs else copy.copy(call)
@@ -116,7 +165,7 @@ def refused(world):
 def test_what_stages_do_not_know_is_refused_on_all_ranks_which_stay_usable():
     first, last = run_ranks(refused, 2)
     assert first == last and last["after"] <= EXACT
-    assert "the blocks of Flux cannot be laid out over devices; set it to 1" in last["another class"]
+    assert "the blocks of VaceWanModel cannot be laid out over devices; set it to 1" in last["another class"]
     assert "the stages of WanModel do not share out tokens" in last["tokens too"]
     assert "nodes have changed the model" in last["a changed model"]
     assert all(words.startswith("RequestError") for name, words in last.items() if name != "after")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from comfy_weight_files import patch
-from loop_jobs import stock_latent
+from comfy_weight_files import patch, write
+from comfy_weight_files import spec as comfy_spec
+from loop_jobs import loop_job, stock_latent
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import Cancelled
+from parallel_backend.models.comfyui.model_file import by_stages, inspect
 from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.rank import step_boundary
 from parallel_backend.rank.loop_worker import sample_loop
 from parallel_backend.rank.memory_meter import weight_bytes
@@ -32,6 +37,7 @@ EXACT = 1e-5  # of the largest value
 PIPE = ParallelStrategy(pipefusion_degree=2)
 FLOW = {"warmup_steps": 1, "num_pipeline_patch": 4}
 PATCHES = (12, 11, 11, 11)  # tokens of each of the four
+KINDS = 2  # blocks of each of Flux' two kinds
 
 
 class Parent:
@@ -110,6 +116,10 @@ def spec(folder):
     return tiny_wan(folder)
 
 
+def two_kinds(folder):
+    return comfy_spec(write(folder / "flux.safetensors", "fp32", blocks=KINDS))
+
+
 def far(one, other):
     return ((one - other).abs().max() / other.abs().max()).item()
 
@@ -169,6 +179,22 @@ def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
             assert not one["exact"] and not any(other[name]["exact"] for other in others), (stages, name)
 
 
+def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
+    """Flux.1, with text beside its tokens: whether a stage begins inside of the first kind, of the second, or between
+    them. One patch is stock's latent."""
+    spec, job = two_kinds(folder), loop_job()
+    stock = stock_latent(spec.path, job)
+    flows = {shares: PIPE.replace(**FLOW, device_shares=shares) for shares in ((), (1.0, 3.0), (3.0, 1.0))}
+    cases = {str(shares): (strategy, job) for shares, strategy in flows.items()}
+    cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]
+    for shares in map(str, flows):
+        assert far(found[shares]["latent"], three["latent"]) <= EXACT and not found[shares]["exact"]
+
+
 def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_picture(folder):
     spec, job = tiny_wan(folder, "i2v"), wan_job(kind="i2v")
     strategies = {warm: PIPE.replace(warmup_steps=warm) for warm in (1, 3)}
@@ -223,11 +249,24 @@ def test_a_stage_holds_its_own_blocks_alone(spec):
     assert {share["around"] for share in shares} == {whole["around"]}
 
 
+def test_stages_of_two_kinds_of_blocks_hold_unequal_bytes_which_the_prediction_counts(folder):
+    spec = two_kinds(folder)
+    header = inspect(spec.path)
+    lists = {"double_blocks": KINDS, "single_blocks": KINDS}
+    file = replace(header, blocks=by_stages(header.blocks, lists), has_stages=True)
+    dtypes = Dtypes.of("auto", file.dtype, on_cpu=True)
+    for stages in (2, 3):
+        strategy, found = PIPE.replace(pipefusion_degree=stages), run_ranks(held_bytes, stages, spec)
+        told = [file.held_weights(dtypes, strategy, rank, on_cpu=True) for rank in range(stages)]
+        assert [sum(one.values()) for one in found] == [one.own + one.mapped for one in told]
+        assert found[0]["blocks"] > found[-1]["blocks"]
+
+
 def held_bytes(world, spec):
     model = load_under(spec, Layouts(world), ParallelStrategy(pipefusion_degree=world.world_size))
     found = {"blocks": 0, "around": 0}
     for name, parameter in model.module.named_parameters():
-        found["blocks" if name.startswith("blocks.") else "around"] += parameter.nbytes
+        found["blocks" if "blocks." in name else "around"] += parameter.nbytes
     assert sum(found.values()) == weight_bytes(model.chunks, world.device)
     return found
 

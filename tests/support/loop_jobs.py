@@ -28,14 +28,20 @@ def tiny_model(folder, form: str = "fp32"):
 
 
 def loop_job(
-    sampler: str = "euler", *, steps: int = STEPS, batch: int = 1, mask: bool = False, **changes
+    sampler: str = "euler",
+    *,
+    steps: int = STEPS,
+    batch: int = 1,
+    mask: bool = False,
+    size: tuple[int, int] = (9, 6),
+    **changes,
 ) -> LoopRequest:
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    noise, latent = random(batch, 16, 9, 6), random(batch, 16, 9, 6)
+    noise, latent = random(batch, 16, *size), random(batch, 16, *size)
     kept = torch.ones_like(noise)
     kept[..., :3] = 0.25
     sigmas = torch.linspace(1, 0, steps + 1)

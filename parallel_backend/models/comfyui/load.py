@@ -22,7 +22,7 @@ from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .model import ComfyUIModel
 from .placing import place
-from .table import TABLE, has_stages
+from .table import stage_lists
 from .weights import ComfyUIWeights
 
 StateDict = dict[str, Tensor]
@@ -81,14 +81,14 @@ def _absent(module: nn.Module, part: ModelPart | None) -> list[str]:
     if part is None or len(part.stage_shares) == 1:
         return []
     name = type(module).__name__
-    if not has_stages(name):
+    if not (paths := stage_lists(name)):
         raise RequestError(
             f"PipeFusion cannot lay out the blocks of {name} over devices; set pipefusion_degree to 1."
         )
-    (path,) = TABLE[name].regions[-1].lists
-    blocks = cast(nn.ModuleList, module.get_submodule(path))
+    lists = {path: cast(nn.ModuleList, module.get_submodule(path)) for path in paths}
+    blocks = [f"{path}.{number}." for path, listed in lists.items() for number in range(len(listed))]
     own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
-    elsewhere = tuple(f"{path}.{number}." for number in range(len(blocks)) if number not in own)
+    elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
     held = dict(module.named_parameters(remove_duplicate=False))
     here = {id(parameter) for key, parameter in held.items() if not key.startswith(elsewhere)}
     return [key for key, parameter in held.items() if id(parameter) not in here]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,12 +49,14 @@ _UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average,
 
 @dataclass(frozen=True)
 class BlockList:
-    """`count` blocks of one kind, of `bytes` each on average; `largest`: bytes of its largest layer."""
+    """`count` blocks of one kind, of `bytes` each on average; `largest`: bytes of its largest layer; `everywhere`: each
+    stage of a pipeline holds them all (refiners of text)."""
 
     name: str
     count: int
     bytes: int
     largest: int
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class ComfyUIModelFile:
     def shape(self) -> ModelShape:
         return ModelShape(
             self.heads,
-            sum(self.block_counts),
+            self.staged_blocks,
             self.name,
             splits_tokens=self.splits_tokens,
             splits_queries=self.splits_queries,
@@ -180,8 +182,13 @@ class ComfyUIModelFile:
         counts = "+".join(map(str, self.block_counts))
         return f"{self.model}, {counts} blocks of width {self.width}"
 
+    @property
+    def staged_blocks(self) -> int:
+        """Those that stages of a pipeline share out: the first ones."""
+        return sum(kind.count for kind in self.blocks if not kind.everywhere)
+
     def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-        return (stage_blocks(sum(self.block_counts), place.stage_shares(strategy))[place.stage],)
+        return (stage_blocks(self.staged_blocks, place.stage_shares(strategy))[place.stage],)
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
@@ -204,7 +211,8 @@ class ComfyUIModelFile:
 
         kinds = [kind for kind in self.blocks for _ in range(kind.count)]
         (own,) = self.chunks(strategy, RankCoordinates.of(strategy, rank))
-        parts = [part(block, kinds[block].bytes, kinds[block].largest) for block in own]
+        held = (*own, *range(self.staged_blocks, len(kinds)))
+        parts = [part(block, kinds[block].bytes, kinds[block].largest) for block in held]
         return HeldWeights(
             parts=(part(None, self.around_bytes, 0), *parts),
             sharded=sharded,
@@ -275,6 +283,21 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     )
 
 
+def by_stages(blocks: Sequence[BlockList], lists: Mapping[str, int]) -> tuple[BlockList, ...]:
+    """First those that stages of a pipeline share out, in the order of `lists` (blocks of each), then those that each
+    stage holds. A list that the file calls otherwise is known by its number of blocks; all stay where one is missing.
+    """
+    left, first = list(blocks), []
+    for name, count in lists.items():
+        same = [kind for kind in left if kind.name == name]
+        alike = same or [kind for kind in left if kind.count == count and kind.name not in lists]
+        if not alike:
+            return tuple(blocks)
+        first.append(max(alike, key=lambda kind: kind.bytes))  # a refiner of a text may have as many
+        left.remove(first[-1])
+    return (*first, *(replace(kind, everywhere=bool(lists)) for kind in left))
+
+
 def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[BlockList, ...]:
     """The lists of blocks in the order of the file; a model without one is a single block."""
     sizes: dict[str, Counter[int]] = {}
@@ -325,4 +348,4 @@ TYPICAL = ComfyUIModelFile(
     channels=16,
 )
 # Any model of ComfyUI's own: what none of them can be split by. Zero heads divide by everything.
-ANY_MODEL = replace(TYPICAL, path="this model", model="this model", heads=0)
+ANY_MODEL = replace(TYPICAL, path="this model", model="this model", heads=0, has_stages=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES
 from ...wire.self_test import SelfTest
-from .table import TABLE, ModuleClass, token_mode
+from .table import TABLE, ModuleClass, has_stages, token_mode
 
 PROVEN = Path(__file__).with_name("proven.json")  # written by scripts/prove_models.py
 _SOURCES = "comfy.ldm"  # imports outside of it say nothing of the order of tokens
@@ -87,14 +87,16 @@ def untested(class_name: str, reason: str) -> Verdict:
 
 
 def entry_digest(root: str, class_name: str) -> str:
-    """Of the table's entry and the sources that it describes: what a proof is about. `root`: ComfyUI's folder.
+    """Of the table's entry, with whether its blocks may lie on several devices, and the sources that it describes: what
+    a proof is about. `root`: ComfyUI's folder.
 
     Raises OSError or SyntaxError where the class's sources cannot be read.
     """
     entry = TABLE[class_name]
     sources = [entry.source, _OPERATIONS] if entry.bands else [entry.source]
     digests = "\n".join(source_digest(root, source) for source in sources)
-    return _sha256(f"{digests}\n{_written_out(entry)}")
+    stages = " in stages" if has_stages(class_name) else ""
+    return _sha256(f"{digests}\n{_written_out(entry)}{stages}")
 
 
 def source_digest(root: str, source: str) -> str:

@@ -55,7 +55,8 @@ class ModuleClass:
     """`source`: the class's file below ComfyUI's folder; `stays_with`: names of keyword arguments with which tokens
     were proven to stay apart; with any other one, each block gathers what it gives. `rows_together`: it takes rows by
     their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves). `bands`: it
-    is a UNet, of whose images ranks compute bands of rows."""
+    is a UNet, of whose images ranks compute bands of rows. In stages the tokens of the first of several regions are the
+    last ones of the image's in the last region."""
 
     source: str
     regions: tuple[Region, ...]
@@ -70,18 +71,38 @@ WITHOUT_ATTENTION = frozenset(
     {"ACEStepTransformer2DModel", "NaDiT", "RTv4", "SAM3Model", "DepthAnything3Net"}
 )
 
-# Classes whose blocks may lie on several devices (PipeFusion): one list of blocks of one kind, each of which takes from
-# the one before what the table says it gives and nothing else. All are flow-matching models: in others no patches flow.
+# Classes whose blocks may lie on several devices (PipeFusion): those of their last region, each of which takes from the
+# one before what the table says it gives and nothing else, in the order of its lists. All are flow-matching models: in
+# others (Cosmos Predict2, CogVideoX, PixArt, HunyuanDiT) no patches flow. Not those whose blocks take turns (VACE) or
+# look at several tokens outside of attention (HuMo), that give two answers (LTX-2, MiniMax H3), compute
+# pixels of all tokens behind their blocks (PixelDiT), or attend under a mask in every call (Lens).
 _IN_STAGES = frozenset(
     {
         "WanModel",
         "CameraWanModel",
         "SCAILWanModel",
         "SCAIL2WanModel",
+        "AnimateWanModel",
+        "WanModel_S2V",
+        "WanDancerModel",
         "QwenImageTransformer2DModel",
+        "MageFlowTransformer2DModel",
         "OpenAISignatureMMDITWrapper",
         "SingleStreamDiT",
         "ErnieImageModel",
+        "Anima",
+        "Kandinsky5",
+        "LTXVModel",
+        "Flux",
+        "Chroma",
+        "HunyuanVideo",
+        "Hunyuan3Dv2",
+        "MMDiT",
+        "NextDiT",
+        "OmniGen2Transformer2DModel",
+        "BooguTransformer2DModel",
+        "Ideogram4Transformer2DModel",
+        "JoyImageTransformer3DModel",
     }
 )
 
@@ -102,6 +123,12 @@ def state_of(class_name: str) -> str:
 def has_stages(class_name: str) -> bool:
     """Whether blocks of a module of that class may lie on several devices."""
     return class_name in _IN_STAGES
+
+
+def stage_lists(class_name: str) -> tuple[str, ...]:
+    """The lists of blocks of a module of that class that may lie on several devices, by their path, in order; none
+    where they may not."""
+    return tuple(TABLE[class_name].regions[-1].lists) if has_stages(class_name) else ()
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:

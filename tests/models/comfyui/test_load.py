@@ -11,6 +11,7 @@ from comfy_modules import CPU, import_comfyui_here
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import ModelPart, Slices
+from parallel_backend.models.comfyui import table
 from parallel_backend.models.comfyui.common_dtypes import QUESTIONS, asked_of_all
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import ComfyUISource, ModelSpec
@@ -183,7 +184,8 @@ def test_what_cannot_be_loaded_is_said_in_words(source, flux_file):
         (ModelPart(slices=Slices(2, 0, lambda tensor: tensor, lambda tensor: tensor)), "tensor_degree to 1"),
     ],
 )
-def test_a_part_of_a_module_is_refused(source, flux_file, part, words):
+def test_a_part_of_a_module_is_refused(source, flux_file, part, words, monkeypatch):
+    monkeypatch.setattr(table, "_IN_STAGES", frozenset())
     with pytest.raises(RequestError, match=words):
         load(ModelSpec(str(flux_file), "comfyui", comfyui=source), CPU, part)
 

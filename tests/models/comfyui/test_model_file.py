@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, inspect
+from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, by_stages, inspect
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.registry import inspect_model, typical_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
@@ -257,6 +257,30 @@ def test_stages_are_taken_by_hand_alone_and_hold_their_own_blocks(file):
     # Stages compute all rows at once, so another row is another row in each of their moments.
     one, two = (predict_memory(staged, stages, replace(both, prompts=prompts))[0] for prompts in (1, 2))
     assert two.activations == 2 * one.activations
+
+
+def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_lie_in_all(file):
+    """Flux-like: two large blocks, then four small ones, cut by number; beside them two of a text refiner, which
+    the file has first, as it has the lists of blocks in another order and by another name."""
+    refiner, single, double = (
+        BlockList("txt_in.refiner.blocks", 2, 11, 1),
+        BlockList("single_blocks", 4, 100, 1),
+        BlockList("transformer_blocks", 2, 240, 1),
+    )
+    lists = by_stages((refiner, single, double), {"double_blocks": 2, "single_blocks": 4})
+    assert lists == (double, single, replace(refiner, everywhere=True))
+    assert by_stages((refiner, single), {"double_blocks": 3, "single_blocks": 4}) == (refiner, single)
+    assert by_stages((refiner, single), {}) == (refiner, single)
+    flux = replace(file, blocks=lists, around_bytes=7, has_stages=True)
+    assert flux.shape.blocks == 6 and flux.tensor_bytes == 7 + 2 * 11 + 4 * 100 + 2 * 240
+    dtypes = Dtypes("bfloat16", "bfloat16", "bfloat16")
+    for shares, blocks in (((), (2 * 240 + 100, 3 * 100)), ((1.0, 3.0), (2 * 240, 4 * 100))):
+        stages = ParallelStrategy(pipefusion_degree=2, warmup_steps=1, device_shares=shares)
+        held = [flux.held_weights(dtypes, stages, rank, on_cpu=False).own for rank in range(2)]
+        assert held == [7 + 2 * 11 + own for own in blocks]
+        one, other = predict_memory(flux, stages, job(flux, steps=4))
+        assert one.weights - other.weights == blocks[0] - blocks[1]
+    assert flux.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=False).own == flux.tensor_bytes
 
 
 @pytest.mark.parametrize("has_cfg", [True, False])

@@ -97,7 +97,8 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     "ErnieImageModel": {"ernie-image": (image.ernie, image.ernie_inputs)},
     "Anima": {"anima": (video.anima, video.anima_inputs)},
     "MageFlowTransformer2DModel": {
-        "mage-flow + reference": (omni_like.mage_flow, omni_like.mage_flow_inputs)
+        "mage-flow + reference": (omni_like.mage_flow, omni_like.mage_flow_plain),
+        "mage-flow + reference, text mask": (omni_like.mage_flow, omni_like.mage_flow_inputs),
     },
     "LensTransformer2DModel": {"lens": (omni_like.lens, omni_like.lens_inputs)},
     "OmniGen2Transformer2DModel": {

@@ -66,6 +66,11 @@ def mage_flow_inputs(b: int, h: int, w: int) -> Call:
     )
 
 
+def mage_flow_plain(b: int, h: int, w: int) -> Call:
+    args, kw = mage_flow_inputs(b, h, w)
+    return args, kw | dict(attention_mask=None)
+
+
 def lens() -> nn.Module:
     from comfy.ldm.lens.model import LensTransformer2DModel
 
