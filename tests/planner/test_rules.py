@@ -87,7 +87,7 @@ def test_beside_stages_whose_tokens_stay_together_a_degree_without_work_stays_an
     strategy = ParallelStrategy(pipefusion_degree=2, **{useless: 2})
     decision = resolve_strategy(StrategySettings("manual", "all", strategy), Job(model), _devices(4))
     assert decision.strategy == strategy
-    assert f"{useless} 2 gains nothing, since this request has" in decision.notes[0]
+    assert f"{useless} 2 gains nothing: this request has" in decision.notes[0]
 
 
 def test_idle_devices_are_mentioned():
