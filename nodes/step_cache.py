@@ -6,7 +6,7 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
-from ..parallel_backend.options import check_threshold
+from ..parallel_backend.options import check_step_cache, check_threshold
 from .host.settings import permitted
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, model_output, threshold_input
@@ -51,6 +51,8 @@ class ParallelStepCache(io.ComfyNode):
             )
         model = model.clone()
         options = model.model_options["transformer_options"]
-        permitted(options[SETTINGS], steps=0, step_cache=cache_threshold > 0)
+        settings = permitted(options[SETTINGS], steps=0, step_cache=cache_threshold > 0)
+        if settings.mode == "manual":
+            check_step_cache(cache_threshold, settings.strategy)
         options[STEP_CACHE] = cache_threshold
         return io.NodeOutput(model)

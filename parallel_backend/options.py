@@ -86,7 +86,7 @@ def check_step_cache(threshold: float, strategy: ParallelStrategy) -> None:
         raise StrategyError(
             f"step_cache does not go with pipefusion_degree {strategy.pipefusion_degree}: patches of several steps are "
             "on their way through the devices at once, so there is no moment at which all could leave out a step's "
-            "blocks. Set step_cache to off, or pipefusion_degree to 1: CFG, data, Ulysses, Ring, tensor_degree and "
-            "shard_weights go with it.",
+            "blocks. Set step_cache to off (or take Parallel Step Cache out), or pipefusion_degree to 1: CFG, data, "
+            "Ulysses, Ring, tensor_degree and shard_weights go with it.",
             inputs=("pipefusion_degree",),
         )

@@ -11,7 +11,7 @@ import comfy.model_management
 from comfy_execution.utils import get_executing_context
 
 from ...parallel_backend.errors import Cancelled, OutOfMemory
-from ...parallel_backend.machine.local import topology_of
+from ...parallel_backend.machine.local import LocalMachine, topology_of
 from ...parallel_backend.machine.probe import visible_topology
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.compile_choice import CompileChoice
@@ -89,7 +89,7 @@ def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
     job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))
-    plan = plan_execution(settings, job, machine, history, tries=tries)
+    plan = _of_as_many_ranks(plan_execution(settings, job, machine, history, tries=tries), settings, machine)
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
@@ -110,7 +110,19 @@ def _does_alone(warm: Sidecar, plan: ExecutionPlan) -> bool:
 def plan_by_rule(settings: StrategySettings, job: Job) -> ExecutionPlan:
     """The plan for `job` without measurements."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
-    return plan_execution(settings, job, find_machine(settings, memory_flag()), history=None)
+    machine = find_machine(settings, memory_flag())
+    return _of_as_many_ranks(plan_execution(settings, job, machine, history=None), settings, machine)
+
+
+def _of_as_many_ranks(
+    plan: ExecutionPlan, settings: StrategySettings, machine: LocalMachine
+) -> ExecutionPlan:
+    """With the ranks that degrees set by hand ask for also where these mean nothing to this call, for want of CFG say:
+    the first one computes, and the run's next call may want them all."""
+    wanted = settings.strategy.world_size
+    if settings.mode == "manual" and wanted > 1 and plan.decision.strategy == ParallelStrategy():
+        return replace(plan, devices=machine.devices[:wanted])
+    return plan
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def without_approximation(
     if settings.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
         asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
     if step_cache:
-        asked.append("set step_cache to off")
+        asked.append("set step_cache to off, or take Parallel Step Cache out")
     if attention in APPROXIMATE_KERNELS:
         asked.append("set attention to auto")
     if asked:

@@ -12,6 +12,7 @@ from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.lease import State
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
 
@@ -24,7 +25,10 @@ def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...]
     """The ranks to use, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
     chosen = resolve_devices(settings.devices)
     wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
-    sidecar = pool.running_within(chosen) or pool.get_sidecar(wanted)
+    running = pool.running_within(chosen)
+    if running is not None and running.state is State.READY and not running.models:
+        running = None  # nothing but a VAE would be loaded again
+    sidecar = running or pool.get_sidecar(wanted)
     share_of = dict(
         zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
     )  # empty: equal shares

@@ -96,10 +96,12 @@ def loop_job(model: JobModel, request: LoopRequest) -> Job:
 
 
 def _check_plain(name: str, guider: comfy.samplers.CFGGuider, model_options: dict) -> None:
-    """Raises RunsStepwise for what is a function or an object of this process."""
+    """Raises RunsStepwise for what is a function or an object of this process, and where no model call is made."""
     function = getattr(comfy.samplers.sampler_object(name), "sampler_function", None)
     if not str(getattr(function, "__module__", "")).startswith("comfy."):
         raise RunsStepwise(f"the sampler {name} is another pack's")
+    if not guider.conds["positive"]:
+        raise RunsStepwise("the positive conditioning holds no prompt")
     replaced = sorted(set(guider.model_patcher.object_patches) - _REPLACED)
     if replaced:
         raise RunsStepwise(f"the model has another {', '.join(replaced)}")

@@ -15,7 +15,7 @@ from .class_verdict import ensure_verdict
 
 def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:
     """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all, or
-    its blocks laid out."""
+    its blocks laid out: by hand with any degree, since one that a request gives nothing to do becomes Ulysses."""
     return tested_verdict(type(module).__name__, spec) if _may_split_inside(settings) else UNKNOWN
 
 
@@ -29,7 +29,7 @@ def tested_verdict(class_name: str, spec: ModelSpec) -> Verdict:
 
 def _may_split_inside(settings: StrategySettings) -> bool:
     if settings.mode == "manual":
-        return settings.strategy.sequence_degree * settings.strategy.pipefusion_degree > 1
+        return settings.strategy.world_size > 1
     try:
         return len(resolve_devices(settings.devices)) > 1
     except DeviceError:  # planning says so, in its place

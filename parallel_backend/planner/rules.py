@@ -199,6 +199,9 @@ def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelSt
         freed = getattr(strategy, name)
         ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
         shape = job.model.shape
+        if strategy.pipefusion_degree > 1 and not shape.tokens_in_stages:  # there is no place for them
+            notes.append(f"{name} {freed} gains nothing: this request {why}. Set it to 1 to free devices.")
+            continue
         if shape.splits_tokens:
             ulysses, ring = shape.split_sequence(strategy.sequence_degree * freed)
         before = shape.describe(strategy)

@@ -262,7 +262,7 @@ def _answer(
                 tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
-        if isinstance(message, (Load, Sample, SampleLoop, Decode)):
+        if isinstance(message, (Load, Sample, SampleLoop, Decode, Encode)):
             worker.calls.end_run()  # of one that was cancelled, perhaps
         match message:
             case Load():

@@ -105,6 +105,25 @@ def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
     assert "CFG 2" in found["report"] and "would idle" not in found["report"]
 
 
+def test_a_degree_set_by_hand_that_has_no_work_becomes_ulysses(comfy):
+    found = both(comfy, "wan_t2v", {"cfg": 2}, cfg=1.0, resident=True)
+    assert_same(found)
+    assert "CFG 2 became Ulysses 2" in found["report"]
+
+
+def test_ranks_stay_when_a_call_before_the_run_has_no_use_for_a_degree(comfy):
+    """The model's own layers prepare each prompt, positive and negative apart."""
+    ranks = []
+    for seed in (1, 2):
+        graph = AnyGraph(comfy, "ltx_sound")
+        ours = graph.parallel(graph.stock(), cfg=2)
+        latents(
+            comfy, graph, {"ours": graph.ksampler([ours, 0], *graph.request(), steps=1, cfg=3.0, seed=seed)}
+        )
+        ranks.append({rank.pid for rank in comfy.ranks()})
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 2
+
+
 @pytest.mark.parametrize("kind", ["wan_t2v", "wan_fp8", "ltx_sound", "sd3", "unet", "sound"])
 def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, kind):
     graph = AnyGraph(comfy, kind)

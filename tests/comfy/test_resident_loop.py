@@ -133,6 +133,16 @@ def test_what_is_python_of_comfyuis_process_goes_stepwise_and_says_why(comfy, no
     assert because in found["report"]
 
 
+def test_without_any_prompt_comes_what_stock_gives(comfy):
+    graph = AnyGraph(comfy, "wan_t2v")
+    _, negative, latent = graph.request()
+    found = both(
+        comfy, graph, ([graph.add("TestAnything", value="[]"), 0], negative, latent), {"steps": 2, "cfg": 3.0}
+    )
+    assert_same(found, "way: stepwise")
+    assert "the positive conditioning holds no prompt" in found["report"]
+
+
 @pytest.mark.parametrize("kind", ["wan_t2v", "wan_ti2v", "flux2"])
 def test_blocks_of_a_model_lie_on_two_devices_and_patches_flow_through_them(comfy, kind):
     """One patch has no older keys, so it is exact, also with the frame that is kept; behind stock samplers whole images

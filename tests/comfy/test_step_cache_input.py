@@ -138,3 +138,15 @@ def test_the_node_refuses_what_it_can_do_nothing_for(comfy, unet, loader, words)
     with pytest.raises(PromptFailed) as raised:
         comfy.sample(graph.prompt, latent)
     assert words in raised.value.exception_message
+
+
+def test_the_node_refuses_pipefusion_before_anything_starts(comfy):
+    graph = AnyGraph(comfy, "wan_t2v")
+    ours = graph.parallel(graph.stock(), pipefusion=2)
+    cached = [graph.add("ParallelStepCache", model=[ours, 0], cache_threshold=0.1), 0]
+    latent = graph.ksampler(cached, *graph.request())
+    with pytest.raises(PromptFailed) as raised:
+        comfy.sample(graph.prompt, latent)
+    assert raised.value.node_type == "ParallelStepCache"
+    for words in ("does not go with pipefusion_degree 2", "take Parallel Step Cache out"):
+        assert words in raised.value.exception_message

@@ -66,6 +66,20 @@ def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch
     assert devices("cpu:1", models=held) == ("cpu:0",)
 
 
+def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(calls, monkeypatch):
+    """Such as one without the negative prompt, of a model whose rows alone can be shared out; the next call has it."""
+    job = flux_job(FP8)
+    alone = calls.plan_job(StrategySettings("manual", "cpu:4", ONE), job)
+    monkeypatch.setattr(calls, "plan_execution", lambda *args, **options: alone)
+    by_hand = StrategySettings("manual", "cpu:4", ParallelStrategy(cfg_degree=2))
+    assert alone.devices == ("cpu:0",)
+    for plan in (
+        calls.plan_job(by_hand, job),
+        calls.plan_by_rule(by_hand, job),
+    ):  # the latter also for a preload
+        assert plan.decision.strategy == ONE and plan.devices == CPUS
+
+
 @pytest.fixture
 def first_run(two_real_ranks, tmp_path, monkeypatch):
     """`first_run(tries)`: a job on two ranks of which nothing was measured, with the setting as a person left it."""

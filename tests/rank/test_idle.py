@@ -13,10 +13,15 @@ from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.arena import ArenaWriter
+from parallel_backend.wire.decode_messages import Decode, Encode, RankDecode
 from parallel_backend.wire.protocol import Done, Envelope, Predict, RankRun, Sample
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
 RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
+
+
+def _half_of_a_vae(message, tensors, on_step):
+    return {"image": torch.ones(1)}, RankDecode(0.1, 1, 0, 0, "float32")
 
 
 @pytest.fixture
@@ -30,6 +35,7 @@ def served(monkeypatch, no_leaks):
         calls=SimpleNamespace(end_run=lambda: seen.append("forgot a run")),
         predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
+        vae=SimpleNamespace(steps=lambda tensors: 1, decode=_half_of_a_vae, encode=_half_of_a_vae),
     )
     ours, theirs = link_pair()
     arena = ArenaWriter()
@@ -72,8 +78,13 @@ def _next(link):
         return None
 
 
-def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served):
-    *given_back, done = served(Sample(Placement(), 1.0, "euler", 0, previews=False))
+@pytest.mark.parametrize(
+    "job",
+    [Sample(Placement(), 1.0, "euler", 0, previews=False), Decode("vae", ()), Encode("vae", ())],
+    ids=lambda job: type(job).__name__,
+)
+def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
+    *given_back, done = served(job)
     assert given_back == ["forgot a run", "released"] and isinstance(done, Done) and done.placed is None
 
 

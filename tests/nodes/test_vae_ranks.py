@@ -1,0 +1,36 @@
+"""Which ranks decode and encode: those that would have to load a model again stay, whatever was chosen since."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.lease import State
+
+CHOSEN = ("cpu:0", "cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("state", "models", "used"),
+    [
+        (State.READY, ("a model",), 1),
+        (State.ASLEEP, (), 1),  # its model was put away and comes back with the next prompt
+        (State.READY, (), 2),  # a VAE at most
+        (None, (), 2),
+    ],
+)
+def test_ranks_on_fewer_devices_than_were_chosen_stay_for_the_sake_of_a_model_alone(
+    monkeypatch, state, models, used
+):
+    import_comfyui_here()
+    vae_ranks = import_node_module("nodes.host.vae_ranks")
+    running = SimpleNamespace(devices=CHOSEN[:1], state=state, models=models)
+    monkeypatch.setattr(pool, "running_within", lambda devices: running if state else None)
+    monkeypatch.setattr(pool, "get_sidecar", lambda devices: SimpleNamespace(devices=devices))
+    sidecar, _, notes = vae_ranks.choose_ranks(StrategySettings(devices="cpu:2"))
+    assert sidecar.devices == CHOSEN[:used] and bool(notes) == (used == 1)
