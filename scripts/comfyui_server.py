@@ -64,6 +64,11 @@ class ComfyUIServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def is_started(self) -> bool:
+        """Whether it was started and neither stopped nor killed since, by this object."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Process id of the running ComfyUI."""
         assert self._process is not None, "ComfyUI is not running"
