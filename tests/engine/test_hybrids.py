@@ -73,7 +73,7 @@ def test_products_of_axes_equal_one_process(subject, world_size):
 
 def test_images_of_different_seeds_come_out_of_a_batch_as_they_do_alone(subject):
     """Five seeds on two replicas: three images on one, two on the other."""
-    path, model, _ = subject
+    path, _, model = subject
     name = "five images"
     case = CASES[name]
     noises = [torch.randn(1, 16, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
