@@ -64,6 +64,11 @@ class ComfyUIServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def is_started(self) -> bool:
+        """Whether it was started and neither stopped nor killed since, by this object."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """Process id of the running ComfyUI."""
         assert self._process is not None, "ComfyUI is not running"
@@ -125,10 +130,17 @@ class ComfyUIServer:
 
     def stop(self) -> None:
         """Interrupt ComfyUI as Ctrl+C does, kill what does not end in time, and fill :attr:`survivors`."""
+        self._end(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End ComfyUI without a warning, as a crash or an out-of-memory killer does; then as :meth:`stop`."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
-        children = self.children()
-        self._process.send_signal(signal.SIGINT)
+        children = self.children()  # afterwards they have another parent
+        self._process.send_signal(how)
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -139,12 +151,6 @@ class ComfyUIServer:
         self.survivors = [_command_line(process) for process in alive]
         for process in alive:
             process.kill()
-
-    def kill(self) -> None:
-        """End ComfyUI without a warning, as a crash or an out-of-memory killer does; then as :meth:`stop`."""
-        if self._process is not None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self.stop()
 
     def children(self) -> list[psutil.Process]:
         """Every living process below ComfyUI."""

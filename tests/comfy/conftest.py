@@ -12,6 +12,7 @@ from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar import device_lock
+from second_comfyui import SecondComfyUI, second_comfyui
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -56,6 +57,22 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
 
 
 @pytest.fixture(scope="session")
+def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondComfyUI]:
+    locks = comfy.server.base_directory / "locks"
+    second = second_comfyui(tmp_path_factory.mktemp("second"), locks)
+    yield second
+    second.server.stop()
+    assert second.server.survivors == []
+
+
+@pytest.fixture
+def second(_second: SecondComfyUI) -> SecondComfyUI:
+    """A second ComfyUI, which runs."""
+    _second.running()
+    return _second
+
+
+@pytest.fixture(scope="session")
 def browser():
     """An installed Chromium without a window."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -85,6 +102,16 @@ def page(browser, measuring):
     yield page
     page.close()
     assert [text for text in problems if "parallel" in text.lower()] == []
+
+
+@pytest.fixture(params=["canvas", "vue"])
+def drawn_by(page, request):
+    """How ComfyUI draws nodes."""
+    page.evaluate(
+        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
+    )
+    yield request.param
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
 
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:

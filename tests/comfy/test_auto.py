@@ -82,20 +82,7 @@ def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
     comfy, _ = measuring
     graph = AnyGraph(comfy, "unet")
     ours = graph.parallel(graph.stock(), "cpu:2")
-    latent = [
-        graph.add(
-            "ParallelSampler",
-            parallel_model=[ours, 1],
-            seed=1,
-            steps=STEPS,
-            cfg=3.0,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-            **dict(zip(("positive", "negative", "latent_image"), graph.request(), strict=True)),
-        ),
-        0,
-    ]
+    latent = graph.parallel_sampler([ours, 1], *graph.request(), seed=1, steps=STEPS, cfg=3.0)
     _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1], timeout=300)
     assert set(_tried(report)[0]) <= {"one device", "CFG 2", "bands 2"} and "CFG 2" in _tried(report)[0]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from cluster_machines import Torchrun, free_port, make_cluster
-from comfy_harness import Comfy, relative_difference, require_comfyui, start_comfyui
-from comfyui_client import ComfyUIClient, PromptRejected
+from cluster_machines import Torchrun, free_port
+from comfy_harness import require_comfyui
+from comfyui_client import PromptRejected
+from differences import relative_difference
 from graphs import STOCK, Graph
-from parallel_backend.cluster import endpoint as endpoints
 from waiting import wait_until
 
 DEVICES = "cluster:lab"
@@ -21,57 +21,49 @@ def _stock(unet):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_graph_runs_on_two_machines_by_either_provider(tmp_path, monkeypatch):
-    secrets = tmp_path / "secrets"
-    monkeypatch.setenv(endpoints.VARIABLE, str(secrets))
-    port, meeting, machines = free_port(), f"127.0.0.1:{free_port()}", []
-    secret = make_cluster(secrets, port=port)
-    base = tmp_path / "comfyui"
-    base.mkdir()
-    server = start_comfyui(base, environment={endpoints.VARIABLE: str(secrets)})
-    with server:
-        comfy = Comfy(server=server, client=ComfyUIClient(server.url))
-        unet = comfy.write_flux("tiny.safetensors")
-        expected = comfy.sample(*_stock(unet))
+def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
+    meeting, machines = f"127.0.0.1:{free_port()}", []
+    comfy = second.running()
+    unet = comfy.write_flux("tiny.safetensors")
+    expected = comfy.sample(*_stock(unet))
 
-        def sample(build):
-            graph = Graph()
-            texts = graph.text(1), graph.text(2)
-            return comfy.sample_with_text(*build(graph, texts))
+    def sample(build):
+        graph = Graph()
+        texts = graph.text(1), graph.text(2)
+        return comfy.sample_with_text(*build(graph, texts))
 
-        def flux(graph, texts):
-            loader = graph.parallel_loader(unet, DEVICES)
-            latent = graph.parallel_sampler(loader, *texts, graph.latent(), cfg=3.0)
-            return graph.prompt, latent, [latent[0], 1]
+    def flux(graph, texts):
+        loader = graph.parallel_loader(unet, DEVICES)
+        latent = graph.parallel_sampler(loader, *texts, graph.latent(), cfg=3.0)
+        return graph.prompt, latent, [latent[0], 1]
 
-        def any_model(graph, texts):
-            strategy = graph.strategy(DEVICES)
-            model = graph.add("ParallelModel", model=graph.model(STOCK, unet), strategy=strategy)
-            latent = graph.parallel_sampler([model, 1], *texts, graph.latent(), cfg=3.0)
-            return graph.prompt, latent, [latent[0], 1]
+    def any_model(graph, texts):
+        strategy = graph.strategy(DEVICES)
+        model = graph.add("ParallelModel", model=graph.model(STOCK, unet), strategy=strategy)
+        latent = graph.parallel_sampler([model, 1], *texts, graph.latent(), cfg=3.0)
+        return graph.prompt, latent, [latent[0], 1]
 
-        with pytest.raises(PromptRejected, match="no machine has joined it yet"):
-            sample(flux)
-        try:
-            for name in ("a", "b"):
-                machines.append(
-                    Torchrun(
-                        name,
-                        secret,
-                        f"127.0.0.1:{port}",
-                        meeting,
-                        models=base / "models",
-                        comfyui=require_comfyui(),
-                        log=tmp_path / f"{name}.log",
-                    )
+    with pytest.raises(PromptRejected, match="no machine has joined it yet"):
+        sample(flux)
+    try:
+        for name in ("a", "b"):
+            machines.append(
+                Torchrun(
+                    name,
+                    second.secret,
+                    f"127.0.0.1:{second.port}",
+                    meeting,
+                    models=comfy.server.base_directory / "models",
+                    comfyui=require_comfyui(),
+                    log=tmp_path / f"{name}.log",
                 )
-            joined = [tmp_path / f"{name}.log" for name in ("a", "b")]
-            wait_until(lambda: all("joined the cluster lab" in log.read_text() for log in joined), 240.0)
-            for build in (flux, any_model):
-                found, report = sample(build)
-                assert relative_difference(found, expected) <= 1e-5
-                assert "CFG 2" in report and "cpu:0@lab/a, cpu:0@lab/b" in report
-        finally:
-            for machine in machines:
-                machine.stop()
-    assert server.survivors == []
+            )
+        joined = [tmp_path / f"{name}.log" for name in ("a", "b")]
+        wait_until(lambda: all("joined the cluster lab" in log.read_text() for log in joined), 240.0)
+        for build in (flux, any_model):
+            found, report = sample(build)
+            assert relative_difference(found, expected) <= 1e-5
+            assert "CFG 2" in report and "cpu:0@lab/a, cpu:0@lab/b" in report
+    finally:
+        for machine in machines:
+            machine.stop()

@@ -13,8 +13,8 @@ import torch
 
 from any_graphs import AnyGraph
 from any_runs import assert_same, latents
-from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
+from differences import relative_difference
 from graphs import STOCK, Graph
 
 TOLERANCE = 1e-4
@@ -97,25 +97,10 @@ def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by):
     if by == "a node before":
         source, inputs = [graph.add("TorchCompileModel", model=stock, backend="inductor"), 0], {}
     ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", ulysses=2), **inputs)
-    positive, negative, latent = graph.request()
-    sampling = {
-        "seed": 7,
-        "steps": 2,
-        "cfg": 3.0,
-        "sampler_name": "euler",
-        "scheduler": "simple",
-        "denoise": 1.0,
-    }
-    sampler = graph.add(
-        "ParallelSampler",
-        parallel_model=[ours, 1],
-        positive=positive,
-        negative=negative,
-        latent_image=latent,
-        **sampling,
-    )
-    expected = graph.ksampler(stock, positive, negative, latent, steps=2, cfg=3.0)
-    found = latents(comfy, graph, {"stock": expected, "ours": [sampler, 0]}, {"report": [sampler, 1]})
+    request, changes = graph.request(), {"steps": 2, "cfg": 3.0}
+    sampled = graph.parallel_sampler([ours, 1], *request, **changes)
+    expected = graph.ksampler(stock, *request, **changes)
+    found = latents(comfy, graph, {"stock": expected, "ours": sampled}, {"report": [sampled[0], 1]})
     assert_same(found)
     # One graph for all blocks, calls and steps; what was compiled is kept.
     assert re.search(r"compile: (1 graph in|blocks \(were compiled\))", found["report"]), found["report"]

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from comfy_harness import ROOT, relative_difference
+from comfy_harness import ROOT
 from demo_training.drawing import draw
 from demo_training.judge import judge
+from differences import relative_difference
 from graphs import Graph
 from parallel_backend.models.demo.captions import random_scene
 from parallel_backend.models.demo.image_coder import DemoImageCoder

@@ -9,8 +9,8 @@ import torch
 from diffusers import FluxControlNetModel
 from safetensors.torch import save_file
 
-from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
+from differences import relative_difference
 from graphs import OURS, STOCK, Graph
 from tiny_flux import tiny_flux_tensors
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed
+from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
 from lora_files import LAYOUTS, write_loras
 
@@ -61,13 +62,9 @@ def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", *
     return {**found, "report": comfy.output("lora-report.txt").read_text()}
 
 
-def apart(a, b) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
 def assert_equal_to_stock(found: dict) -> None:
     for way in ("ours", "parallel"):
-        assert apart(found[way], found["stock"]) <= TOLERANCE, f"{way}\n{found['report']}"
+        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, f"{way}\n{found['report']}"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,9 @@ def plain(comfy, unet, loras):
 def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain, layout):
     found = run(comfy, unet, loras, [(layout, 0.9)])
     assert_equal_to_stock(found)
-    assert apart(found["stock"], plain["stock"]) > 100 * TOLERANCE, "there was something to apply"
+    assert relative_difference(found["stock"], plain["stock"]) > 100 * TOLERANCE, (
+        "there was something to apply"
+    )
     assert "way: resident" in found["report"]
 
 
@@ -109,8 +108,8 @@ def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
     bare, found = run(comfy, unet, loras, ()), run(comfy, unet, loras, STACK)
     assert_equal_to_stock(bare)
     for way in ("ours", "parallel"):
-        assert apart(found[way], found["stock"]) <= 1e-2
-    assert apart(found["stock"], bare["stock"]) > 0.1
+        assert relative_difference(found[way], found["stock"]) <= 1e-2
+    assert relative_difference(found["stock"], bare["stock"]) > 0.1
 
 
 def test_a_stack_for_another_sampler_runs_stepwise(comfy, unet, loras):
@@ -160,8 +159,8 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
         graph.save(latents[kind], f"lora-{kind}.safetensors")
     comfy.run(graph.prompt, timeout=300)
     stock, ours = (load_file(comfy.output(f"lora-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
-    assert apart(ours, stock) <= TOLERANCE
-    assert (apart(ours, plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
+    assert relative_difference(ours, stock) <= TOLERANCE
+    assert (relative_difference(ours, plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
 
 
 def load_alone(comfy, unet, name: str) -> PromptFailed:

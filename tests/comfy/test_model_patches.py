@@ -13,7 +13,8 @@ import pytest
 from any_graphs import MODELS, AnyGraph
 from any_runs import TOLERANCE, latents
 from check_templates import NEWER_NODES
-from comfy_harness import relative_difference, require_comfyui
+from comfy_harness import require_comfyui
+from differences import relative_difference
 
 Source = list
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from comfy_harness import Comfy, relative_difference, start_comfyui
-from comfyui_client import ComfyUIClient, PromptFailed, PromptInterrupted, PromptRejected
+from comfyui_client import PromptFailed, PromptInterrupted, PromptRejected
+from differences import relative_difference
 from graphs import OURS, Graph
-from waiting import wait_until
 
 OUR_NODES = {
     "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],
@@ -275,30 +274,3 @@ def test_bf16_storage_computes_like_comfyui_on_the_cpu(comfy):
     graph = Graph()
     ours = comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2")))
     assert relative_difference(ours, expected) <= 1e-4
-
-
-def test_ranks_start_with_comfyui_where_that_is_set_and_end_with_a_killed_one_alone(comfy, unet, tmp_path):
-    """SIGKILL while the ranks are warm; the shared ComfyUI on the same machine does not notice."""
-    graph = Graph()
-    latent = _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=41)
-    before = comfy.sample(graph.prompt, latent)
-    ranks = comfy.ranks()
-    settings = tmp_path / "user" / "default" / "comfy.settings.json"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(
-        '{"parallel_sampling.start_at_launch": true, "parallel_sampling.default_devices": "cpu:2"}'
-    )
-    server = start_comfyui(tmp_path, pack_folder="parallel.pack v2")
-    with server:
-        own = Comfy(server=server, client=ComfyUIClient(server.url))
-        own.write_flux(unet)
-        wait_until(lambda: len(server.children()) == 2)  # before any prompt
-        started = server.children()
-        assert torch.equal(own.sample(graph.prompt, latent), before)
-        assert server.children() == started
-        server.kill()
-    assert server.survivors == []
-    assert comfy.ranks() == ranks
-    graph = Graph()
-    comfy.sample(graph.prompt, _parallel(graph, graph.parallel_loader(unet, "cpu:2"), seed=42))
-    assert comfy.ranks() == ranks

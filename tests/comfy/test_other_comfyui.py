@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from comfy_harness import Comfy, relative_difference, start_comfyui
+from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptRejected
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
+from differences import relative_difference
 from graphs import Graph
 from parallel_backend.machine.self_tests import NAME
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from any_graphs import ROWS_ONLY, AnyGraph
 from any_runs import TOLERANCE, assert_same, both, latents
-from comfy_harness import relative_difference
+from differences import relative_difference
 from graphs import Graph
 from lora_files import pair
 
@@ -59,20 +59,9 @@ def test_parallel_sampler_runs_comfyuis_loop_on_the_devices_and_says_so(comfy):
     stock = graph.stock()
     ours = graph.parallel(stock, ulysses=2)
     request = graph.request()
-    sampler = graph.add(
-        "ParallelSampler",
-        parallel_model=[ours, 1],
-        positive=request[0],
-        negative=request[1],
-        latent_image=request[2],
-        seed=7, steps=2, cfg=3.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-    )  # fmt: skip
-    found = latents(
-        comfy,
-        graph,
-        {"stock": graph.ksampler(stock, *request, steps=2, cfg=3.0), "ours": [sampler, 0]},
-        {"report": [sampler, 1]},
-    )
+    sampled = graph.parallel_sampler([ours, 1], *request, steps=2, cfg=3.0)
+    expected = graph.ksampler(stock, *request, steps=2, cfg=3.0)
+    found = latents(comfy, graph, {"stock": expected, "ours": sampled}, {"report": [sampled[0], 1]})
     assert_same(found)
     assert "way: resident" in found["report"]
     assert "Ulysses 2" in found["report"] and "result: exact" in found["report"]
@@ -84,24 +73,9 @@ def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
     ours = graph.parallel(graph.stock(), cfg=2)
     positive, negative, latent = graph.request()
     full = [graph.add("TestNoFreeMemory", latent=latent, pretend=True), 0]
-    settings = {
-        "seed": 7,
-        "steps": 2,
-        "cfg": 3.0,
-        "sampler_name": "euler",
-        "scheduler": "simple",
-        "denoise": 1.0,
-    }
-    sampler = graph.add(
-        "ParallelSampler",
-        parallel_model=[ours, 1],
-        positive=positive,
-        negative=negative,
-        latent_image=full,
-        **settings,
-    )
-    after = [graph.add("TestNoFreeMemory", latent=[sampler, 0], pretend=False), 0]
-    found = latents(comfy, graph, {"ours": after}, {"report": [sampler, 1]})
+    sampled = graph.parallel_sampler([ours, 1], positive, negative, full, steps=2, cfg=3.0)
+    after = [graph.add("TestNoFreeMemory", latent=sampled, pretend=False), 0]
+    found = latents(comfy, graph, {"ours": after}, {"report": [sampled[0], 1]})
     assert "CFG 2" in found["report"] and "would idle" not in found["report"]
 
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 from safetensors.torch import load_file
 
-from comfy_harness import relative_difference
 from comfyui_client import PromptInterrupted
+from differences import relative_difference
 from graphs import STOCK, Graph
 from waiting import wait_until
 

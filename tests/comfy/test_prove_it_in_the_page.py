@@ -31,15 +31,6 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=5)
 
 
-@pytest.fixture(params=["canvas", "vue"])
-def drawn_by(page, request):
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
-
-
 def _graph(decoded: bool = True) -> Graph:
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)

@@ -9,8 +9,8 @@ import torch
 
 from any_graphs import AnyGraph
 from any_runs import TOLERANCE, latents
-from comfy_harness import relative_difference
 from comfyui_client import PromptInterrupted
+from differences import relative_difference
 
 KINDS = (
     "euler",

@@ -9,8 +9,8 @@ import torch
 
 from any_graphs import AnyGraph
 from any_runs import TOLERANCE, latents
-from comfy_harness import relative_difference
 from comfyui_client import PromptFailed
+from differences import relative_difference
 from graphs import Graph
 
 HEUN = {"sampler_name": "heun", "steps": 6}  # its second call in a step is near the next step's first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comfy_harness import relative_difference
 from comfyui_client import PromptFailed, PromptRejected
+from differences import relative_difference
 
 
 def stock_prompt(

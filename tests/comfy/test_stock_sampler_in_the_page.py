@@ -44,15 +44,6 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=3)
 
 
-@pytest.fixture(params=["canvas", "vue"])
-def drawn_by(page, request):
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
-
-
 def _graph(kind: str) -> dict:
     """A stock sampler of this kind behind Parallel Model."""
     graph = Graph()

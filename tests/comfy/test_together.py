@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comfy_harness import relative_difference
 from comfyui_client import PromptFailed, PromptInterrupted
+from differences import relative_difference
 from graphs import STOCK, Graph
 
 UNET = "tiny_together.safetensors"

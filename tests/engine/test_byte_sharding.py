@@ -12,6 +12,7 @@ from torch import nn
 
 from comfy_changes import changes
 from comfy_weight_files import CPU, inputs, spec, write
+from differences import relative_difference
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.byte_sharding import ByteSharding
@@ -53,10 +54,6 @@ def answer(model):
             return model.module(*args, **kwargs)
 
 
-def difference(one, other):
-    return ((one - other).abs().max() / other.abs().max()).item()
-
-
 def stored_bytes(module):
     return sum(piece.nbytes for p in module.parameters() for piece in take_apart(p)[0])
 
@@ -95,13 +92,16 @@ def test_sharded_weights_give_what_whole_ones_give_with_loras_too(files, ranks):
         plain = answer(whole)
         whole.weights.apply(found, tensors)
         changed = answer(whole)
-        assert difference(changed, plain) > 1e-2, "the LoRA shows"
+        assert relative_difference(changed, plain) > 1e-2, "the LoRA shows"
         for result in results:
             answers, touched, held, left, sent = result[form]
-            errors = [difference(a, b) for a, b in zip(answers, (plain, plain, changed, plain), strict=False)]
+            errors = [
+                relative_difference(a, b)
+                for a, b in zip(answers, (plain, plain, changed, plain), strict=False)
+            ]
             assert max(errors) <= TOLERANCE, (form, errors)
             lost = answers[-1]
-            assert not difference(lost, plain) < 1e-2, "every rank needs every rank's share"
+            assert not relative_difference(lost, plain) < 1e-2, "every rank needs every rank's share"
             assert touched == 7
             assert left == 0, "between calls nothing is whole"
             assert total / ranks <= held <= 1.1 * total / ranks + parts * 1024
@@ -131,7 +131,7 @@ def call_under(world, path, many):
 def test_a_call_shared_out_over_ranks_finds_its_weights(files, ranks, backend):
     whole = answer(load(spec(files["fp32"]), CPU))
     for outputs in run_ranks(call_under, ranks, files["fp32"], STRATEGIES[ranks], backend=backend):
-        assert max(difference(output, whole) for output in outputs) <= TOLERANCE
+        assert max(relative_difference(output, whole) for output in outputs) <= TOLERANCE
 
 
 def job_under(world, path, strategy):
@@ -154,12 +154,12 @@ def job_under(world, path, strategy):
 def test_blocks_that_a_step_cache_leaves_out_are_not_gathered(files):
     """But for the one that was on its way."""
     expected, _, reused = run_ranks(job_under, 1, files["fp32"], ParallelStrategy())[0]
-    assert reused == 1 and difference(expected[1], expected[2]) > 1e-2
+    assert reused == 1 and relative_difference(expected[1], expected[2]) > 1e-2
     for degrees in STRATEGIES[2]:
         strategy = ParallelStrategy(**degrees, shard_weights=True)
         for found, (all_blocks, some, again), reused in run_ranks(job_under, 2, files["fp32"], strategy):
             assert reused == 1
-            assert max(map(difference, found, expected)) <= TOLERANCE
+            assert max(map(relative_difference, found, expected)) <= TOLERANCE
             assert some < 0.8 * all_blocks and abs(again - all_blocks) < 0.1 * all_blocks
 
 
@@ -179,7 +179,7 @@ def test_loading_under_a_strategy_leaves_a_rank_its_share(files, monkeypatch, dt
     for held, left, output in run_ranks(load_all, 2, files["bf16"], dtype):
         assert set(left) == {0}
         assert held < 0.55 * stored_bytes(whole.module)
-        assert difference(output, answer(whole)) <= TOLERANCE
+        assert relative_difference(output, answer(whole)) <= TOLERANCE
 
 
 class Steps(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lora_patches
+from differences import relative_difference
 from flux_requests import CASES, prompt, request
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.factory import make_forward
@@ -17,8 +18,9 @@ from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from point_forward import Boundary
 from ranks import run_ranks
-from spread_weights import difference, sizes_of
+from spread_weights import sizes_of
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -45,19 +47,6 @@ def without_inductor(monkeypatch):
     monkeypatch.setenv(COMPILE_BACKEND, "eager")
 
 
-class Steps:
-    """A step boundary that only lets pass."""
-
-    def __call__(self, i, denoised):
-        pass
-
-    def passed(self, i, denoised):
-        pass
-
-    def is_stopped(self, lag):
-        return False
-
-
 def sample_both_ways(world, path, strategies):
     """{strategy: (differences, graphs per request)} with compiled blocks against blocks as they are."""
     layouts, results = Layouts(world), {}
@@ -74,8 +63,8 @@ def sample_both_ways(world, path, strategies):
             if name == "lora":
                 model.weights.apply(patches.patches, patches.tensors)
                 continue
-            expected = denoise(plain, CASES[name], Steps())
-            off.append(difference(denoise(compiled, CASES[name], Steps()), expected))
+            expected = denoise(plain, CASES[name], Boundary())
+            off.append(relative_difference(denoise(compiled, CASES[name], Boundary()), expected))
             done = compiling.compiler().take()
             graphs.append(done.graphs)
             uncompiled += done.uncompiled
@@ -110,14 +99,14 @@ def sample_many_sizes(world, path):
     )
     compiler, sizes = compiling.compiler(), [(2 * n, 30 - 2 * n) for n in range(4, 12)]
     for n, size in enumerate(sizes):
-        denoise(compiled, request(size, 1.0, 1, positive_tokens=5 + n, steps=1), Steps())
+        denoise(compiled, request(size, 1.0, 1, positive_tokens=5 + n, steps=1), Boundary())
     many = compiler.take()
     torch._dynamo.config.recompile_limit = many.graphs // 2
     one_more = request((8, 12), 4.0, 2, steps=1)
-    off = difference(denoise(compiled, one_more, Steps()), denoise(plain, one_more, Steps()))
+    off = relative_difference(denoise(compiled, one_more, Boundary()), denoise(plain, one_more, Boundary()))
     beyond = compiler.take()
     again = request(sizes[0], 1.0, 1, positive_tokens=5, steps=1)
-    denoise(compiled, again, Steps())
+    denoise(compiled, again, Boundary())
     return [
         [many.graphs, many.uncompiled],
         [beyond.graphs, beyond.uncompiled],
@@ -150,7 +139,7 @@ def sample_with_a_compiler_that_fails(world, path):
         for mode in ("off", "blocks")
     )
     case = CASES[NAMES[0]]
-    off = difference(denoise(compiled, case, Steps()), denoise(plain, case, Steps()))
+    off = relative_difference(denoise(compiled, case, Boundary()), denoise(plain, case, Boundary()))
     notes = compiler.notes_on(compiler.take())
 
     def does_not_start():
@@ -200,6 +189,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
     """The real thing, on one rank: a core compiles for 15 s."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which pays for many kernels only
     spec, case, said = ModelSpec(weights), request((8, 12), 1.0, 1), []
     plain, compiled = (Placement(compute_options=ComputeOptions(mode)) for mode in ("off", "blocks"))
     with_ranks = Sidecar(("cpu:0",))
@@ -207,7 +197,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
         expected = with_ranks.sample(spec, case, plain)
         first = with_ranks.sample(spec, case, compiled, on_phase=said.append)
         second = with_ranks.sample(spec, case, compiled, on_phase=said.append)
-        assert difference(first.latent, expected.latent) <= TOLERANCE
+        assert relative_difference(first.latent, expected.latent) <= TOLERANCE
         assert torch.equal(first.latent, second.latent)
         if reason := compiling.why_not("cpu"):
             assert first.info.notes == (f"blocks ran uncompiled: {reason}",)
@@ -221,7 +211,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
         assert first.info.notes == second.info.notes == ()
         call = PredictRequest(case.noise, torch.tensor([0.5]), prompt(1, 7))
         velocity, info = with_ranks.predict(spec, call, compiled)
-        assert difference(velocity, with_ranks.predict(spec, call, plain)[0]) <= TOLERANCE
+        assert relative_difference(velocity, with_ranks.predict(spec, call, plain)[0]) <= TOLERANCE
         assert info.compiled.graphs == 0
         # What cannot run here is refused by the ranks, which stay.
         pids = with_ranks.pids

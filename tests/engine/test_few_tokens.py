@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from differences import relative_difference
 from flux_requests import CONTEXT, POOLED, prompt, request
 from oracle import oracle_model
 from parallel_backend.engine import compile as compiling
@@ -20,27 +21,14 @@ from parallel_backend.requests import Extras, ModelSpec, Placement, Rows
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
+from point_forward import Boundary
 from ranks import run_ranks
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 HEADS, TOLERANCE = 2, 1e-5
 SIZES = dict(heads=HEADS, double_blocks=1, single_blocks=2, context_dim=CONTEXT, pooled_dim=POOLED)
 EXACT = 99  # warm-up steps, more than any request has
 SINGLE_TOKENS = request((2, 2), 1.0, 1, positive_tokens=1, steps=2)  # one of text, one of the image
-
-
-class Boundary:
-    """A step boundary that only lets pass."""
-
-    def __call__(self, i, denoised):
-        pass
-
-    def passed(self, i, denoised):
-        pass
-
-    def is_stopped(self, lag):
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +52,7 @@ def differences(world, path, strategies, case):
     """From one rank's latent, under each strategy."""
     layouts, expected = Layouts(world), denoise(forward_alone(world, path), case, Boundary())
     return [
-        difference(denoise(forward_under(layouts, path, strategy), case, Boundary()), expected)
+        relative_difference(denoise(forward_under(layouts, path, strategy), case, Boundary()), expected)
         for strategy in strategies
     ]
 
@@ -124,7 +112,7 @@ def test_pipefusion_2_and_ulysses_2_with_33_patches_on_16_by_16(path, tmp_path):
     strategy = ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=33, warmup_steps=1)
     expected = patchwise_sample(oracle_model(tmp_path, **SIZES), case, 1, (2,) * 31 + (1, 1))
     for latent in run_ranks(flowing_patches, 4, path, strategy, case):
-        assert difference(latent, expected) <= TOLERANCE
+        assert relative_difference(latent, expected) <= TOLERANCE
 
 
 def masked_and_added_to(world, path, strategies):
@@ -137,7 +125,7 @@ def masked_and_added_to(world, path, strategies):
     x = torch.randn(1, 16, 2, 2, generator=generator)
     rows = [Rows(x, torch.tensor([0.7]), prompt(1, 1), extras)]
     layouts, (expected,) = Layouts(world), forward_alone(world, path)(rows)
-    return [difference(forward_under(layouts, path, s)(rows)[0], expected) for s in strategies]
+    return [relative_difference(forward_under(layouts, path, s)(rows)[0], expected) for s in strategies]
 
 
 def test_masks_and_residuals_where_a_rank_has_no_tokens(path):
@@ -156,11 +144,11 @@ def compiled_and_cached(world, path):
     layouts, alone = Layouts(world), forward_alone(world, path)
     strategy = ParallelStrategy(ring_degree=3)
     compiled = forward_under(layouts, path, strategy, "blocks")
-    off = difference(denoise(compiled, case, Boundary()), denoise(alone, case, Boundary()))
+    off = relative_difference(denoise(compiled, case, Boundary()), denoise(alone, case, Boundary()))
     cached = [CachedForward(forward, 0.6) for forward in (alone, forward_under(layouts, path, strategy))]
     expected, latent = (denoise(forward, case, Boundary()) for forward in cached)
     uncompiled = compiling.compiler().take().uncompiled
-    return [off, difference(latent, expected), uncompiled, *(forward.reused for forward in cached)]
+    return [off, relative_difference(latent, expected), uncompiled, *(forward.reused for forward in cached)]
 
 
 def test_compiled_blocks_and_the_step_cache_where_a_rank_has_no_tokens(path, monkeypatch):

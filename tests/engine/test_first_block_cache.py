@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from diffusers.hooks import FirstBlockCacheConfig
 
+from differences import relative_difference
 from flux_requests import CONTEXT, POOLED, request
 from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.factory import make_forward
@@ -17,7 +18,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 SIZES = dict(heads=2, double_blocks=2, single_blocks=1, context_dim=CONTEXT, pooled_dim=POOLED)
@@ -106,7 +106,7 @@ def test_every_strategy_gives_what_one_rank_gives_with_the_cache(results_of, str
         for rank in results_of(strategy.world_size):
             latent, *counts, seen = rank[f"{strategy.describe()}: {name}"]
             assert counts == [calls, reused]
-            assert difference(latent, expected) <= TOLERANCE
+            assert relative_difference(latent, expected) <= TOLERANCE
             assert seen == pytest.approx(ratios, rel=1e-5)
 
 
@@ -122,8 +122,8 @@ def test_one_rank_gives_what_diffusers_first_block_cache_gives(results_of, subje
     finally:
         model.disable_cache()
     latent = results_of(1)[0]["one device: one image"][0]
-    assert difference(latent, expected) <= TOLERANCE
-    assert difference(exact, expected) > 1000 * TOLERANCE
+    assert relative_difference(latent, expected) <= TOLERANCE
+    assert relative_difference(exact, expected) > 1000 * TOLERANCE
 
 
 def runs_of_two_ranks(world, path):

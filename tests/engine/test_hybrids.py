@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
-from oracle import oracle_model, oracle_sample
+from oracle import oracle_sample, oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -16,7 +16,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from tiny_flux import write_tiny_flux
 
 HEADS, BLOCKS = 2, 2
 CASES = {
@@ -59,14 +58,12 @@ def subject(tmp_path_factory):
     sizes = dict(
         heads=HEADS, double_blocks=BLOCKS, single_blocks=BLOCKS, context_dim=CONTEXT, pooled_dim=POOLED
     )
-    model = oracle_model(folder, **sizes)
-    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
-    return str(path), model, {name: oracle_sample(model, case) for name, case in CASES.items()}
+    return oracle_subject(folder, CASES, **sizes)
 
 
 @pytest.mark.parametrize("world_size", STRATEGIES)
 def test_products_of_axes_equal_one_process(subject, world_size):
-    path, _, expected = subject
+    path, expected, _ = subject
     for results in run_ranks(sample, world_size, path, STRATEGIES[world_size], list(CASES)):
         for strategy in STRATEGIES[world_size]:
             for name, latent in expected.items():
@@ -76,7 +73,7 @@ def test_products_of_axes_equal_one_process(subject, world_size):
 
 def test_images_of_different_seeds_come_out_of_a_batch_as_they_do_alone(subject):
     """Five seeds on two replicas: three images on one, two on the other."""
-    path, model, _ = subject
+    path, _, model = subject
     name = "five images"
     case = CASES[name]
     noises = [torch.randn(1, 16, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]

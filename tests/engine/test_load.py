@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from differences import relative_difference
 from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, CheckpointError, OutOfMemory, StrategyError
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ def test_one_warm_group_changes_between_whole_sharded_and_sliced_weights(two_rea
     pids = two_real_ranks.pids
     for strategy in (SHARDED, SHARDED_BY_ROWS, SLICED, WHOLE, SLICED, SHARDED):
         result = two_real_ranks.sample(flux, request(), Placement(strategy))
-        assert difference(result.latent, expected) <= TOLERANCE, strategy.describe()
+        assert relative_difference(result.latent, expected) <= TOLERANCE, strategy.describe()
         assert result.info.strategy == strategy
         assert two_real_ranks.pids == pids
 
@@ -57,7 +57,7 @@ def test_single_model_calls_gather_weights_too(two_real_ranks, flux):
     for strategy in (SHARDED, SHARDED_BY_ROWS, SLICED):  # under CFG 2 one of the ranks has no row
         for _ in range(2):
             velocity, info = two_real_ranks.predict(flux, call, Placement(strategy))
-            assert difference(velocity, whole) <= TOLERANCE
+            assert relative_difference(velocity, whole) <= TOLERANCE
             assert min(info.bytes_sent) > 0
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
 from nccl_semantics import NCCL_SEMANTICS, NcclSemantics
-from oracle import oracle_model, oracle_sample
+from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -20,7 +20,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from tiny_flux import write_tiny_flux
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
 
 CPU = torch.device("cpu")
@@ -115,9 +114,7 @@ def sample(world, path, strategies):
 def subject(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nccl")
     sizes = dict(heads=HEADS, double_blocks=1, single_blocks=3, context_dim=CONTEXT, pooled_dim=POOLED)
-    model = oracle_model(folder, **sizes)
-    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
-    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
+    return oracle_subject(folder, CASES, **sizes)[:2]
 
 
 @pytest.mark.parametrize("world_size", STRATEGIES)

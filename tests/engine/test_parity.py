@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flux_requests import BLOCKS, CASES, CONTEXT, POOLED, TOLERANCE
-from oracle import oracle_model, oracle_sample
+from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
+from flux_requests import CASES_OF_TWO_STEPS as CASES
+from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.models.flux.load import load
@@ -15,7 +16,6 @@ from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
-from tiny_flux import write_tiny_flux
 
 
 def heads_of(strategy):
@@ -68,9 +68,7 @@ def subjects(tmp_path_factory):
         sizes = dict(
             heads=heads, double_blocks=BLOCKS, single_blocks=BLOCKS, context_dim=CONTEXT, pooled_dim=POOLED
         )
-        model = oracle_model(folder, **sizes)
-        paths[heads] = str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
-        expected[heads] = {name: oracle_sample(model, case) for name, case in CASES.items()}
+        paths[heads], expected[heads], _ = oracle_subject(folder, CASES, **sizes)
     return paths, expected
 
 

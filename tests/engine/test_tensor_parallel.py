@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from differences import relative_difference
 from mapped_files import mapped_ranges
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -16,19 +17,15 @@ from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from spread_weights import (
-    CASES,
-    DOUBLE,
-    FEW_CASES,
     SINGLE,
     Subjects,
-    difference,
+    bytes_by_case,
+    cases_of,
     results_by_world_size,
     sample,
     sizes_of,
-    tokens_of,
 )
-from tests.closed_forms.traffic import expected_bytes
-from tests.closed_forms.weights_traffic import sliced_shapes, tensor_bytes
+from tests.closed_forms.weights_traffic import sliced_shapes
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -74,8 +71,8 @@ def results_of(subjects):
 def test_the_latent_equals_one_process(results_of, subjects, strategy):
     expected = subjects.get(STRATEGIES[strategy.world_size][0])[1]
     for rank, results in enumerate(results_of(strategy.world_size)):
-        for name in CASES if strategy.world_size <= 4 else FEW_CASES:
-            found = difference(results[f"{strategy.describe()}: {name}"], expected[name])
+        for name in cases_of(strategy.world_size):
+            found = relative_difference(results[f"{strategy.describe()}: {name}"], expected[name])
             assert found <= TOLERANCE, f"rank {rank}, {name}: {found:.2e}"
 
 
@@ -84,18 +81,8 @@ def test_the_latent_equals_one_process(results_of, subjects, strategy):
 def test_bytes_sent_equal_the_closed_form(results_of, subjects, strategy):
     dims = inspect_flux(subjects.get(STRATEGIES[strategy.world_size][0])[0]).dims
     for rank, results in enumerate(results_of(strategy.world_size)):
-        for name in CASES if strategy.world_size <= 4 else FEW_CASES:
-            if name == "text lengths differ":
-                continue  # the closed form is for rows of one length
-            rows, text, image, latent = tokens_of(CASES[name])
-            size = {"rows": rows, "text": text, "image": image}
-            expected = tensor_bytes(strategy, rank, dims, **size) + expected_bytes(
-                strategy, rank, layers=DOUBLE + SINGLE, hidden=dims.hidden, latent_elements=latent, **size
-            )
-            steps = len(CASES[name].sigmas) - 1
-            assert results[f"{strategy.describe()}: {name}: bytes"] == expected * steps, (
-                f"rank {rank}, {name}"
-            )
+        for name, expected in bytes_by_case(strategy, rank, dims).items():
+            assert results[f"{strategy.describe()}: {name}: bytes"] == expected, f"rank {rank}, {name}"
 
 
 def twice(world, path, strategy):
@@ -127,7 +114,7 @@ def test_every_layout_and_dtype_is_sliced_alike(tmp_path, layout, stored, wish, 
     (whole,) = run_ranks(sample, 1, path, [ParallelStrategy()], [name], "native", wish)
     expected = whole[f"one device: {name}"]
     for results in run_ranks(sample, 2, path, [tensor(2)], [name], "native", wish):
-        assert difference(results[f"tensor 2: {name}"], expected) <= allowed
+        assert relative_difference(results[f"tensor 2: {name}"], expected) <= allowed
 
 
 def parameters_of(world, path, wish):
@@ -184,7 +171,7 @@ def test_a_rank_that_does_not_add_up_is_seen(subjects):
     path, expected = subjects.get(2)
     results = run_ranks(sample_without_adding_up, 2, path)[0]
     name = "not dividing, cfg 1, batch 1"
-    assert difference(results[f"tensor 2: {name}"], expected[name]) > 1000 * TOLERANCE
+    assert relative_difference(results[f"tensor 2: {name}"], expected[name]) > 1000 * TOLERANCE
 
 
 def test_xfuser_falls_back_to_native_by_name(subjects):
@@ -197,7 +184,7 @@ def test_xfuser_falls_back_to_native_by_name(subjects):
         assert note.startswith(
             "engine xfuser fell back to native: its tensor parallelism splits the feed-forward"
         )
-        assert difference(results[f"{strategy.describe()}: {name}"], expected[name]) <= TOLERANCE
+        assert relative_difference(results[f"{strategy.describe()}: {name}"], expected[name]) <= TOLERANCE
 
 
 def refused(world, path):

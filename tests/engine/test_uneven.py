@@ -6,7 +6,7 @@ import pytest
 
 from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
 from flux_requests import CASES as ALL_CASES
-from oracle import oracle_model, oracle_sample
+from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.models.flux.load import load
@@ -14,7 +14,6 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from tiny_flux import write_tiny_flux
 
 HEADS = 2
 CASES = {
@@ -54,9 +53,7 @@ def subject(tmp_path_factory):
     sizes = dict(
         heads=HEADS, double_blocks=BLOCKS, single_blocks=BLOCKS, context_dim=CONTEXT, pooled_dim=POOLED
     )
-    model = oracle_model(folder, **sizes)
-    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
-    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
+    return oracle_subject(folder, CASES, **sizes)[:2]
 
 
 @pytest.mark.parametrize("world_size", STRATEGIES)

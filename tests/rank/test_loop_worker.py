@@ -8,21 +8,12 @@ import pytest
 import torch
 
 from loop_jobs import loop_job, tiny_model
-from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.load import load_under
-from parallel_backend.engine.module_forward import make_module_forward
+from loop_ranks import LoopRanks, ParentOfRankZero
 from parallel_backend.models.comfyui import loop as comfyui_loop
-from parallel_backend.rank import loop_worker, step_boundary
-from parallel_backend.rank.loop_worker import sample_loop
-from parallel_backend.rank.step_boundary import StepBoundary
-from parallel_backend.requests import Placement
+from parallel_backend.rank import loop_worker
 from parallel_backend.sidecar.resume import LoopRecord
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan, TrialRun
-from parallel_backend.wire.loop import loop_tensors
-from parallel_backend.wire.payloads import state_tensors, take_loop_state
-from parallel_backend.wire.protocol import Cancel, Envelope, Progress, SampleLoop
-from parallel_backend.wire.transport import unpack_tensors
 from ranks import run_ranks
 
 ULYSSES, CFG, ONE = ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2), ParallelStrategy()
@@ -47,70 +38,24 @@ def spec(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("loop"))
 
 
-class ParentOfRankZero:
-    """The other end of rank 0's link. `cancel_after`: the step at whose end it cancels."""
+class Ranks(LoopRanks):
+    """Under Ulysses, if no trials change that."""
 
-    def __init__(self, cancel_after: int = 0) -> None:
-        self.states, self.previews, self.steps, self._cancel_after = [], [], [], cancel_after
-        self._asked = 0
+    def make_forward(self, strategy):
+        forward = super().make_forward(strategy)
+        answer = forward._answer
 
-    def receive(self, timeout):
-        self._asked += 1
-        return (Envelope(0, 0, Cancel()), ()) if self._asked == self._cancel_after else None
+        def counted(call, *cached):
+            self._calls += 1
+            return answer(call, *cached)
 
-    def send(self, envelope: Envelope, descriptors=()) -> None:
-        assert isinstance(envelope.message, Progress)
-        self.steps.append(envelope.message.step)
-        for descriptor in descriptors:
-            tensors = unpack_tensors(descriptor)
-            self.previews.append(tensors["denoised"])
-            if (state := take_loop_state(tensors)) is not None:
-                self.states.append(state)
+        forward._answer = counted
+        return forward
 
-
-class Ranks:
-    """This rank with a model, and jobs on it."""
-
-    def __init__(self, world, spec) -> None:
-        step_boundary.STATES_COST = float("inf")  # each step's state is sent
-        self._world, self._layouts = world, Layouts(world)
-        self._model = load_under(spec, self._layouts, ULYSSES)
-        self._forwards = {}
-        self.calls = 0
-
-    def _forward_under(self, strategy):
-        if strategy not in self._forwards:
-            forward = make_module_forward(self._model, self._layouts, Placement(strategy))
-            self._forwards[strategy] = forward
-            answer = forward._answer
-
-            def counted(call, *cached):
-                self.calls += 1
-                return answer(call, *cached)
-
-            forward._answer = counted
-        return self._forwards[strategy]
-
-    @torch.inference_mode()
     def run(self, job, state=None, parent=None, **message):
         """(latent, how it ran, what the parent was told, network calls of this rank)."""
-        parent, self.calls = parent or ParentOfRankZero(), 0
-        steps = len(job.sigmas) - 1
-        boundary = StepBoundary(
-            parent,
-            epoch=0,
-            request=0,
-            rank=self._world.rank,
-            control=self._world.control,
-            device=self._world.device,
-            steps=steps,
-            previews=True,
-            states=True,
-        )
-        tensors = loop_tensors(job) | ({} if state is None else state_tensors(state))
-        asked = SampleLoop(Placement(ULYSSES), steps, previews=True, states=True, **message)
-        result, run = sample_loop(self._layouts, self._model, asked, tensors, boundary, self._forward_under)
-        return result["latent"], run, parent, self.calls
+        self._calls = 0
+        return *super().run(ULYSSES, job, state=state, parent=parent, **message), self._calls
 
 
 def resumed_anywhere(world, spec):

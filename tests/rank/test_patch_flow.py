@@ -10,25 +10,18 @@ import torch
 from comfy_weight_files import patch, write
 from comfy_weight_files import spec as comfy_spec
 from loop_jobs import loop_job, stock_latent
+from loop_ranks import LoopRanks, ParentOfRankZero
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import Cancelled
 from parallel_backend.models.comfyui.model_file import by_stages, inspect
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.dtypes import Dtypes
-from parallel_backend.rank import step_boundary
-from parallel_backend.rank.loop_worker import sample_loop
 from parallel_backend.rank.memory_meter import weight_bytes
-from parallel_backend.rank.step_boundary import StepBoundary
-from parallel_backend.requests import LoopState, Placement
+from parallel_backend.requests import LoopState
 from parallel_backend.sampling.samplers import STEPS
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.loop import loop_tensors
-from parallel_backend.wire.payloads import state_tensors, take_loop_state
-from parallel_backend.wire.protocol import Cancel, Envelope, SampleLoop
-from parallel_backend.wire.transport import unpack_tensors
 from ranks import run_ranks
 from wan_jobs import BLOCKS, patchwise_latent, tiny_wan, wan_job
 from wan_jobs import STEPS as STEPS_OF_A_JOB
@@ -40,59 +33,11 @@ PATCHES = (12, 11, 11, 11)  # tokens of each of the four
 KINDS = 2  # blocks of each of Flux' two kinds
 
 
-class Parent:
-    """The other end of rank 0's link, which cancels when it was asked so many times."""
-
-    def __init__(self, cancel_at: int) -> None:
-        self.steps, self.states, self._cancel_at, self._asked = [], [], cancel_at, 0
-
-    def receive(self, timeout):
-        self._asked += 1
-        return (Envelope(0, 0, Cancel()), ()) if self._asked == self._cancel_at else None
-
-    def send(self, envelope: Envelope, descriptors=()) -> None:
-        self.steps.append(envelope.message.step)
-        for descriptor in descriptors:
-            if (state := take_loop_state(unpack_tensors(descriptor))) is not None:
-                self.states.append(state)
-
-
-class Ranks:
-    """This rank with a model for each number of stages."""
-
-    def __init__(self, world, spec) -> None:
-        step_boundary.STATES_COST = float("inf")  # each step's state is sent
-        self._world, self._spec, self._layouts = world, spec, Layouts(world)
-        self.models, self._forwards = {}, {}
-
-    def _forward_under(self, strategy):
-        if strategy.weights not in self.models:
-            self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
-        if strategy not in self._forwards:
-            model = self.models[strategy.weights]
-            self._forwards[strategy] = make_module_forward(model, self._layouts, Placement(strategy))
-        return self._forwards[strategy]
-
-    @torch.inference_mode()
+class Ranks(LoopRanks):
     def run(self, strategy, job, cancel_at=0, state=None):
-        parent, steps = Parent(cancel_at), len(job.sigmas) - 1
-        boundary = StepBoundary(
-            parent,
-            epoch=0,
-            request=0,
-            rank=self._world.rank,
-            control=self._world.control,
-            device=self._world.device,
-            steps=steps,
-            previews=True,
-            states=True,
-        )
-        asked = SampleLoop(Placement(strategy), steps, previews=True, states=True)
-        tensors = loop_tensors(job) | ({} if state is None else state_tensors(state))
-        model = self._forward_under(strategy).model
-        result, run = sample_loop(self._layouts, model, asked, tensors, boundary, self._forward_under)
+        latent, run, parent = super().run(strategy, job, state=state, parent=ParentOfRankZero(cancel_at))
         return {
-            "latent": result["latent"],
+            "latent": latent,
             "exact": run.exact,
             "notes": " ".join(run.notes),
             "steps": parent.steps,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from differences import relative_difference
 from fault_injection import fault
 from flux_requests import TOLERANCE, request
 from lora_patches import lora, merge
@@ -28,7 +29,6 @@ from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan, TrialRun
 from ranks import run_ranks
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 ULYSSES, RING = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
@@ -96,7 +96,7 @@ def test_a_job_that_changed_four_times_gives_what_one_device_gives(tmp_path):
     )
     for name in (*CASES, "a LoRA"):
         for latent, alone, numbers in (rank[name] for rank in results):
-            assert difference(latent, alone) <= TOLERANCE, name
+            assert relative_difference(latent, alone) <= TOLERANCE, name
             assert numbers.tolist() == [0] * 4 + [1] * 3 + [2] * 3 + [3] * 2 + [0] * 7, name
         assert torch.equal(results[0][name][0], results[1][name][0]), name
 
@@ -120,7 +120,7 @@ def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, 
         tried = sample(two_real_ranks, spec, trials=TRIALS, patches=lora()[0], on_phase=phases.append)
     finally:
         stop()
-    assert difference(tried.latent, sample(two_real_ranks, merged).latent) <= TOLERANCE
+    assert relative_difference(tried.latent, sample(two_real_ranks, merged).latent) <= TOLERANCE
     steps = [event.strategy for event in heard if isinstance(event, Stepped)]
     assert len(steps) == len(tried.info.step_seconds) == STEPS
     assert steps[:5] == [ULYSSES] * 4 + [RING] and steps[-1] == tried.info.strategy
@@ -147,7 +147,7 @@ def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_lea
         assert (tmp_path / "crashed").exists()
     finally:
         sidecar.stop()
-    assert difference(survived.latent, alone.latent) <= TOLERANCE
+    assert relative_difference(survived.latent, alone.latent) <= TOLERANCE
     assert survived.info.strategy == ULYSSES and len(survived.info.step_seconds) == STEPS
     assert [(t.strategy, t.seconds) for t in survived.info.trials] == [(s, ()) for s in TRIALS.strategies]
     assert "no other strategies were tried after that" in survived.info.notes
@@ -183,9 +183,9 @@ def test_one_device_of_two_is_the_first_one(two_real_ranks, files):
     asked = CASES["plain"]
     call = PredictRequest(asked.noise, torch.tensor([0.5]), asked.positive)
     (one, info), (two, _) = (two_real_ranks.predict(spec, call, Placement(s)) for s in (ONE, ULYSSES))
-    assert difference(one, two) <= TOLERANCE and info.strategy == ONE
+    assert relative_difference(one, two) <= TOLERANCE and info.strategy == ONE
     latents = [two_real_ranks.sample(spec, asked, Placement(s)).latent for s in (ONE, ULYSSES)]
-    assert difference(*latents) <= TOLERANCE
+    assert relative_difference(*latents) <= TOLERANCE
 
 
 def test_alone_on_the_cpu_a_rank_has_the_threads_of_all(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
+from differences import relative_difference
 from fault_injection import fault
 from loop_jobs import STEPS, loop_job, stock_latent, tiny_model
 from parallel_backend.errors import Cancelled, RequestError
@@ -37,10 +38,6 @@ def samplers() -> list[str]:
     return list(KSampler.SAMPLERS)
 
 
-def difference(found, wanted) -> float:
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
-
-
 def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
     """Over tokens and over prompts, with masks and without, in batches; and as often a step as planning reckons."""
     names, met = samplers(), set()
@@ -50,7 +47,7 @@ def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
         job = loop_job(name, mask=number % 3 == 0, batch=1 + number % 5 // 4)
         result = two_real_ranks.sample(spec, job, Placement(strategy))
         with subtests.test(sampler=name):
-            assert difference(result.latent, stock_latent(spec.path, job)) <= TOLERANCE
+            assert relative_difference(result.latent, stock_latent(spec.path, job)) <= TOLERANCE
             assert result.info.exact and result.info.strategy == strategy and min(result.info.bytes_sent) > 0
             # The last step has one call, the one before it may have less than the others.
             most = (len(result.info.step_seconds) - 1) * SEVERAL_CALLS.get(name, 1) + 1
@@ -69,7 +66,7 @@ def test_a_job_tells_its_steps_and_shows_the_first_image(two_real_ranks, spec):
         assert [(step, steps) for step, steps, _ in told] == [(i + 1, STEPS) for i in range(STEPS)]
         assert {preview.shape for _, _, preview in told} == {job.noise[:1].shape}
         last = told[-1][2]  # a step with no noise to come ends where the model says
-        assert difference(last, result.latent[:1]) <= TOLERANCE
+        assert relative_difference(last, result.latent[:1]) <= TOLERANCE
         assert len(result.info.step_seconds) == STEPS and min(result.info.step_seconds) > 0
 
 
@@ -83,7 +80,7 @@ def test_noise_and_prompts_change_the_latent_by_far_more_than_the_tolerance(two_
         wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent
         for other in others:
             found = two_real_ranks.sample(spec, other, Placement(ULYSSES)).latent
-            assert difference(found, wanted) > 100 * TOLERANCE
+            assert relative_difference(found, wanted) > 100 * TOLERANCE
 
 
 def test_a_cancel_leaves_warm_ranks(two_real_ranks, spec):
@@ -125,7 +122,7 @@ def test_strategies_are_tried_on_the_way(two_real_ranks, spec):
         tried = two_real_ranks.sample(spec, job, Placement(ULYSSES), trials=trials)
     finally:
         stop()
-    assert difference(tried.latent, stock_latent(spec.path, job)) <= TOLERANCE
+    assert relative_difference(tried.latent, stock_latent(spec.path, job)) <= TOLERANCE
     steps = [event.strategy for event in heard if isinstance(event, Stepped)]
     assert steps[:5] == [ULYSSES] * 4 + [CFG] and steps[-1] == tried.info.strategy
     assert [trial.strategy for trial in tried.info.trials] == list(dict.fromkeys(steps)) and len(steps) == 19

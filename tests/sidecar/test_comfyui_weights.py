@@ -7,6 +7,7 @@ import torch
 
 from comfy_changes import changes
 from comfy_weight_files import CPU, inputs, spec, write
+from differences import relative_difference
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -22,10 +23,6 @@ def answer(model, patches):
         return model.module(*args, **kwargs)
 
 
-def difference(one, other):
-    return ((one - other).abs().max() / other.abs().max()).item()
-
-
 @pytest.mark.parametrize("form", ["bf16", "float8_e4m3fn"])
 def test_a_lora_reaches_whole_and_shared_weights_and_leaves_them(two_real_ranks, tmp_path, form):
     model = spec(write(tmp_path / "model.safetensors", form))
@@ -33,7 +30,7 @@ def test_a_lora_reaches_whole_and_shared_weights_and_leaves_them(two_real_ranks,
     lora = WeightPatches(tuple(found), tensors)
     alone = load(model, CPU)
     plain, changed = answer(alone, NO_PATCHES), answer(alone, lora)
-    assert difference(changed, plain) > 1e-2
+    assert relative_difference(changed, plain) > 1e-2
     args, kwargs = inputs()
     for shards in (False, True):
         placement = Placement(ParallelStrategy(ulysses_degree=2, shard_weights=shards))
@@ -41,8 +38,8 @@ def test_a_lora_reaches_whole_and_shared_weights_and_leaves_them(two_real_ranks,
             output, _ = two_real_ranks.call(
                 model, ModuleCall(args, kwargs, rows=2), placement, patches=patches
             )
-            assert difference(output, wanted) <= TOLERANCE
+            assert relative_difference(output, wanted) <= TOLERANCE
         two_real_ranks.sleep()
         two_real_ranks.wake()
         output, _ = two_real_ranks.call(model, ModuleCall(args, kwargs, rows=2), placement)
-        assert difference(output, plain) <= TOLERANCE
+        assert relative_difference(output, plain) <= TOLERANCE

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from differences import relative_difference
 from fault_injection import fault
 from flux_requests import flux_request
 from lora_patches import H, lora, merge, patch
@@ -17,7 +18,6 @@ from parallel_backend.sidecar import lora_client
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.weight_patches import RECENT_SETS, WeightPatches
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -51,11 +51,11 @@ def test_a_lora_gives_what_a_merged_file_gives_and_goes_without_a_trace(ranks, f
     bare, pids = sample(ranks, spec), ranks.pids
     for placement in (TWO, SLICED):
         found = sample(ranks, spec, patches, placement)
-        assert difference(found, expected) <= TOLERANCE < difference(bare, expected)
+        assert relative_difference(found, expected) <= TOLERANCE < relative_difference(bare, expected)
         call = PredictRequest(flux_request().noise, torch.tensor([0.5]), flux_request().positive)
         one, _ = ranks.predict(spec, call, placement, patches=patches)
         two, _ = ranks.predict(spec, call, placement)
-        assert difference(one, two) > 1e-2
+        assert relative_difference(one, two) > 1e-2
     assert sample(ranks, spec).equal(bare)
     assert ranks.pids == pids
 
@@ -91,7 +91,7 @@ def test_many_factors_go_in_several_payloads(ranks, files, monkeypatch):
     spec, merged = files
     expected = sample(ranks, merged)
     monkeypatch.setattr(lora_client, "CHUNK_BYTES", 20_000)
-    assert difference(sample(ranks, spec, lora()[0]), expected) <= TOLERANCE
+    assert relative_difference(sample(ranks, spec, lora()[0]), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", [TWO.strategy, SLICED.strategy], ids=lambda s: s.describe())

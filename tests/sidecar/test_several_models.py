@@ -12,6 +12,7 @@ from comfy_changes import changes
 from comfy_weight_files import CPU, inputs
 from comfy_weight_files import spec as module_spec
 from comfy_weight_files import write as write_module
+from differences import relative_difference
 from flux_requests import flux_request
 from lora_patches import lora
 from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
@@ -26,7 +27,6 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import RankAndModel, Sleep, Wake
 from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from scripted import NO_MEMORY, is_held, predict_request, scripted_request, scripted_weights, two_ranks
-from spread_weights import difference
 from tiny_flux import write_tiny_flux
 from waiting import PATIENCE
 
@@ -268,13 +268,13 @@ def test_the_loras_of_one_flux_do_not_touch_the_other(two_real_ranks, tmp_path, 
 
     bare_one, bare_other = sample(one)[0], sample(other)[0]
     changed, load = sample(one, patches)
-    assert load.switched and load.patched.bytes_sent > 0 and difference(changed, bare_one) > 1e-2
+    assert load.switched and load.patched.bytes_sent > 0 and relative_difference(changed, bare_one) > 1e-2
     found, load = sample(other)
     assert found.equal(bare_other) and load.switched and load.patched.cached
     found, load = sample(one, patches)
     assert found.equal(changed) and load.switched and load.patched.cached  # its LoRA is where it was
     found, load = sample(other, patches)
-    assert load.patched.bytes_sent > 0 and difference(found, bare_other) > 1e-2
+    assert load.patched.bytes_sent > 0 and relative_difference(found, bare_other) > 1e-2
     ranks.sleep(1)
     assert sample(one, patches)[0].equal(changed) and sample(other)[0].equal(bare_other)
     assert sample(one)[0].equal(bare_one)
@@ -298,14 +298,14 @@ def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shard
             return model.module(*args, **kwargs)
 
     wanted = {high: alone(high, patches), low: alone(low, NO_PATCHES)}
-    assert difference(wanted[high], wanted[low]) > 1e-2
+    assert relative_difference(wanted[high], wanted[low]) > 1e-2
     for turn in range(2):
         for spec in (high, low):
             call = ModuleCall(args, kwargs, rows=2)
             answer, info = two_real_ranks.call(
                 spec, call, placement, patches=patches if spec == high else NO_PATCHES
             )
-            assert difference(answer, wanted[spec]) <= 1e-5
+            assert relative_difference(answer, wanted[spec]) <= 1e-5
             assert info.load.switched == info.load.cached == bool(turn)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
-from comfy_harness import relative_difference
+from differences import relative_difference
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 

@@ -139,8 +139,3 @@ def start_comfyui(
         environment=environment,
         **options,
     )
-
-
-def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest difference relative to the largest value."""
-    return ((one - other).abs().max() / other.abs().max()).item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
+SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
 OURS, STOCK = "ours", "stock"
 
@@ -60,15 +61,7 @@ class Graph:
         return [self.parallel_loader(unet, devices, **choice), 1]
 
     def ksampler(self, model: list, positive: list, negative: list, latent: list, **changes) -> list:
-        inputs = {
-            "seed": 7,
-            "steps": 3,
-            "cfg": 1.0,
-            "sampler_name": "euler",
-            "scheduler": "simple",
-            "denoise": 1.0,
-            **changes,
-        }
+        inputs = SAMPLING | changes
         names = {"positive": positive, "negative": negative, "latent_image": latent}
         return [self.add("KSampler", model=model, **names, **inputs), 0]
 
@@ -76,15 +69,7 @@ class Graph:
         self, loader: str | list, positive: list, negative: list, latent: list, **changes
     ) -> list:
         """`loader`: a node whose first output is the model for it, or that output."""
-        inputs = {
-            "seed": 7,
-            "steps": 3,
-            "cfg": 1.0,
-            "sampler_name": "euler",
-            "scheduler": "simple",
-            "denoise": 1.0,
-            **changes,
-        }
+        inputs = SAMPLING | changes
         names = {"positive": positive, "negative": negative, "latent_image": latent}
         model = loader if isinstance(loader, list) else [loader, 0]
         return [self.add("ParallelSampler", parallel_model=model, **names, **inputs), 0]

@@ -25,6 +25,13 @@ def oracle_model(folder, **sizes) -> FluxTransformer2DModel:
     return model.eval().requires_grad_(False)
 
 
+def oracle_subject(folder, cases, **sizes):
+    """(path of a tiny Flux, {case: its latent}, diffusers' own model with the same weights)"""
+    model = oracle_model(folder, **sizes)
+    path = str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
+    return path, {name: oracle_sample(model, case) for name, case in cases.items()}, model
+
+
 @torch.no_grad()
 def oracle_velocity(model, x, sigma, prompt):
     """x [1, 16, h, w] -> velocity [1, 16, h, w]; one image, one prompt, one call."""

@@ -1,12 +1,14 @@
 """A rank that loads its part of a model and says what memory of its own it gained.
 
-`python share_holder.py RANK STORE SMALL LARGE STRATEGY`: STRATEGY is JSON of ParallelStrategy, for as many ranks. Fresh
-interpreters, because a forked one shares its heap with its parent. Prints one JSON object: bytes of anonymous memory
-gained by loading LARGE, still held after a forward that read every weight, and held at most meanwhile.
+`python share_holder.py RANK STORE SMALL LARGE STRATEGIES`: STRATEGIES is a JSON list of ParallelStrategy's fields, each
+for as many ranks. Fresh interpreters, because a forked one shares its heap with its parent. Prints a JSON object for
+each: bytes of anonymous memory gained by loading LARGE, still held after a forward that read every weight, and held at
+most meanwhile.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -43,19 +45,10 @@ def call(model, forward) -> torch.Tensor:
     return forward([Rows(torch.randn(1, 16, 4, 4), torch.tensor([0.5]), prompt)])[0]
 
 
-def main(rank: str, store: str, small: str, large: str, strategy: str) -> None:
-    torch.set_num_threads(1)
-    strategy = ParallelStrategy(**json.loads(strategy))
-    world = World(
-        rank=int(rank),
-        world_size=strategy.world_size,
-        device=torch.device("cpu"),
-        backend="gloo",
-        store_path=store,
-    )
-    layouts = Layouts(world)
+def gained(layouts: Layouts, small: str, large: str, strategy: ParallelStrategy) -> dict[str, int]:
     call(*load(layouts, small, strategy))  # what every first use costs, weights aside
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would hold what is measured
     before = private_bytes()
     model, forward = load(layouts, large, strategy)
     loaded, peak = private_bytes() - before, [0]
@@ -63,7 +56,22 @@ def main(rank: str, store: str, small: str, large: str, strategy: str) -> None:
         module.register_forward_hook(lambda *_: peak.append(private_bytes() - before))
     for _ in range(2):
         call(model, forward)
-    print(json.dumps({"loaded": loaded, "held": private_bytes() - before, "peak": max(peak)}), flush=True)
+    return {"loaded": loaded, "held": private_bytes() - before, "peak": max(peak)}
+
+
+def main(rank: str, store: str, small: str, large: str, strategies: str) -> None:
+    torch.set_num_threads(1)
+    wanted = [ParallelStrategy(**strategy) for strategy in json.loads(strategies)]
+    world = World(
+        rank=int(rank),
+        world_size=wanted[0].world_size,
+        device=torch.device("cpu"),
+        backend="gloo",
+        store_path=store,
+    )
+    layouts = Layouts(world)
+    for strategy in wanted:
+        print(json.dumps(gained(layouts, small, large, strategy)), flush=True)
     sys.stdin.readline()  # the peers may still be busy
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from flux_requests import CASES as ALL_CASES
-from flux_requests import CONTEXT, POOLED
-from oracle import oracle_model, oracle_sample
+from flux_requests import CASES_OF_TWO_STEPS, CONTEXT, POOLED
+from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from ranks import run_ranks
-from tiny_flux import write_tiny_flux
+from tests.closed_forms.traffic import expected_bytes
+from tests.closed_forms.weights_traffic import tensor_bytes
 
 DOUBLE, SINGLE = 1, 2
 CASES = {
-    name: ALL_CASES[name]
+    name: CASES_OF_TWO_STEPS[name]
     for name in (
         "not dividing, cfg 1, batch 1",
         "dividing, cfg 4, batch 1",
@@ -25,7 +25,12 @@ CASES = {
         "fewer image tokens than ranks",
     )
 }
+# On four ranks and more, of which test_parity.py has the other cases with whole weights.
 FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image tokens than ranks")
+
+
+def cases_of(world_size):
+    return list(CASES) if world_size <= 3 else list(FEW_CASES)
 
 
 def sizes_of(heads):
@@ -43,9 +48,7 @@ class Subjects:
     def get(self, heads):
         if heads not in self._made:
             folder = self._factory.mktemp(f"heads{heads}")
-            model = oracle_model(folder, **sizes_of(heads))
-            path = write_tiny_flux(folder / "tiny.safetensors", **sizes_of(heads))
-            self._made[heads] = str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}
+            self._made[heads] = oracle_subject(folder, CASES, **sizes_of(heads))[:2]
         return self._made[heads]
 
 
@@ -59,8 +62,8 @@ def results_by_world_size(subjects, strategies):
     def get(world_size):
         if world_size not in cache:
             heads, wanted = strategies[world_size]
-            cases = list(CASES) if world_size <= 4 else FEW_CASES
-            cache[world_size] = run_ranks(sample, world_size, subjects.get(heads)[0], wanted, cases)
+            path, _ = subjects.get(heads)
+            cache[world_size] = run_ranks(sample, world_size, path, wanted, cases_of(world_size))
         return cache[world_size]
 
     return get
@@ -85,13 +88,24 @@ def sample(world, path, strategies, cases, engine="native", weight_dtype="auto")
     return results
 
 
-def tokens_of(case):
-    """(rows, text tokens, image tokens, latent elements) of a request whose prompts have one length."""
-    (height, width), batch = case.noise.shape[-2:], case.noise.shape[0]
-    rows = batch * (2 if case.cfg != 1.0 else 1)
-    return rows, case.positive.context.shape[1], -(-height // 2) * -(-width // 2), 16 * height * width
-
-
-def difference(latent, expected):
-    """Largest difference relative to the largest value."""
-    return ((latent - expected).abs().max() / expected.abs().max()).item()
+def bytes_by_case(strategy, rank, dims, weights=0):
+    """{case: bytes that this rank should send}, `weights` of them a step for weights. The closed form is for prompts of
+    one length."""
+    found = {}
+    for name in cases_of(strategy.world_size):
+        if name == "text lengths differ":
+            continue
+        case = CASES[name]
+        (height, width), batch = case.noise.shape[-2:], case.noise.shape[0]
+        size = {
+            "rows": batch * (2 if case.cfg != 1.0 else 1),
+            "text": case.positive.context.shape[1],
+            "image": -(-height // 2) * -(-width // 2),
+        }
+        layers, latent = DOUBLE + SINGLE, 16 * height * width
+        step = weights + tensor_bytes(strategy, rank, dims, **size)
+        step += expected_bytes(
+            strategy, rank, layers=layers, hidden=dims.hidden, latent_elements=latent, **size
+        )
+        found[name] = step * (len(case.sigmas) - 1)
+    return found

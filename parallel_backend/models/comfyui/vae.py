@@ -19,14 +19,15 @@ from .vae_adjustments import adjust, follow, reproducible
 
 # Decodes are counted in as many steps, whatever their length: enough to be interrupted within a second or two.
 STEPS = 32
-_ENCODING = ("encoder", "quant_conv", "taesd_encoder")
 _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
-class ComfyUIVae:
-    """base.BandedVae. `network`: ComfyUI's, whose decode() computes; it loses its encoder."""
+class ComfyUIHalf:
+    """base.VaeHalf. `network`: ComfyUI's, to compute in `compute_dtype`; it loses `other_half`, parts by their names,
+    and its attention sees all rows."""
 
     steps = STEPS
+    other_half: Sequence[str]
 
     def __init__(
         self,
@@ -37,23 +38,49 @@ class ComfyUIVae:
         device: torch.device,
         bytes: int = 0,
     ) -> None:
-        self._network = one_half(network, _ENCODING, compute_dtype, device)
-        adjust(self._network, compute_dtype)
-        self._found = known(network)
-        self._frames_are_a_batch = frames_are_a_batch(network)
+        for part in self.other_half:
+            if hasattr(network, part):
+                delattr(network, part)
+        for layer in network.modules():
+            for attention in _ATTENTION:
+                if hasattr(layer, attention):
+                    setattr(layer, attention, RowAttention())
+        self._network: Any = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
         self.latent_channels = latent_channels
-        self.latent_dims = 3 if self._frames_are_a_batch else latent_dims
+        self.latent_dims = latent_dims
         self.compute_dtype = compute_dtype
         self.device = device
         self.bytes = bytes
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What this half needs beyond that."""
+
+    @property
+    def step_layers(self) -> Sequence[nn.Module]:
+        """Convolutions over rows: video networks call them once per few frames."""
+        return [
+            layer
+            for layer in self._network.modules()
+            if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
+        ]
+
+
+class ComfyUIVae(ComfyUIHalf):
+    """base.BandedVae. Its network's decode() computes."""
+
+    other_half = ("encoder", "quant_conv", "taesd_encoder")
+
+    def _prepare(self) -> None:
+        adjust(self._network, self.compute_dtype)
+        self._found = known(self._network)
+        self._frames_are_a_batch = frames_are_a_batch(self._network)
+        if self._frames_are_a_batch:
+            self.latent_dims = 3
 
     @property
     def decoder(self) -> nn.Module:
         return self._network
-
-    @property
-    def step_layers(self) -> Sequence[nn.Module]:
-        return row_convolutions(self._network)
 
     def layers_per_step(self, latent: Tensor) -> int:
         at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
@@ -66,7 +93,7 @@ class ComfyUIVae:
         return 2 if "reflect" in modes else 1
 
     def decode(self, latent: Tensor) -> Tensor:
-        network: Any = self._network
+        network = self._network
         with reproducible(network, self.device):
             if self._frames_are_a_batch:
                 return network.decode(latent[0].movedim(1, 0)).movedim(0, 1)[None]
@@ -87,7 +114,7 @@ class TiledComfyUIVae(ComfyUIVae):
         return found
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
-        decoder: Any = self._network.decoder
+        decoder = self._network.decoder
         frames, height, width = tile.shape[2:]
         side = decoder.patch_size
         return (
@@ -99,8 +126,7 @@ class TiledComfyUIVae(ComfyUIVae):
         )
 
     def compute(self, tile: Tensor) -> Tensor:
-        network: Any = self._network
-        return type(network)._decode_pixels(network, tile)
+        return type(self._network)._decode_pixels(self._network, tile)
 
     def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
         tiles = iter(computed)
@@ -108,7 +134,7 @@ class TiledComfyUIVae(ComfyUIVae):
 
     def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor) -> Tensor:
         """The network's own decode, in which `made` gives what becomes of each tile."""
-        network: Any = self._network
+        network = self._network
         network._decode_pixels = made
         try:
             return network.decode(latent)
@@ -151,27 +177,6 @@ def build_vae(
     dtype = torch.float32 if device.type == "cpu" else stored
     with _default_dtype(dtype), _parameters_assigned():
         return comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told), dtype
-
-
-def one_half(network: nn.Module, other: Sequence[str], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """`network` without the parts of its `other` half, to compute in `dtype`; its attention sees all rows."""
-    for part in other:
-        if hasattr(network, part):
-            delattr(network, part)
-    for layer in network.modules():
-        for attention in _ATTENTION:
-            if hasattr(layer, attention):
-                setattr(layer, attention, RowAttention())
-    return network.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def row_convolutions(network: nn.Module) -> list[nn.Module]:
-    """By which a decode or encode is counted: video networks call them once per few frames."""
-    return [
-        layer
-        for layer in network.modules()
-        if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
-    ]
 
 
 def check_whole(network: nn.Module, tensors: dict[str, Tensor], half: str) -> None:

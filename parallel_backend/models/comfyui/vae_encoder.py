@@ -3,23 +3,19 @@ decoder."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...requests import ComfyUISource
 from ..vae.networks import encodes_in_bands
-from .vae import STEPS, build_vae, check_whole, one_half, row_convolutions
-
-_DECODING = ("decoder", "post_quant_conv", "conv2")
+from .vae import ComfyUIHalf, build_vae, check_whole
 
 
-class ComfyUIVaeEncoder:
-    """base.BandedVaeEncoder. `network`: ComfyUI's, whose encode() computes; it loses its decoder."""
+class ComfyUIVaeEncoder(ComfyUIHalf):
+    """base.BandedVaeEncoder. Its network's encode() computes."""
 
-    steps = STEPS
+    other_half = ("decoder", "post_quant_conv", "conv2")
 
     def __init__(
         self,
@@ -32,17 +28,11 @@ class ComfyUIVaeEncoder:
         device: torch.device,
         bytes: int = 0,
     ) -> None:
-        self._network: Any = one_half(network, _DECODING, compute_dtype, device)
+        super().__init__(network, latent_channels, latent_dims, compute_dtype, device, bytes)
         self.scale = scale
         self.in_channels = in_channels
-        self.latent_channels = latent_channels
-        self.latent_dims = latent_dims
-        self.compute_dtype = compute_dtype
-        self.device = device
-        self.bytes = bytes
         causal = getattr(self._network.encoder, "refiner_vae", True)
         self.few_frames = 5 if causal else 4  # two of the latent's, and one
-        self.step_layers = row_convolutions(network)
 
     @property
     def encoder(self) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 
 from flux_requests import CASES as ALL_CASES
 from flux_requests import CONTEXT, POOLED, TOLERANCE
-from oracle import oracle_model, oracle_sample
+from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -25,7 +25,6 @@ from patchwise_oracle import patchwise_sample
 from point_forward import Boundary
 from ranks import run_ranks
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
-from tiny_flux import write_tiny_flux
 
 HEADS, DOUBLE, SINGLE = 2, 2, 4
 CASES = {
@@ -84,9 +83,7 @@ def subject(tmp_path_factory):
     sizes = dict(
         heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE, context_dim=CONTEXT, pooled_dim=POOLED
     )
-    model = oracle_model(folder, **sizes)
-    path = write_tiny_flux(folder / "tiny.safetensors", **sizes)
-    return str(path), {name: oracle_sample(model, case) for name, case in CASES.items()}, model
+    return oracle_subject(folder, CASES, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,23 @@
 """ComfyUI's own VAE encoders in bands of rows on real gloo ranks: the latent of the same network on one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
 from comfy_modules import import_comfyui_here
 from parallel_backend.engine.collectives import Traffic
-from parallel_backend.engine.vae import row_bands as bands_module
 from parallel_backend.engine.vae.decoder import BandedEncoder
 from parallel_backend.engine.vae.row_bands import Bands, split_rows
-from parallel_backend.errors import PlatformError, RequestError
+from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.comfyui.vae_encoder import STEPS, ComfyUIVaeEncoder
+from parallel_backend.models.comfyui.vae import STEPS
+from parallel_backend.models.comfyui.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.vae.networks import encodes_in_bands
 from ranks import run_ranks
 from video_vaes import ENCODED, build
-
-CPU = torch.device("cpu")
-TOLERANCE = 1e-5  # of max|latent|
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,48 +25,16 @@ def comfyui():
     return import_comfyui_here()
 
 
-def banded_encoder(name, dtype=torch.float32):
-    case = ENCODED[name]
-    network = build(name)
-    return ComfyUIVaeEncoder(network, case.scale, 3, case.channels, case.dims, dtype, CPU)
-
-
-def encode(world, names, pixels, shares=(), broken=""):
-    """Per network (latent [t, h, w, C] or an empty tensor, steps announced, bytes sent) of one rank."""
-    if broken:
-        _break(broken)
-    found = []
-    for name, of_name in zip(names, pixels, strict=True):
-        encoder, steps = BandedEncoder(banded_encoder(name), world), []
-        latent = encoder(of_name, shares, lambda steps=steps: steps.append(1))
-        found.append((torch.empty(0) if latent is None else latent, len(steps), encoder.bytes_sent))
-    return found
-
-
-def _break(what):
-    """Ranks then go without what the others hold."""
-    if what == "rows":
-        start = bands_module.Bands.start_halo
-
-        def without(self, x, **ways):
-            wait = start(self, x, **ways)
-            return lambda: tuple(None if row is None else torch.zeros_like(row) for row in wait())
-
-        bands_module.Bands.start_halo = without
-    elif what == "ways":  # a halved band looks above itself in place of below, and the other way round
-        start = bands_module.Bands.start_halo
-        bands_module.Bands.start_halo = lambda self, x, above=True, below=True: start(
-            self, x, above=below, below=above
-        )
-    else:
-        bands_module.Bands.gather = lambda self, mine: mine
+def encoder(name, world, dtype=torch.float32):
+    case, cpu = ENCODED[name], torch.device("cpu")
+    half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, cpu)
+    return BandedEncoder(half, world)
 
 
 def whole(name, pixels):
     """[t, h, w, C] of ComfyUI's own network."""
     with torch.inference_mode():
-        latent = build(name).encode(pixels[None])[0]
-    return (latent if latent.ndim == 4 else latent[:, None]).permute(1, 2, 3, 0)
+        return in_frames(build(name).encode(pixels[None])[0])
 
 
 def pixels_of(name, frames, height, width):
@@ -84,11 +52,6 @@ def latent_frames(name, frames):
     return (taken(name, frames) + 3) // 4 if ENCODED[name].dims == 3 else 1
 
 
-def difference(latent, expected):
-    assert latent.shape == expected.shape
-    return ((latent - expected).abs().max() / expected.abs().max()).item()
-
-
 SIZES = [  # ranks, (frames, rows and columns of the latent), shares
     (2, (1, 5, 2), ()),
     (3, (6, 6, 1), (2.0, 1.0, 1.0)),  # bands of 3, 2 and 1 rows; a frame that networks drop
@@ -98,11 +61,10 @@ SIZES = [  # ranks, (frames, rows and columns of the latent), shares
 
 @pytest.mark.parametrize(("ranks", "size", "shares"), SIZES, ids=str)
 def test_the_latent_is_that_of_one_process(ranks, size, shares):
-    pixels = [pixels_of(name, *size) for name in ENCODED]
-    expected = [whole(name, of_name) for name, of_name in zip(ENCODED, pixels, strict=True)]
-    results = run_ranks(encode, ranks, list(ENCODED), pixels, shares)
-    for number, (name, latent) in enumerate(zip(ENCODED, expected, strict=True)):
-        case, of_ranks = ENCODED[name], [result[number] for result in results]
+    pixels = {name: pixels_of(name, *size) for name in ENCODED}
+    results = run_ranks(compute, ranks, encoder, pixels, shares)
+    for name, case in ENCODED.items():
+        latent, of_ranks = whole(name, pixels[name]), [result[name] for result in results]
         assert latent.shape == (latent_frames(name, size[0]), *size[1:], case.channels)
         assert latent.std() > 0.05 * latent.abs().max(), name  # no flat latent
         assert difference(of_ranks[0][0], latent) <= TOLERANCE, name
@@ -120,33 +82,17 @@ def test_the_latent_is_that_of_one_process(ranks, size, shares):
     ids=["rows", "ways", "keys"],
 )
 def test_a_rank_that_goes_without_the_others_is_seen(names, what):
-    pixels = [pixels_of(name, 5, 2, 2) for name in names]
-    found = run_ranks(encode, 2, names, pixels, (), what)[0]
-    for name, of_name, (latent, *_) in zip(names, pixels, found, strict=True):
-        assert difference(latent, whole(name, of_name)) > 100 * TOLERANCE, name
-
-
-def check(world, names, dtype, broken=""):
-    """The words in which one rank refuses each network, if it does."""
-    if broken:
-        _break(broken)
-    words = []
-    for name in names:
-        try:
-            BandedEncoder(banded_encoder(name, dtype), world).check()
-        except PlatformError as refusal:
-            words.append(str(refusal))
-        else:
-            words.append("")
-    return words
+    pixels = {name: pixels_of(name, 5, 2, 2) for name in names}
+    for name, (latent, *_) in run_ranks(compute, 2, encoder, pixels, (), what)[0].items():
+        assert difference(latent, whole(name, pixels[name])) > 100 * TOLERANCE, name
 
 
 def test_a_network_that_looks_further_is_seen_before_it_is_used():
     """A missing neighbour stands for it."""
-    names = ["flux", "wan 2.1", "hunyuanimage refiner"]
-    assert run_ranks(check, 2, names, torch.float32) == 2 * [3 * [""]]
-    assert run_ranks(check, 2, ["flux"], torch.bfloat16) == 2 * [[""]]
-    first, second = run_ranks(check, 2, ["flux"], torch.bfloat16, "rows")
+    names, in_half = ["flux", "wan 2.1", "hunyuanimage refiner"], partial(encoder, dtype=torch.bfloat16)
+    assert run_ranks(refusals, 2, encoder, names) == 2 * [3 * [""]]
+    assert run_ranks(refusals, 2, in_half, ["flux"]) == 2 * [[""]]
+    first, second = run_ranks(refusals, 2, in_half, ["flux"], "rows")
     assert "in another way than the pack knows" in first[0] and second == [""]
 
 

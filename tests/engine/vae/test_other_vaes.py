@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from banded_vaes import TOLERANCE, difference, without_rows
 from comfy_modules import import_comfyui_here
 from other_vaes import BANDED, build, decoded
 from parallel_backend.engine.vae import row_bands as bands_module
@@ -15,7 +16,6 @@ from parallel_backend.models.vae.networks import decodes_in_bands
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-5  # of max|pixel|
 # (frames, height, width), shares: on 4 ranks, of which as many compute as there are rows, in bands of several sizes.
 SIZES = [
     ((2, 5, 3), (2.0, 1.0, 1.0, 1.0)),
@@ -33,6 +33,7 @@ ASKED = {
 
 
 NAMES = [name for name in BANDED if name != "taesd"]  # which goes through the real ComfyUI
+SHARES = [NAMES[first::3] for first in range(3)]  # to start ranks costs more than one of them does on them
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,32 +46,29 @@ def latent_of(name, frames, height, width):
     return random(case.channels, *((frames,) if case.dims == 3 else ()), height, width)
 
 
-def decode(world, name, sizes, broken=("",)):
-    """Per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to break it."""
-    if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
-        vae_adjustments._CHUNK_BYTES = 4_000
-    case, results = BANDED[name], []
-    decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
-    for what in broken:
-        with pytest.MonkeyPatch.context() as patch:
-            _break(what, decoder.vae.decoder, patch)
-            for size, shares in sizes:
-                steps = []
-                frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
-                results.append((torch.empty(0) if frames is None else frames, len(steps)))
+def decode(world, jobs):
+    """By name, per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to
+    break it. `jobs`: by name (sizes, ways)."""
+    results = {}
+    for name, (sizes, broken) in jobs.items():
+        case, found = BANDED[name], results.setdefault(name, [])
+        decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+        for what in broken:
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
+                    patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
+                _break(what, decoder.vae.decoder, patch)
+                for size, shares in sizes:
+                    steps = []
+                    frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
+                    found.append((torch.empty(0) if frames is None else frames, len(steps)))
     return results
 
 
 def _break(what, network, patch):
     """Ranks then go without what the others hold."""
     if what == "rows":
-        start = bands_module.Bands.start_halo
-
-        def without(self, x, **ways):
-            wait = start(self, x, **ways)
-            return lambda: tuple(None if row is None else torch.zeros_like(row) for row in wait())
-
-        patch.setattr(bands_module.Bands, "start_halo", without)
+        patch.setattr(bands_module.Bands, "start_halo", without_rows(bands_module.Bands.start_halo))
     elif what == "keys":
         for layer in network.modules():
             if isinstance(layer, RowAttention):
@@ -79,32 +77,33 @@ def _break(what, network, patch):
         patch.setattr(bands_module.BandGroupNorm, "forward", torch.nn.GroupNorm.forward)
 
 
-def difference(frames, expected):
-    assert frames.shape == expected.shape
-    return ((frames - expected).abs().max() / expected.abs().max()).item()
+@pytest.mark.parametrize("names", SHARES, ids="-".join)
+def test_the_frames_are_those_of_one_process(names):
+    # The tiny one of videos is as wide as it is.
+    jobs = {name: (SIZES[2:3] if name == "taehv" else SIZES, ("",)) for name in names}
+    results = run_ranks(decode, 4, jobs)
+    for name, (sizes, _) in jobs.items():
+        case, network = BANDED[name], build(BANDED[name])
+        for number, (size, _) in enumerate(sizes):
+            expected = decoded(network, latent_of(name, *size))
+            frames = case.frames(size[0]) if case.dims == 3 else 1
+            assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3), name
+            assert expected.std() > 0.05 * expected.abs().max(), name  # no flat picture
+            assert difference(results[0][name][number][0], expected) <= TOLERANCE, (name, size)
+            assert [result[name][number][1] for result in results] == 4 * [STEPS], (name, size)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_frames_are_those_of_one_process(name):
-    case, network = BANDED[name], build(BANDED[name])
-    sizes = SIZES[2:3] if name == "taehv" else SIZES  # which is as wide as it is
-    results = run_ranks(decode, 4, name, sizes)
-    for number, (size, _) in enumerate(sizes):
-        expected = decoded(network, latent_of(name, *size))
-        frames = case.frames(size[0]) if case.dims == 3 else 1
-        assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3)
-        assert expected.std() > 0.05 * expected.abs().max()  # no flat picture
-        assert difference(results[0][number][0], expected) <= TOLERANCE
-        assert [result[number][1] for result in results] == 4 * [STEPS]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_rank_that_goes_without_the_others_is_seen(name):
-    size, broken = (2, 2, 1 if name == "taehv" else 2), ("", "rows", *ASKED.get(name, ()))
-    expected = decoded(build(BANDED[name]), latent_of(name, *size))
-    results = run_ranks(decode, 2, name, [(size, ())], broken)[0]
-    whole, *others = (difference(frames, expected) for frames, _ in results)
-    assert whole <= TOLERANCE and min(others) > 100 * TOLERANCE
+@pytest.mark.parametrize("names", SHARES, ids="-".join)
+def test_a_rank_that_goes_without_the_others_is_seen(names):
+    jobs = {}
+    for name in names:
+        size = 2, 2, 1 if name == "taehv" else 2
+        jobs[name] = [(size, ())], ("", "rows", *ASKED.get(name, ()))
+    results = run_ranks(decode, 2, jobs)[0]
+    for name, ([(size, _)], _) in jobs.items():
+        expected = decoded(build(BANDED[name]), latent_of(name, *size))
+        whole, *others = (difference(frames, expected) for frames, _ in results[name])
+        assert whole <= TOLERANCE and min(others) > 100 * TOLERANCE, name
 
 
 @pytest.mark.parametrize("name", BANDED)

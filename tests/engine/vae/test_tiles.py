@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from banded_vaes import TOLERANCE, difference
 from comfy_modules import import_comfyui_here
 from other_vaes import TILED, build, decoded
 from parallel_backend.engine.vae.tiles import TiledDecoder
@@ -14,7 +15,6 @@ from parallel_backend.models.vae.networks import Way, known
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-5  # of max|pixel|
 # (latent frames, height, width), frames, tiles, shares: a picture, fewer tiles than ranks, a video in two chunks
 SIZES = [
     ((1, 5, 4), 1, 4, ()),
@@ -65,7 +65,7 @@ def test_the_frames_are_those_of_one_process(ranks):
         assert expected.shape == (count, 16 * size[1], 16 * size[2], 3)
         assert expected.std() > 0.05
         frames, parts, _, _ = results[0][number]
-        assert (frames - expected).abs().max() <= TOLERANCE * expected.abs().max()
+        assert difference(frames, expected) <= TOLERANCE
         assert parts == split_sizes(tiles, ranks, shares[:ranks])
         assert [result[number][2] for result in results] == ranks * [STEPS]
         busy = [bool(count) for count in parts[1:]]
@@ -76,7 +76,7 @@ def test_the_frames_are_those_of_one_process(ranks):
 def test_a_rank_whose_tiles_are_wrong_is_seen():
     results, words = run_ranks(decode, 2, SIZES[:1], True)[0]
     expected = decoded(build(TILED), random(TILED.channels, *SIZES[0][0]))
-    assert (results[0][0] - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()
+    assert difference(results[0][0], expected) > 100 * TOLERANCE
     assert "tiles shared out are off by" in words
 
 

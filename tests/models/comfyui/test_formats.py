@@ -10,6 +10,7 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
+from differences import relative_difference
 from mapped_files import mapped_ranges
 from parallel_backend.engine.byte_sharding import ByteSharding
 from parallel_backend.engine.groups import Layouts
@@ -96,10 +97,6 @@ def answer(module):
         return module(*args, **kwargs)
 
 
-def difference(one, other):
-    return ((one - other).abs().max() / other.abs().max()).item()
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
     import comfy.sd
@@ -118,11 +115,11 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
 def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
     one = answer(load(spec(files[form]), CPU).module)
     other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
-    assert difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
+    assert relative_difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
     for results in split:
         tokens, rows, shares = results[form]
-        assert difference(tokens, one) <= TOLERANCE
-        assert difference(rows, one) <= TOLERANCE
+        assert relative_difference(tokens, one) <= TOLERANCE
+        assert relative_difference(rows, one) <= TOLERANCE
         assert shares.equal(rows)
 
 
@@ -154,6 +151,6 @@ def test_int8_and_w4a4_round_the_activations_of_each_token_by_itself(files, form
     layer = load(spec(files[form]), CPU).module.double_blocks[0].img_mlp[0]
     tokens = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0))
     tokens[50] *= 10
-    assert difference(layer(tokens[:32]), layer(tokens)[:32]) <= TOLERANCE
+    assert relative_difference(layer(tokens[:32]), layer(tokens)[:32]) <= TOLERANCE
     rounded, exact = layer(tokens), torch.nn.functional.linear(tokens, layer.weight.dequantize(), layer.bias)
-    assert difference(rounded, exact) > 1e-3, "they are rounded"
+    assert relative_difference(rounded, exact) > 1e-3, "they are rounded"

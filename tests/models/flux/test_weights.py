@@ -9,6 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
+from differences import relative_difference
 from flux_requests import CONTEXT, POOLED
 from lora_files import DIFFUSERS, LAYOUTS
 from lora_patches import BIAS, NORM, H, lora, merge, patch
@@ -22,7 +23,7 @@ from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from spread_weights import CASES, difference
+from spread_weights import CASES
 from tiny_flux import tiny_flux_config, write_tiny_flux
 
 CPU = torch.device("cpu")
@@ -177,8 +178,8 @@ def sample_merged(world, path):
 )
 def test_every_way_of_holding_weights_gives_the_latent_of_a_merged_file(files, expected, strategy, layout):
     for rank, found in enumerate(run_ranks(sample_with_loras, 2, files[layout], strategy)):
-        assert difference(found["during"], expected) <= 1e-5, f"rank {rank}"
-        assert difference(found["before"], expected) > 1e-2, "there was something to apply"
+        assert relative_difference(found["during"], expected) <= 1e-5, f"rank {rank}"
+        assert relative_difference(found["before"], expected) > 1e-2, "there was something to apply"
         assert found["after"].equal(found["before"])
         assert found["touched"] == 10
 
@@ -188,9 +189,9 @@ def test_every_way_of_holding_weights_gives_the_latent_of_a_merged_file(files, e
 )
 def test_changes_that_need_the_whole_tensor_are_cut_after_them(files, strategy):
     (whole,) = run_ranks(sample_with_loras, 1, files["diffusers"], ParallelStrategy(), entangled)
-    assert difference(whole["during"], whole["before"]) > 1e-2
+    assert relative_difference(whole["during"], whole["before"]) > 1e-2
     for found in run_ranks(sample_with_loras, 2, files["diffusers"], strategy, entangled):
-        assert difference(found["during"], whole["during"]) <= 1e-5
+        assert relative_difference(found["during"], whole["during"]) <= 1e-5
         assert found["after"].equal(found["before"])
 
 

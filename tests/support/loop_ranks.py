@@ -1,0 +1,78 @@
+"""Jobs of ComfyUI's own loop on a rank that a test runs by itself, and the other end of rank 0's link."""
+
+from __future__ import annotations
+
+import torch
+
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.rank import step_boundary
+from parallel_backend.rank.loop_worker import sample_loop
+from parallel_backend.rank.step_boundary import StepBoundary
+from parallel_backend.requests import Placement
+from parallel_backend.wire.loop import loop_tensors
+from parallel_backend.wire.payloads import state_tensors, take_loop_state
+from parallel_backend.wire.protocol import Cancel, Envelope, Progress, SampleLoop
+from parallel_backend.wire.transport import unpack_tensors
+
+
+class ParentOfRankZero:
+    """What rank 0 told it. `cancel_at`: which time it is asked for news it cancels; never: 0."""
+
+    def __init__(self, cancel_at: int = 0) -> None:
+        self.states, self.previews, self.steps = [], [], []
+        self._cancel_at, self._asked = cancel_at, 0
+
+    def receive(self, timeout):
+        self._asked += 1
+        return (Envelope(0, 0, Cancel()), ()) if self._asked == self._cancel_at else None
+
+    def send(self, envelope: Envelope, descriptors=()) -> None:
+        assert isinstance(envelope.message, Progress)
+        self.steps.append(envelope.message.step)
+        for descriptor in descriptors:
+            tensors = unpack_tensors(descriptor)
+            self.previews.append(tensors["denoised"])
+            if (state := take_loop_state(tensors)) is not None:
+                self.states.append(state)
+
+
+class LoopRanks:
+    """This rank, with a model for each way to lay out its weights; each step's state is sent."""
+
+    def __init__(self, world, spec) -> None:
+        step_boundary.STATES_COST = float("inf")
+        self.world, self._spec, self._layouts = world, spec, Layouts(world)
+        self.models, self._forwards = {}, {}
+
+    def make_forward(self, strategy):
+        if strategy.weights not in self.models:
+            self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
+        return make_module_forward(self.models[strategy.weights], self._layouts, Placement(strategy))
+
+    def _forward_under(self, strategy):
+        if strategy not in self._forwards:
+            self._forwards[strategy] = self.make_forward(strategy)
+        return self._forwards[strategy]
+
+    @torch.inference_mode()
+    def run(self, strategy, job, *, state=None, parent=None, **message):
+        """(latent, how it ran, the parent and what it was told). `message`: what else SampleLoop says."""
+        parent, steps = parent or ParentOfRankZero(), len(job.sigmas) - 1
+        boundary = StepBoundary(
+            parent,
+            epoch=0,
+            request=0,
+            rank=self.world.rank,
+            control=self.world.control,
+            device=self.world.device,
+            steps=steps,
+            previews=True,
+            states=True,
+        )
+        tensors = loop_tensors(job) | ({} if state is None else state_tensors(state))
+        asked = SampleLoop(Placement(strategy), steps, previews=True, states=True, **message)
+        model = self._forward_under(strategy).model
+        result, run = sample_loop(self._layouts, model, asked, tensors, boundary, self._forward_under)
+        return result["latent"], run, parent

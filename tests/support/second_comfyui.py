@@ -1,0 +1,59 @@
+"""A ComfyUI beside the shared one, for what needs two, or one that is killed: it costs as much as all that they do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster_machines import free_port, make_cluster
+from comfy_harness import Comfy, start_comfyui
+from comfyui_client import ComfyUIClient
+from comfyui_server import ComfyUIServer
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.observability import queue_log
+from parallel_backend.sidecar import device_lock
+
+DEVICES = "cpu:4,cpu:5"  # on which its ranks start with it, as they do outside tests
+FOLDER = "parallel.pack v2"  # of the pack
+
+
+@dataclass(frozen=True)
+class SecondComfyUI:
+    """One that keeps a queue log, locks devices where the shared one does, and waits for the machines of cluster lab.
+
+    `secret`: the machines' file. `port`: to which they dial.
+    """
+
+    server: ComfyUIServer
+    queue_log: Path
+    secret: Path
+    port: int
+
+    def running(self) -> Comfy:
+        """Started, unless it runs: a test may have killed it."""
+        if not self.server.is_started:
+            self.server.start()
+        return Comfy(server=self.server, client=ComfyUIClient(self.server.url))
+
+
+def second_comfyui(base: Path, locks: Path) -> SecondComfyUI:
+    """Not started yet. `base`: its folder, which is empty; `locks`: the shared one's."""
+    settings = base / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    chosen = {"parallel_sampling.start_at_launch": True, "parallel_sampling.default_devices": DEVICES}
+    settings.write_text(json.dumps(chosen))
+    log, secrets, port = base / "queue.jsonl", base / "secrets", free_port()
+    environment = {
+        queue_log.VARIABLE: str(log),
+        endpoints.VARIABLE: str(secrets),
+        device_lock.VARIABLE: str(locks),
+        device_lock.CPU_TOO: "on",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(endpoints.VARIABLE, str(secrets))
+        secret = make_cluster(secrets, port=port)
+    server = start_comfyui(base, pack_folder=FOLDER, environment=environment)
+    return SecondComfyUI(server, log, secret, port)
