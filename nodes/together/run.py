@@ -32,7 +32,8 @@ from .queue import queued_prompts, running_prompt, waiting_prompts
 SETTING = "one_image_per_gpu"
 TAKEN = "computed at once with the prompt before it; the times are those of that run"
 _NOTHING_HOLDS = (
-    "a node before the sampler gives something else each time, so nothing holds that is computed ahead"
+    "a node before the sampler gives something else each time, or ComfyUI's node cache was emptied, so what was "
+    "computed ahead did not hold; it is tried again once the queue was empty"
 )
 
 _kept = KeptLatents(queued_prompts)
