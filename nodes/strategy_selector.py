@@ -146,13 +146,13 @@ class StrategySelector(io.ComfyNode):
     @classmethod
     async def validate_inputs(
         cls,
-        mode: str | None,
-        devices: str | None,
-        cfg_degree: int | None,
-        pipefusion_degree: int | None,
-        ring_degree: int | None,
-        ulysses_degree: int | None,
-        data_degree: int | None,
+        mode: str | None = None,
+        devices: str | None = None,
+        cfg_degree: int | None = None,
+        pipefusion_degree: int | None = None,
+        ring_degree: int | None = None,
+        ulysses_degree: int | None = None,
+        data_degree: int | None = None,
         tensor_degree: int | None = 1,
         device_shares: str | None = "",
     ) -> bool | str:
@@ -160,7 +160,8 @@ class StrategySelector(io.ComfyNode):
         for, else by those of any model. A line for each problem: `inputs: words`.
 
         ComfyUI marks every input named here, whichever is wrong; web/errors.js leaves those that a line names. An input
-        that another node has to run for comes as None, and is checked when that has.
+        that another node has to run for comes as None, and is checked when that has; one that is missing does not come,
+        and ComfyUI names it.
         """
         given = {name: value for name, value in locals().items() if name != "cls"}
         # Off the event loop: reading a large model's header for the first time takes a second.

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...parallel_backend.errors import CheckpointError, RequestError
+from ...parallel_backend.models.checkpoint import read_header
 
 _META = torch.device("meta")
 _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
@@ -22,7 +23,9 @@ _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no we
 
 def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.ModelPatcher:
     """The MODEL that ComfyUI would make of `path`, its parameters on the meta device. `part`: as in ComfyUISource;
-    `options`: ComfyUI's model_options. Raises CheckpointError for a file that ComfyUI does not know."""
+    `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI does not
+    know."""
+    read_header(path)  # names the file and the remedy where it is damaged; safe_open does not
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         metadata = file.metadata() or {}

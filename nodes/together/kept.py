@@ -35,9 +35,9 @@ class Ahead:
     def bytes(self) -> int:
         return self.samples.numel() * self.samples.element_size()
 
-    def is_for(self, job: SamplingJob) -> bool:
-        """Whether it comes from the same objects and equal numbers."""
-        inputs = vars(job)
+    def is_for(self, job: SamplingJob, *, any_seed: bool = False) -> bool:
+        """Whether it comes from the same objects and equal numbers; with `any_seed`, of the seed apart."""
+        inputs = {**vars(job), "seed": self._inputs["seed"] if any_seed else job.seed}
         return inputs["parallel_model"] is self._model() and all(
             inputs[name] == value if isinstance(value, (int, float, str)) else inputs[name] is value
             for name, value in self._inputs.items()
@@ -94,10 +94,16 @@ class KeptLatents:
         with self._lock:
             return node in self._missed
 
-    def passed(self, node: str) -> set[str]:
-        """Prompts for which nothing is to be computed ahead."""
+    def passed(self, node: str, job: SamplingJob) -> set[str]:
+        """Prompts for which this job is not to be computed ahead: it was, or they run alone. Of a list of latents each
+        is a job of its own."""
         with self._lock:
-            return self._alone | {prompt for prompt, other in self._ahead if other == node}
+            there = {
+                prompt
+                for (prompt, other), kept in self._ahead.items()
+                if other == node and any(one.is_for(job, any_seed=True) for one in kept)
+            }
+            return self._alone | there
 
     def _watch(self) -> None:
         if self._watcher is None:

@@ -32,7 +32,8 @@ from .queue import queued_prompts, running_prompt, waiting_prompts
 SETTING = "one_image_per_gpu"
 TAKEN = "computed at once with the prompt before it; the times are those of that run"
 _NOTHING_HOLDS = (
-    "a node before the sampler gives something else each time, so nothing holds that is computed ahead"
+    "a node before the sampler gives something else each time, or ComfyUI's node cache was emptied, so what was "
+    "computed ahead did not hold; it is tried again once the queue was empty"
 )
 
 _kept = KeptLatents(queued_prompts)
@@ -59,7 +60,7 @@ def _at_once(
 ) -> tuple[Tensor, RunRecord] | None:
     """As `sample`, with the prompts that wait; None where this one runs alone: `record` says why, where others wait."""
     prompt_id, node = key
-    waiting = _waiting(key)
+    waiting = _waiting(key, job)
     why = _NOTHING_HOLDS if _kept.has_missed(node) else ""
     if waiting and not why:
         why = _why_alone(job, settings) or _kept_is_full(job, len(waiting))
@@ -95,10 +96,10 @@ def _run(
     return samples[:1].clone(), record
 
 
-def _waiting(key: Key) -> list[Waiting]:
+def _waiting(key: Key, job: SamplingJob) -> list[Waiting]:
     """The prompts whose sampler may be computed with that of this one."""
     prompt_id, node = key
-    passed = _kept.passed(node)
+    passed = _kept.passed(node, job)
     prompt = running_prompt(prompt_id)
     if prompt is None or prompt_id in passed:
         return []

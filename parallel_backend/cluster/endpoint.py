@@ -63,6 +63,12 @@ def known_clusters() -> tuple[str, ...]:
 
 def find_head(cluster: str) -> Endpoint:
     """The head's end of a cluster. Raises DeviceError for one that this computer does not know."""
+    if not NAME.fullmatch(cluster):
+        raise DeviceError(
+            f"devices 'cluster:{cluster[:80]}': {cluster[:80]!r} is no name of a cluster; write the one that it was "
+            f"made with, such as cluster:lab.",
+            nearest=(("devices", "all"),),
+        )
     if cluster not in known_clusters():
         known = ", ".join(known_clusters()) or "none"
         raise DeviceError(

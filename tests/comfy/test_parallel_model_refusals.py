@@ -113,3 +113,19 @@ def test_a_parallel_model_is_not_made_parallel_twice(comfy):
     graph = AnyGraph(comfy, "flux")
     twice = [graph.parallel([graph.parallel(graph.stock(), ulysses=2), 0], ulysses=2), 0]
     assert "parallel already" in fails(comfy, graph, graph.ksampler(twice, *graph.request(), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("half", "words"), [(0, "it is truncated (0 bytes)"), (0.5, "bytes of tensors are announced")]
+)
+def test_a_damaged_file_is_named_with_what_is_wrong_and_the_remedy(comfy, half, words):
+    path = comfy.server.base_directory / "models" / "diffusion_models" / "damaged.safetensors"
+    whole = path.with_name(comfy.write_flux("any_flux.safetensors")).read_bytes()
+    path.write_bytes(whole[: int(half * len(whole))])
+    graph = AnyGraph(comfy, "flux")
+    loader = [graph.add("ParallelModelLoader", model_name=path.name, weight_dtype="default"), 0]
+    message = fails(comfy, graph, graph.ksampler(loader, *graph.request(), steps=1))
+    path.unlink()
+    assert (
+        message.startswith(f"{path.name} is refused: ") and words in message and "choose another" in message
+    )

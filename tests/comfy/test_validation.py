@@ -70,3 +70,13 @@ def test_degrees_that_auto_decides_are_not_held_against_a_person(comfy, unet):
     prompt = _prompt(unet, "cpu:1", ring=3)
     prompt["StrategySelector0"]["inputs"]["mode"] = "auto"
     comfy.run(prompt)
+
+
+@pytest.mark.parametrize("missing", ["mode", "devices", "cfg_degree", "engine"])
+def test_an_input_that_an_old_workflow_lacks_is_named_in_comfyuis_words(comfy, unet, missing):
+    prompt = _prompt(unet, "cpu:2", ring=2)
+    del prompt["StrategySelector0"]["inputs"][missing]
+    with pytest.raises(PromptRejected) as rejected:
+        comfy.client.queue(prompt)
+    (error,) = rejected.value.node_errors["StrategySelector0"]["errors"]
+    assert (error["type"], error["details"]) == ("required_input_missing", missing)

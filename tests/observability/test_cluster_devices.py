@@ -62,6 +62,8 @@ def test_what_is_not_there_is_named_with_its_remedy(secret, monkeypatch):
         resolve_for_command("cluster:lab", lambda text: None)
     with pytest.raises(DeviceError, match=r"no cluster of that name \(known: lab\)"):
         resolve_for_command("cluster:other", lambda text: None)
+    with pytest.raises(DeviceError, match=r"'' is no name of a cluster; .*such as cluster:lab"):
+        resolve_for_command("cluster:", lambda text: None)
 
 
 @pytest.mark.parametrize("text", ["cluster:lab", "cuda:0@lab/a"])
