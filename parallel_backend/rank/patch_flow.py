@@ -23,14 +23,17 @@ from ..models.comfyui.loop import ComfyUILoop
 from ..requests import LoopRequest, ModuleCall
 from ..sampling.element_patches import ElementPatches
 from ..sampling.patchwise import OnPatchStep, PatchSampling
-from ..sampling.samplers import STEPS, Sigmas, Step, model_calls
+from ..sampling.samplers import STEPS, USUAL_STEPS, History, Sigmas, Step, model_calls, start_history
 from ..strategy import ParallelStrategy
 
 # The model of ComfyUI's sampler: (x [B, C, …], sigma []) -> denoised.
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Sides = tuple[bool, ...]
 WHOLE = "PipeFusion ran exactly and without its speed: {reason}"
-_FLOW_MODELS = "CONST"  # of ComfyUI's samplings, the one that flow-matching models have
+# Of ComfyUI's samplings (how a model's latents and noise mix) that of flow-matching models, and others under which one
+# patch's latent was compared with stock's. All of them are arithmetic on elements.
+_FLOW = "CONST"
+_SAMPLINGS = {_FLOW, "EPS", "V_PREDICTION", "V_PREDICTION_DDPM", "EDM", "COSMOS_RFLOW"}
 
 
 def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
@@ -42,8 +45,8 @@ def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
         return (
             f"patches cannot take the steps of {request.sampler} apart; those of {', '.join(STEPS)} they can"
         )
-    if _FLOW_MODELS not in request.sampling["classes"]:
-        return "patches flow in flow-matching models only, and this model's sampling is another one"
+    if _SAMPLINGS.isdisjoint(request.sampling["classes"]):
+        return "patches do not know this model's sampling (how it mixes latents and noise)"
     prompts = [prompt for side in request.conds.values() for prompt in side]
     if any(prompt.get(name) is not None for prompt in prompts for name in ("area", "default")):
         return "prompts for areas of an image take it apart in another way than patches do"
@@ -55,6 +58,18 @@ def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
 def first_flowing(strategy: ParallelStrategy) -> int:
     """The number of steps before patches flow: at least one leaves keys and values to them."""
     return max(1, strategy.warmup_steps)
+
+
+def step_of(request: LoopRequest) -> Callable[..., Step]:
+    """A step of the job's sampler, as ComfyUI computes it under the model's sampling."""
+    return (STEPS if _FLOW in request.sampling["classes"] else USUAL_STEPS)[request.sampler]
+
+
+def history_of(request: LoopRequest, device: torch.device) -> History:
+    """What its sampler knows before the first step. A flow-matching model may want other noise (ModelNoiseScale)."""
+    is_flow = _FLOW in request.sampling["classes"]
+    scale = request.sampling["values"].get("noise_scale", 1.0) if is_flow else 1.0
+    return start_history(request.seed, device, scale)
 
 
 def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
@@ -175,7 +190,7 @@ class PatchFlow:
         self._lead = lead
         self._returning: dict[int, tuple[list[_Coming], Tensor]] = {}  # by patch, with the sigma of its call
         stopped = False
-        for sigma in calls_from(STEPS[self.request.sampler], sigmas, first):
+        for sigma in calls_from(step_of(self.request), sigmas, first):
             for number in range(len(self.patches)):
                 stopped = on_step.is_stopped(self._stages.count)
                 if stopped:
