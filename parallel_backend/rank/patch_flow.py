@@ -112,7 +112,7 @@ class PatchFlow:
         self._layout = forward.layout
         self._sides: Sides = ()
         self.keys = KeptKeys()
-        self._seen: ModuleCall | None = None  # the last whole call
+        self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
         self._patches: ElementPatches | None = None
         # While a patch is on its way into the network, and out of it.
         self._now: Patch | None = None
@@ -144,18 +144,21 @@ class PatchFlow:
 
     def whole(self, call: ModuleCall) -> Any:
         """The network's answer to whole images, which leave keys and values to patches."""
-        self._seen = call
+        self._seen[call.prompts] = call
         return self._forward(call, keys=self.keys)
 
     def find_patches(self) -> Tensor | str:
         """Which patch each element of a latent belongs to, on the first rank; or why patches cannot flow, in a user's
         words. After whole images."""
-        noise, call = self.request.noise, self._seen
-        assert call is not None, "whole images went before"
-        if reason := self._stages.why_whole(call, self.keys):
-            return reason
-        own, _ = self._forward.own_rows(call, self._layout.row)
-        owners = self._stages.owners(own, self._patch_count)
+        noise, calls = self.request.noise, list(self._seen.values())
+        assert calls, "whole images went before"
+        for call in calls:
+            if reason := self._stages.why_whole(call, self.keys):
+                return reason
+        own = (self._forward.own_rows(call, self._layout.row)[0] for call in calls)
+        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in own)
+        if not all(torch.equal(owners, other) for other in others):
+            return "the prompts have unlike tokens beside the image's (a reference), so patches would differ"
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
         return owners if fits else "which part of the latent a patch makes cannot be told"
 
@@ -206,12 +209,12 @@ class PatchFlow:
         if stopped:
             raise Cancelled("The request was cancelled.")
 
-    def compute(self, call: ModuleCall) -> Tensor:
+    def compute(self, call: ModuleCall) -> Any:
         """The network's answer to a call of a patch: on its way in anything of that form, on its way out its own."""
         answer = self._stages.empty_answer(call.rows)
         if self._answers is not None:
             self.patches.put(next(self._answers), self._patch.number, answer)
-            return answer
+            return self._stages.in_form(answer)
         part, shares = self._forward.own_rows(call, self._layout.row)
         own, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
         found = self._stages.patch(part, self._patch, self.keys)
@@ -220,7 +223,7 @@ class PatchFlow:
         if self._stages.is_first:
             empty = self._stages.empty_answer(own, size.stop - size.start)
             self._sent.append(_Coming(self._stages.expect_back(empty), shares))
-        return answer
+        return self._stages.in_form(answer)
 
     def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""

@@ -34,6 +34,7 @@ from parallel_backend.wire.protocol import Cancel, Envelope, SampleLoop
 from parallel_backend.wire.transport import unpack_tensors
 from ranks import run_ranks
 from samplings import described, sampling_of
+from sound_jobs import SHAPES, sound_job, sound_model
 from wan_jobs import BLOCKS, patchwise_latent, tiny_wan, wan_job
 from wan_jobs import STEPS as STEPS_OF_A_JOB
 
@@ -238,9 +239,13 @@ def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
     flows = {shares: PIPE.replace(**FLOW, device_shares=shares) for shares in ((), (1.0, 3.0), (3.0, 1.0))}
     cases = {str(shares): (strategy, job) for shares, strategy in flows.items()}
     cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
+    unlike = loop_job()  # a reference beside one of the prompts
+    unlike.conds["positive"][0]["model_conds"]["ref_latents"] = "CONDList", [random(1, 16, 4, 6)]
+    cases["unlike"] = PIPE.replace(**FLOW), unlike
     found = run_ranks(sampled, 2, spec, cases)[0]
     three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
     assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert found["unlike"]["exact"] and "the prompts have unlike tokens" in found["unlike"]["notes"]
     assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]
     for shares in map(str, flows):
         assert far(found[shares]["latent"], three["latent"]) <= EXACT and not found[shares]["exact"]
@@ -265,11 +270,28 @@ def test_a_model_that_is_none_of_flow_matching_flows_alike_through_any_stages(fo
     assert "V_PREDICTION_DDPM" in job.sampling["classes"]
     stock = stock_latent(spec.path, job)
     cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
     found = run_ranks(sampled, 2, spec, cases)[0]
-    three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
     assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
-    assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]
-    assert far(found["flow"]["latent"], three["latent"]) <= EXACT and not found["flow"]["exact"]
+    assert 1e-4 < far(found["uneven"]["latent"], stock) < 0.1 and not found["uneven"]["notes"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["flow"]["exact"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_video_and_sound_flow_alike_through_any_stages(folder, name):
+    """One patch is stock's latent, whose flat tensor holds both; more come near to it in both. MiniMax H3 has
+    prompts of unlike lengths before them in one sequence."""
+    spec = sound_model(folder, name)
+    job = sound_job(name, spec.path, "euler_ancestral")
+    video = SHAPES[name][0].numel()
+    stock = stock_latent(spec.path, job)
+    cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["uneven"]["notes"]
+    for part in (slice(video), slice(video, None)):
+        assert 1e-4 < far(found["uneven"]["latent"][..., part], stock[..., part]) < 0.1
 
 
 def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_picture(folder):

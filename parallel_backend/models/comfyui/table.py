@@ -74,8 +74,7 @@ WITHOUT_ATTENTION = frozenset(
 # Classes whose blocks may lie on several devices (PipeFusion): those of their last region, each of which takes from the
 # one before what the table says it gives and nothing else, in the order of its lists. Not those whose blocks take turns
 # (VACE), take what earlier ones skipped to them (HunyuanDiT) or look at several tokens outside of attention (HuMo),
-# that give two answers (LTX-2, MiniMax H3), compute pixels of all tokens behind their blocks (PixelDiT), or attend
-# under a mask in every call (Lens).
+# that compute pixels of all tokens behind their blocks (PixelDiT), or attend under a mask in every call (Lens).
 _IN_STAGES = frozenset(
     {
         "WanModel",
@@ -106,6 +105,8 @@ _IN_STAGES = frozenset(
         "MiniTrainDIT",
         "CogVideoXTransformer3DModel",
         "PixArtMS",
+        "MiniMaxH3Model",
+        "LTXAVModel",
     }
 )
 

@@ -154,26 +154,29 @@ def _strengths(h: int, w: int) -> dict[str, Any]:
     )
 
 
+# LTX-2's sizes, of which ComfyUI reads most from a file's metadata.
+LTX_SOUND: dict[str, Any] = dict(
+    in_channels=16,
+    audio_in_channels=128,
+    cross_attention_dim=128,
+    audio_cross_attention_dim=64,
+    attention_head_dim=32,
+    audio_attention_head_dim=16,
+    num_attention_heads=4,
+    audio_num_attention_heads=4,
+    caption_channels=48,
+    num_layers=4,
+    connector_num_layers=1,
+    connector_num_attention_heads=2,
+    connector_attention_head_dim=24,
+    use_middle_indices_grid=True,
+)
+
+
 def ltxav() -> nn.Module:
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
-    return LTXAVModel(
-        in_channels=16,
-        audio_in_channels=128,
-        cross_attention_dim=128,
-        audio_cross_attention_dim=64,
-        attention_head_dim=32,
-        audio_attention_head_dim=16,
-        num_attention_heads=4,
-        audio_num_attention_heads=4,
-        caption_channels=48,
-        num_layers=4,
-        connector_num_layers=1,
-        connector_num_attention_heads=2,
-        connector_attention_head_dim=24,
-        use_middle_indices_grid=True,
-        **operations(),
-    )
+    return LTXAVModel(**LTX_SOUND, **operations())
 
 
 def ltxav_inputs(b: int, h: int, w: int) -> Call:
