@@ -158,7 +158,7 @@ class PatchFlow:
         own = (self._forward.own_rows(call, self._layout.row)[0] for call in calls)
         owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in own)
         if not all(torch.equal(owners, other) for other in others):
-            return "the prompts have unlike tokens beside the image's (a reference), so patches would differ"
+            return "the prompts have unlike tokens behind the image's (a reference, or text), so patches would differ"
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
         return owners if fits else "which part of the latent a patch makes cannot be told"
 
