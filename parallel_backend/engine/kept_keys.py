@@ -27,6 +27,13 @@ class KeptKeys:
         self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.masked = False  # whether attention had a mask, whose form for a patch nobody knows
 
+    @property
+    def among(self) -> int:
+        """Tokens of the longest stream that has the image's, where those of the prompts differ, having text too; else
+        0."""
+        counts = set(self.counts.values())
+        return max(counts) if len(counts) > 1 else 0
+
     def attention(self, place: Hashable, kind: Blocks, tokens: BlockTokens | None) -> AttentionCall:
         """Of one call of a block. `place`: whose rows in which block; `tokens`: of a patch, whose keys and values
         replace the older ones; None for whole images, whose keys and values are all kept."""

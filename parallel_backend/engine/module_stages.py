@@ -26,6 +26,7 @@ from .block_tokens import BlockTokens, LastTokens
 from .collectives import broadcast
 from .groups import Axis, Layout
 from .kept_keys import KeptKeys
+from .packed_answers import pack, unpack
 from .pipefusion.p2p import P2PChannel, PendingRecv
 from .region_blocks import Block, blocks_of, tokens_of
 from .traffic_counter import Traffic
@@ -61,7 +62,7 @@ class ModuleStages:
         self._onward = P2PChannel(layout.pipe, traffic)
         self._back = P2PChannel(layout.return_group, traffic)
         self.tokens = 0  # of an image in the last whole call
-        self._like: Tensor | None = None  # the answer to that
+        self._like: Any = None  # the answer to that, in the module's own form
 
     def _leaving_tokens(self) -> Tokens:
         """Of the image."""
@@ -82,22 +83,31 @@ class ModuleStages:
         return self._pipe.index == self.count - 1
 
     def empty_answer(self, rows: int, *sizes: int) -> Tensor:
-        """Like the module's answers to whole images, as far as `sizes` do not say otherwise."""
-        assert self._like is not None, "whole images went before"
-        return self._like.new_zeros(rows, *(sizes or self._like.shape[1:]))
+        """Like the module's answers to whole images, packed, as far as `sizes` do not say otherwise."""
+        packed = pack(self._like)
+        assert packed is not None, "whole images went before"
+        return packed.new_zeros(rows, *(sizes or packed.shape[1:]))
 
-    def whole(self, call: ModuleCall, keys: KeptKeys | None) -> Tensor:
+    def in_form(self, packed: Tensor) -> Any:
+        """An answer of patches as the module itself would give it."""
+        return unpack(packed, self._like)
+
+    def whole(self, call: ModuleCall, keys: KeptKeys | None) -> Any:
         """The answer to a call of whole images, on every stage. `keys`: where their keys and values are left."""
         with self._running(call, None, keys):
             answer = self._model.module(*call.args, **call.kwargs)
-        if not isinstance(answer, Tensor):
+        packed = pack(answer)
+        if packed is None:
             raise RequestError(
-                f"{type(self._model.module).__name__} answers with more than one tensor, which PipeFusion's stages do "
-                f"not know; set pipefusion_degree to 1."
+                f"{type(self._model.module).__name__} answers with more than tensors, which PipeFusion's stages do not "
+                f"know; set pipefusion_degree to 1."
             )
         self._onward.settle()
-        answer = broadcast(answer.contiguous(), self.count - 1, self._return_group, self._traffic)
-        self._like = answer.new_empty(0, *answer.shape[1:])  # and not a view, which would keep it
+        packed = broadcast(packed.contiguous(), self.count - 1, self._return_group, self._traffic)
+        answer = unpack(packed, answer)
+        several = isinstance(answer, (list, tuple))
+        empty = [one.new_empty(0, *one.shape[1:]) for one in (answer if several else [answer])]
+        self._like = empty if several else empty[0]  # and no views, which would keep it
         return answer
 
     def why_whole(self, call: ModuleCall, keys: KeptKeys) -> str:
@@ -112,11 +122,11 @@ class ModuleStages:
         )
 
     def patch(self, call: ModuleCall, patch: Patch, keys: KeptKeys) -> Tensor | None:
-        """Takes one patch through this stage. On the last one the answer, in which only the elements of that patch
-        mean anything."""
+        """Takes one patch through this stage. On the last one the answer, packed, in which only the elements of that
+        patch mean anything."""
         try:
             with self._running(call, patch, keys):
-                return self._model.module(*call.args, **call.kwargs)
+                return pack(self._model.module(*call.args, **call.kwargs))
         except _Left:
             return None
 
@@ -137,26 +147,34 @@ class ModuleStages:
         self._onward.settle()
         self._back.settle()
 
-    def owners(self, call: ModuleCall, patches: int) -> Tensor:
+    def owners(self, call: ModuleCall, patches: int, keys: KeptKeys) -> Tensor:
         """Of each element of a row of the answer, the number of the patch whose tokens alone make it; -1 where there is
         no such patch. [elements] int64. Asks the module itself: which of them change if the tokens of a patch do that
-        leave the blocks? Computes no block; no other rank takes part."""
-        plain, found = self._marked(call, None, 0), None
+        leave the blocks? Of answers behind the first what no patch changes is the last one's: sound whose tokens are
+        whole in each patch, in that one beside the newest keys. Computes no block; no other rank takes part."""
+        plain, found = self._marked(call, None, 0, keys), None
         for mark in range(1, _MARKS + 1):
             changed = [
-                (self._marked(call, Patch(n, patches), mark) != plain).flatten() for n in range(patches)
+                (self._marked(call, Patch(n, patches), mark, keys) != plain).flatten() for n in range(patches)
             ]
             together = torch.stack(changed)
             found = together if found is None else found | together
             if bool(found.any(0).all()):
                 break
         assert found is not None, "there is a mark"
-        owner = found.int().argmax(0)
-        return owner.where(found.sum(0) == 1, -torch.ones_like(owner))
+        owner, owners = found.int().argmax(0), found.sum(0)
+        behind = torch.arange(len(owner), device=owner.device) >= self._first_answer()
+        owner[behind & (owners == 0)] = patches - 1
+        return owner.where((owners == 1) | (behind & (owners == 0)), -torch.ones_like(owner))
 
-    def _marked(self, call: ModuleCall, patch: Patch | None, mark: int) -> Tensor:
+    def _first_answer(self) -> int:
+        """Elements of a row of the answer, or of the first one of several."""
+        first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]
+        return first.shape[1:].numel()
+
+    def _marked(self, call: ModuleCall, patch: Patch | None, mark: int, keys: KeptKeys) -> Tensor:
         """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
-        cut = None if patch is None else self._cut_into(patch)
+        cut = None if patch is None else self._cut_into(patch, keys)
 
         def marked(tokens: Tensor) -> Tensor:
             plain = torch.empty_like(tokens)
@@ -178,7 +196,8 @@ class ModuleStages:
                 first = self._blocks[0].module
                 restore.callback(first.register_forward_pre_hook(learn, with_kwargs=True).remove)
             restore.callback(self._on_leaving(marked))
-            answer: Tensor = self._model.module(*call.args, **call.kwargs)
+            answer = pack(self._model.module(*call.args, **call.kwargs))
+        assert answer is not None, "whole images went before"
         return answer[0]
 
     def _on_leaving(self, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -197,14 +216,17 @@ class ModuleStages:
 
         return last.module.register_forward_hook(given).remove
 
-    def _cut_into(self, patch: Patch) -> BlockTokens:
-        """Patches are to tokens what ranks are that share them: a run of each stream."""
+    def _cut_into(self, patch: Patch, keys: KeptKeys) -> BlockTokens:
+        """Patches are to tokens what ranks are that share them: a run of each stream. Where text goes before the image
+        in its stream, each prompt's image is cut at the same places: as the last tokens of the longest."""
+        if keys.among:
+            return LastTokens(_axis(patch), (), self._traffic, among=keys.among)
         return BlockTokens(_axis(patch), (), self._traffic)
 
     @contextmanager
     def _running(self, call: ModuleCall, patch: Patch | None, keys: KeptKeys | None) -> Iterator[None]:
         """Inside, a call of the module computes this stage's blocks."""
-        tokens = None if patch is None else self._cut_into(patch)
+        tokens = None if patch is None or keys is None else self._cut_into(patch, keys)
 
         def leave(left: Tensor) -> Tensor:
             if tokens is not None:
@@ -229,6 +251,8 @@ class ModuleStages:
         self, number: int, block: Block, call: ModuleCall, tokens: BlockTokens | None, keys: KeptKeys | None
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if number == 0 and tokens is None and keys is not None:  # on every stage
+                keys.counts[call.prompts] = block.image_tokens(args, kwargs)
             if tokens is not None:
                 args, kwargs = cut_arguments(block, tokens, args, kwargs)
             if number == self._own.stop:
@@ -243,8 +267,6 @@ class ModuleStages:
                 return block.handed_on(args, kwargs)
             if number == self._own.start and not self.is_first:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
-            if number == 0 and tokens is None and keys is not None:
-                keys.counts[call.prompts] = block.image_tokens(args, kwargs)
             return self._run(block, (call.prompts, number), tokens, keys, args, kwargs)
 
         return forward
@@ -291,7 +313,7 @@ class ModuleStages:
     def _last_tokens(self, patch: Patch, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
         """A refiner's tokens are the last of the image's stream, as the self-test finds."""
         assert keys is not None, "whole images left them"
-        return LastTokens(_axis(patch), (), self._traffic, among=keys.counts[call.prompts])
+        return LastTokens(_axis(patch), (), self._traffic, among=keys.among or keys.counts[call.prompts])
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
         """What the stage before sent, in tensors of these forms."""

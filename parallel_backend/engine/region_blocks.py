@@ -39,7 +39,8 @@ class Block:
     def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """How many of them a call has."""
         name, tokens = self.image
-        value: Tensor = self._argument(name, args, kwargs)
+        given = self._argument(name, args, kwargs)
+        value: Tensor = given if tokens.item is None else given[tokens.item]
         return value.shape[tokens.dim :][: tokens.over].numel()
 
     def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -49,15 +50,21 @@ class Block:
         return tuple(found) if len(found) > 1 else found[0]
 
     def carried(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The arguments that a block before gave, each once."""
-        return [self._argument(name, args, kwargs) for name in self._carried_names()]
+        """The arguments that a block before gave, each once; of a tuple (video and sound) its items."""
+        found: list[Tensor] = []
+        for name in self._carried_names():
+            value = self._argument(name, args, kwargs)
+            found += [value] if isinstance(value, Tensor) else value
+        return found
 
     def with_carried(
         self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these in place of what `carried` gives."""
-        listed, named = list(args), dict(kwargs)
-        for name, value in zip(self._carried_names(), values, strict=True):
+        listed, named, rest = list(args), dict(kwargs), iter(values)
+        for name in self._carried_names():
+            old = self._argument(name, args, kwargs)
+            value = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
             if name in named:
                 named[str(name)] = value
                 continue

@@ -27,6 +27,7 @@ from ..engine.groups import Layouts, World
 from ..engine.kept_keys import KeptKeys
 from ..engine.module_forward import make_module_forward
 from ..engine.module_stages import Patch
+from ..engine.packed_answers import pack
 from ..errors import RankFailed
 from ..models.comfyui.table import TABLE, has_stages, token_mode
 from ..models.comfyui.tiny.cases import CASES, Inputs, TinyModel
@@ -114,11 +115,12 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
 
     forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), KeptKeys()
     assert forward.stages is not None, "it was asked for them"
-    answer, (expected,) = forward(call(), keys=keys), case.answer
-    worst = _difference([answer], [expected])
+    whole = forward(call(), keys=keys)
+    worst, answer = _difference(_tensors(whole), case.answer), pack(whole)
+    assert answer is not None, "stages have looked"
     if forward.stages.why_whole(call(), keys):
         return worst
-    owners = forward.stages.owners(call(), _PATCHES)
+    owners = forward.stages.owners(call(), _PATCHES, keys)
     if int(owners.min()) < 0:  # nor there
         return worst
     split = ElementPatches(owners, answer.shape[1:], _PATCHES)
@@ -127,7 +129,7 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
         if found is not None:
             split.put(split.take(found, number), number, answer)
     forward.stages.settle()
-    return max(worst, _difference([answer], [expected]))
+    return max(worst, _difference(_tensors(forward.stages.in_form(answer)), case.answer))
 
 
 def _cases(name: str) -> Iterator[_Case]:

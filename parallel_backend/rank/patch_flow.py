@@ -23,14 +23,17 @@ from ..models.comfyui.loop import ComfyUILoop
 from ..requests import LoopRequest, ModuleCall
 from ..sampling.element_patches import ElementPatches
 from ..sampling.patchwise import OnPatchStep, PatchSampling
-from ..sampling.samplers import STEPS, Sigmas, Step, model_calls
+from ..sampling.samplers import STEPS, USUAL_STEPS, History, Sigmas, Step, model_calls, start_history
 from ..strategy import ParallelStrategy
 
 # The model of ComfyUI's sampler: (x [B, C, …], sigma []) -> denoised.
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Sides = tuple[bool, ...]
 WHOLE = "PipeFusion ran exactly and without its speed: {reason}"
-_FLOW_MODELS = "CONST"  # of ComfyUI's samplings, the one that flow-matching models have
+# Of ComfyUI's samplings (how a model's latents and noise mix) that of flow-matching models, and others under which one
+# patch's latent was compared with stock's. All of them are arithmetic on elements.
+_FLOW = "CONST"
+_SAMPLINGS = {_FLOW, "EPS", "V_PREDICTION", "V_PREDICTION_DDPM", "EDM", "COSMOS_RFLOW"}
 
 
 def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
@@ -42,8 +45,8 @@ def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
         return (
             f"patches cannot take the steps of {request.sampler} apart; those of {', '.join(STEPS)} they can"
         )
-    if _FLOW_MODELS not in request.sampling["classes"]:
-        return "patches flow in flow-matching models only, and this model's sampling is another one"
+    if _SAMPLINGS.isdisjoint(request.sampling["classes"]):
+        return "patches do not know this model's sampling (how it mixes latents and noise)"
     prompts = [prompt for side in request.conds.values() for prompt in side]
     if any(prompt.get(name) is not None for prompt in prompts for name in ("area", "default")):
         return "prompts for areas of an image take it apart in another way than patches do"
@@ -55,6 +58,18 @@ def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
 def first_flowing(strategy: ParallelStrategy) -> int:
     """The number of steps before patches flow: at least one leaves keys and values to them."""
     return max(1, strategy.warmup_steps)
+
+
+def step_of(request: LoopRequest) -> Callable[..., Step]:
+    """A step of the job's sampler, as ComfyUI computes it under the model's sampling."""
+    return (STEPS if _FLOW in request.sampling["classes"] else USUAL_STEPS)[request.sampler]
+
+
+def history_of(request: LoopRequest, device: torch.device) -> History:
+    """What its sampler knows before the first step. A flow-matching model may want other noise (ModelNoiseScale)."""
+    is_flow = _FLOW in request.sampling["classes"]
+    scale = request.sampling["values"].get("noise_scale", 1.0) if is_flow else 1.0
+    return start_history(request.seed, device, scale)
 
 
 def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
@@ -97,7 +112,7 @@ class PatchFlow:
         self._layout = forward.layout
         self._sides: Sides = ()
         self.keys = KeptKeys()
-        self._seen: ModuleCall | None = None  # the last whole call
+        self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
         self._patches: ElementPatches | None = None
         # While a patch is on its way into the network, and out of it.
         self._now: Patch | None = None
@@ -129,18 +144,21 @@ class PatchFlow:
 
     def whole(self, call: ModuleCall) -> Any:
         """The network's answer to whole images, which leave keys and values to patches."""
-        self._seen = call
+        self._seen[call.prompts] = call
         return self._forward(call, keys=self.keys)
 
     def find_patches(self) -> Tensor | str:
         """Which patch each element of a latent belongs to, on the first rank; or why patches cannot flow, in a user's
         words. After whole images."""
-        noise, call = self.request.noise, self._seen
-        assert call is not None, "whole images went before"
-        if reason := self._stages.why_whole(call, self.keys):
-            return reason
-        own, _ = self._forward.own_rows(call, self._layout.row)
-        owners = self._stages.owners(own, self._patch_count)
+        noise, calls = self.request.noise, list(self._seen.values())
+        assert calls, "whole images went before"
+        for call in calls:
+            if reason := self._stages.why_whole(call, self.keys):
+                return reason
+        own = (self._forward.own_rows(call, self._layout.row)[0] for call in calls)
+        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in own)
+        if not all(torch.equal(owners, other) for other in others):
+            return "the prompts have unlike tokens behind the image's (a reference, or text), so patches would differ"
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
         return owners if fits else "which part of the latent a patch makes cannot be told"
 
@@ -175,7 +193,7 @@ class PatchFlow:
         self._lead = lead
         self._returning: dict[int, tuple[list[_Coming], Tensor]] = {}  # by patch, with the sigma of its call
         stopped = False
-        for sigma in calls_from(STEPS[self.request.sampler], sigmas, first):
+        for sigma in calls_from(step_of(self.request), sigmas, first):
             for number in range(len(self.patches)):
                 stopped = on_step.is_stopped(self._stages.count)
                 if stopped:
@@ -191,12 +209,12 @@ class PatchFlow:
         if stopped:
             raise Cancelled("The request was cancelled.")
 
-    def compute(self, call: ModuleCall) -> Tensor:
+    def compute(self, call: ModuleCall) -> Any:
         """The network's answer to a call of a patch: on its way in anything of that form, on its way out its own."""
         answer = self._stages.empty_answer(call.rows)
         if self._answers is not None:
             self.patches.put(next(self._answers), self._patch.number, answer)
-            return answer
+            return self._stages.in_form(answer)
         part, shares = self._forward.own_rows(call, self._layout.row)
         own, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
         found = self._stages.patch(part, self._patch, self.keys)
@@ -205,7 +223,7 @@ class PatchFlow:
         if self._stages.is_first:
             empty = self._stages.empty_answer(own, size.stop - size.start)
             self._sent.append(_Coming(self._stages.expect_back(empty), shares))
-        return answer
+        return self._stages.in_form(answer)
 
     def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""

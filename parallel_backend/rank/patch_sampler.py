@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..sampling.patchwise import OnPatchStep, PatchSampling
-from ..sampling.samplers import STEPS, Sigmas, run, start_history
-from .patch_flow import GUIDED, PatchFlow, calls_from
+from ..sampling.samplers import Sigmas, run
+from .patch_flow import GUIDED, PatchFlow, calls_from, history_of, step_of
 
 
 class PatchSampler:
@@ -35,8 +35,8 @@ class PatchSampler:
     def __call__(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
         """As ComfyUI's sampler of the job's name, whose arithmetic its steps have (sampling/samplers.py)."""
         request = self._flow.request
-        step, levels, ones = STEPS[request.sampler], Sigmas(sigmas, x.device), x.new_ones(len(x))
-        history, steps = start_history(request.seed, x.device), len(sigmas) - 1
+        step, levels, ones = step_of(request), Sigmas(sigmas, x.device), x.new_ones(len(x))
+        history, steps = history_of(request, x.device), len(sigmas) - 1
 
         def denoise(x: Tensor, sigma: Tensor) -> Tensor:
             denoised: Tensor = model(x, sigma * ones, **extra_args)

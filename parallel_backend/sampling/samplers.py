@@ -1,4 +1,7 @@
-"""Samplers as step functions for flow-matching models: generators `(x, sigmas, i, history)` that return (x, denoised).
+"""Samplers as step functions: generators `(x, sigmas, i, history)` that return (x, denoised).
+
+They compute in sigma, as k-diffusion's do, so all but one hold however a model's latents and noise mix; that one has a
+form for flow-matching models (STEPS) and one for others (USUAL_STEPS).
 
 A step yields (x, sigma) where it wants the model's denoised latent and is sent it, so that who calls the model decides
 when: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any part of its elements, since every
@@ -48,22 +51,25 @@ class History:
 
     `share`: gives all ranks that sample the noise of the first of them. CUDA's generator deals numbers out by the
     number of a card's multiprocessors, so that ranks on different cards draw different noise from one seed.
+    `noise_scale`: of the noise, where a model was trained with more than that of variance 1.
     """
 
     generator: torch.Generator
     denoised: Tensor | None = None
     share: Callable[[Tensor], Tensor] = field(default=_own)
+    noise_scale: float = 1.0
 
     def noise_like(self, x: Tensor) -> Tensor:
-        return self.share(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=self.generator))
+        noise = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=self.generator)
+        return self.share(noise * self.noise_scale)
 
 
-def start_history(seed: int, device: torch.device) -> History:
+def start_history(seed: int, device: torch.device, noise_scale: float = 1.0) -> History:
     """ComfyUI's noise source of ancestral samplers: on the CPU it offsets the seed by one, since the initial noise was
     drawn there from the seed itself (comfy/k_diffusion/sampling.py, default_noise_sampler)."""
     generator = torch.Generator(device=device)
     generator.manual_seed((seed + 1) % 2**64 if device.type == "cpu" else seed)  # 2**64 - 1 is a seed too
-    return History(generator)
+    return History(generator, noise_scale=noise_scale)
 
 
 def run(step: Step, model: Model) -> tuple[Tensor, Tensor]:
@@ -110,6 +116,19 @@ def euler_ancestral(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step
     return (alpha_next / alpha_down) * x + history.noise_like(x) * renoise, denoised
 
 
+def usual_euler_ancestral(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
+    """Euler steps with noise added back (eta = 1), where a latent at sigma is a clean one and sigma times noise: each
+    goes down to a level to which noise of variance up**2 adds what sigma[i + 1] is short of."""
+    denoised = yield x, sigmas[i]
+    sigma, sigma_next = sigmas[i], sigmas[i + 1]
+    if sigmas.is_zero(i + 1):
+        return denoised, denoised
+    up = (sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2) ** 0.5
+    down = (sigma_next**2 - up**2) ** 0.5
+    d = (x - denoised) / sigma
+    return x + d * (down - sigma) + history.noise_like(x) * up, denoised
+
+
 def heun(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
     """Algorithm 2 (Heun steps) of Karras et al. (2022), without churn; two model calls except in the last step."""
     denoised = yield x, sigmas[i]
@@ -143,3 +162,4 @@ STEPS: dict[str, Callable[[Tensor, Sigmas, int, History], Step]] = {
     "heun": heun,
     "dpmpp_2m": dpmpp_2m,
 }
+USUAL_STEPS = STEPS | {"euler_ancestral": usual_euler_ancestral}

@@ -6,23 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from comfy_modules import import_comfyui_here
 from comfy_weight_files import patch, write
 from comfy_weight_files import spec as comfy_spec
-from loop_jobs import loop_job, stock_latent
+from loop_jobs import loop_job, stock_latent, stock_model
 from loop_ranks import LoopRanks, ParentOfRankZero
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled
 from parallel_backend.models.comfyui.model_file import by_stages, inspect
-from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.comfyui.tiny.video import cogvideo as tiny_cogvideo
+from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.rank.memory_meter import weight_bytes
 from parallel_backend.requests import LoopState
 from parallel_backend.sampling.samplers import STEPS
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+from samplings import described, sampling_of
+from sound_jobs import SHAPES, sound_job, sound_model
 from wan_jobs import BLOCKS, patchwise_latent, tiny_wan, wan_job
 from wan_jobs import STEPS as STEPS_OF_A_JOB
 
@@ -124,6 +129,53 @@ def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
             assert not one["exact"] and not any(other[name]["exact"] for other in others), (stages, name)
 
 
+# Ways to mix latents and noise, other than flow-matching's: which schedule, and how what a network gives is read.
+SAMPLINGS = {
+    "EPS": ("ModelSamplingDiscrete", "EPS"),
+    "v": ("ModelSamplingDiscrete", "V_PREDICTION"),
+    "v of raw input": ("ModelSamplingDiscrete", "V_PREDICTION_DDPM"),
+    "EDM": ("ModelSamplingContinuousEDM", "EDM"),
+    "Cosmos": ("ModelSamplingCosmosRFlow", "COSMOS_RFLOW"),
+}
+LEVELS = torch.tensor([9.0, 4.0, 1.5, 0.5, 0.0])  # for all of them
+
+
+def other_sampling(name, sampler="euler", **changes):
+    """(job, the sampling that stock gets)."""
+    sampling = sampling_of(*SAMPLINGS[name])
+    job = wan_job(sampler, sampling=described(sampling), sigmas=LEVELS, **changes)
+    job.options["transformer_options"]["sample_sigmas"] = LEVELS
+    return job, sampling
+
+
+def test_one_patch_is_stocks_latent_however_latents_and_noise_mix(spec):
+    one = PIPE.replace(num_pipeline_patch=1)
+    kept = torch.ones_like(wan_job().noise)
+    kept[..., :2] = 0.25
+    jobs = {sampler: other_sampling("EPS", sampler) for sampler in STEPS}
+    jobs |= {name: other_sampling(name, "euler_ancestral") for name in SAMPLINGS if name != "EPS"}
+    jobs["masked"] = other_sampling("Cosmos", denoise_mask=kept, latent=torch.full_like(kept, 0.3))
+    loud = sampling_of("ModelSamplingDiscreteFlow", "CONST", noise_scale=2.0)  # the node ModelNoiseScale
+    jobs["louder"] = wan_job("euler_ancestral", sampling=described(loud)), loud
+    found = run_ranks(sampled, 2, spec, {name: (one, job) for name, (job, _) in jobs.items()})[0]
+    for name, (job, sampling) in jobs.items():
+        assert far(found[name]["latent"], stock_latent(spec.path, job, sampling)) <= EXACT, name
+        assert found[name]["exact"] and not found[name]["notes"], name
+    assert far(found["louder"]["latent"], stock_latent(spec.path, wan_job("euler_ancestral"))) > 0.1
+
+
+def test_patches_of_a_noise_predicting_model_are_those_of_one_process(spec):
+    job, sampling = other_sampling("EPS")
+    stock = stock_latent(spec.path, job, sampling)
+    expected = patchwise_latent(spec.path, job, 1, PATCHES, flow=False)
+    assert 1e-3 < far(expected, stock) < 0.1
+    unknown = wan_job(sampling=described(sampling_of("ModelSamplingDiscrete", "X0")), sigmas=LEVELS)
+    cases = {"": (PIPE.replace(**FLOW), job), "unknown": (PIPE.replace(**FLOW), unknown)}
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found[""]["latent"], expected) <= EXACT and not found[""]["exact"]
+    assert found["unknown"]["exact"] and "do not know this model's sampling" in found["unknown"]["notes"]
+
+
 def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
     """Flux.1, with text beside its tokens: whether a stage begins inside of the first kind, of the second, or between
     them. One patch is stock's latent."""
@@ -132,12 +184,59 @@ def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
     flows = {shares: PIPE.replace(**FLOW, device_shares=shares) for shares in ((), (1.0, 3.0), (3.0, 1.0))}
     cases = {str(shares): (strategy, job) for shares, strategy in flows.items()}
     cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
+    unlike = loop_job()  # a reference beside one of the prompts
+    unlike.conds["positive"][0]["model_conds"]["ref_latents"] = "CONDList", [random(1, 16, 4, 6)]
+    cases["unlike"] = PIPE.replace(**FLOW), unlike
     found = run_ranks(sampled, 2, spec, cases)[0]
     three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
     assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert found["unlike"]["exact"] and "the prompts have unlike tokens" in found["unlike"]["notes"]
     assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]
     for shares in map(str, flows):
         assert far(found[shares]["latent"], three["latent"]) <= EXACT and not found[shares]["exact"]
+
+
+def cogvideo(folder):
+    """(ModelSpec, job) of a file, under its own sampling: v-prediction up to noise without a trace of an image."""
+    import_comfyui_here()
+    path = folder / "cogvideo.safetensors"
+    weights = fill(tiny_cogvideo(heads=2)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    conds = {
+        side: [{"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, 48, seed=5))}}]
+        for side, words in (("positive", 7), ("negative", 4))
+    }
+    own = described(stock_model(str(path)).patcher.model.model_sampling)
+    return comfy_spec(path), wan_job("dpmpp_2m", sampling=own, sigmas=LEVELS, conds=conds)
+
+
+def test_a_model_that_is_none_of_flow_matching_flows_alike_through_any_stages(folder):
+    spec, job = cogvideo(folder)
+    assert "V_PREDICTION_DDPM" in job.sampling["classes"]
+    stock = stock_latent(spec.path, job)
+    cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert 1e-4 < far(found["uneven"]["latent"], stock) < 0.1 and not found["uneven"]["notes"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["flow"]["exact"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_video_and_sound_flow_alike_through_any_stages(folder, name):
+    """One patch is stock's latent, whose flat tensor holds both; more come near to it in both. MiniMax H3 has
+    prompts of unlike lengths before them in one sequence."""
+    spec = sound_model(folder, name)
+    job = sound_job(name, spec.path, "euler_ancestral")
+    video = SHAPES[name][0].numel()
+    stock = stock_latent(spec.path, job)
+    cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["uneven"]["notes"]
+    for part in (slice(video), slice(video, None)):
+        assert 1e-4 < far(found["uneven"]["latent"][..., part], stock[..., part]) < 0.1
 
 
 def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_picture(folder):

@@ -7,7 +7,7 @@ from functools import cache
 from math import exp
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comfy_weight_files import CONTEXT, CPU, POOLED, spec, write
 from parallel_backend.models.comfyui.load import load
@@ -84,12 +84,16 @@ def _buffers() -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def stock_latent(path: str, job: LoopRequest) -> Tensor:
-    """What ComfyUI's own guider and sampler give, with nothing of the pack between them and the module."""
+def stock_latent(path: str, job: LoopRequest, sampling: nn.Module | None = None) -> Tensor:
+    """What ComfyUI's own guider and sampler give, with nothing of the pack between them and the module. `sampling`: in
+    place of the model's own."""
     import comfy.conds
     from comfy.samplers import CFGGuider, sampler_object
 
-    patcher = stock_model(path).patcher
+    patcher = stock_model(path).patcher.clone()
+    if sampling is not None:
+        patcher.add_object_patch("model_sampling", sampling)
+    patcher.patch_model(load_weights=False)
     patcher.pre_run()
     guider = CFGGuider(patcher)
     guider.inner_model = patcher.model
@@ -109,6 +113,16 @@ def stock_latent(path: str, job: LoopRequest) -> Tensor:
         for side, prompts in job.conds.items()
     }
     extra = {"model_options": dict(job.options), "seed": job.seed}
-    return sampler_object(job.sampler).sample(
-        guider, job.sigmas, extra, None, job.noise.clone(), job.latent, job.denoise_mask, disable_pbar=True
-    )
+    try:
+        return sampler_object(job.sampler).sample(
+            guider,
+            job.sigmas,
+            extra,
+            None,
+            job.noise.clone(),
+            job.latent,
+            job.denoise_mask,
+            disable_pbar=True,
+        )
+    finally:
+        patcher.unpatch_model(unpatch_weights=False)

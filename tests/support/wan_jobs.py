@@ -111,8 +111,11 @@ class _StaleKeys:
 
 
 @torch.inference_mode()
-def patchwise_latent(path: str, job: LoopRequest, warmup: int, patches: tuple[int, ...]) -> Tensor:
-    """Euler steps of a text-to-video job; shares no code with the engine. `patches`: tokens of each."""
+def patchwise_latent(
+    path: str, job: LoopRequest, warmup: int, patches: tuple[int, ...], *, flow: bool = True
+) -> Tensor:
+    """Euler steps of a text-to-video job; shares no code with the engine. `patches`: tokens of each; `flow`: whether
+    the network gives velocities; else it gives noise, of which a latent has sigma times as much."""
     import comfy.ldm.wan.model as wan
 
     module = stock_model(path).module
@@ -126,7 +129,12 @@ def patchwise_latent(path: str, job: LoopRequest, warmup: int, patches: tuple[in
 
     def velocity(x: Tensor, sigma: Tensor, side: str, places: list[int]) -> Tensor:
         stale.begin(side, places)
-        time = wan.sinusoidal_embedding_1d(module.freq_dim, sigma.reshape(1) * 1000)
+        time = sigma * 1000
+        if not flow:
+            x = x / (1 + sigma**2) ** 0.5
+            levels = job.sampling["buffers"]["sigmas"]
+            time = (levels.log() - sigma.log()).abs().argmin().float()
+        time = wan.sinusoidal_embedding_1d(module.freq_dim, time.reshape(1))
         e = module.time_embedding(time).reshape(1, 1, -1)
         e0 = module.time_projection(e).unflatten(2, (6, module.dim))
         padded = wan.comfy.ldm.common_dit.pad_to_patch_size(x, module.patch_size)
@@ -140,7 +148,7 @@ def patchwise_latent(path: str, job: LoopRequest, warmup: int, patches: tuple[in
         out[:, places] = module.head(own, e)
         return module.unpatchify(out, (FRAMES, rows, columns))[..., :HEIGHT, :WIDTH]
 
-    x = job.noise.clone()
+    x = job.noise.clone() if flow else job.noise * job.sigmas[0]
     seen = (
         x.clone()
     )  # of each patch what its last call saw: tokens beyond the latent's edge hold another patch's again

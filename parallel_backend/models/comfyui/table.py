@@ -72,10 +72,9 @@ WITHOUT_ATTENTION = frozenset(
 )
 
 # Classes whose blocks may lie on several devices (PipeFusion): those of their last region, each of which takes from the
-# one before what the table says it gives and nothing else, in the order of its lists. All are flow-matching models: in
-# others (Cosmos Predict2, CogVideoX, PixArt, HunyuanDiT) no patches flow. Not those whose blocks take turns (VACE) or
-# look at several tokens outside of attention (HuMo), that give two answers (LTX-2, MiniMax H3), compute
-# pixels of all tokens behind their blocks (PixelDiT), or attend under a mask in every call (Lens).
+# one before what the table says it gives and nothing else, in the order of its lists. Not those whose blocks take turns
+# (VACE), take what earlier ones skipped to them (HunyuanDiT) or look at several tokens outside of attention (HuMo),
+# that compute pixels of all tokens behind their blocks (PixelDiT), or attend under a mask in every call (Lens).
 _IN_STAGES = frozenset(
     {
         "WanModel",
@@ -103,6 +102,11 @@ _IN_STAGES = frozenset(
         "BooguTransformer2DModel",
         "Ideogram4Transformer2DModel",
         "JoyImageTransformer3DModel",
+        "MiniTrainDIT",
+        "CogVideoXTransformer3DModel",
+        "PixArtMS",
+        "MiniMaxH3Model",
+        "LTXAVModel",
     }
 )
 
@@ -242,7 +246,7 @@ TABLE: Mapping[str, ModuleClass] = {
         Region({"single_stream_blocks": HIDREAM_SINGLE}),
     ),
     "CogVideoXTransformer3DModel": _class(
-        "cogvideo/model.py", Region({"blocks": COGVIDEO}, "norm_final", "img"), stays_with="context"
+        "cogvideo/model.py", Region({"blocks": COGVIDEO}, "norm_final", "img"), stays_with="context ofs"
     ),
     "Kandinsky5": _class(
         "kandinsky5/model.py",

@@ -87,7 +87,10 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
     },
     "MiniTrainDIT": {"cosmos predict2": (video.cosmos, video.cosmos_inputs)},
     "HiDreamImageTransformer2DModel": {"hidream": (image.hidream, image.hidream_inputs)},
-    "CogVideoXTransformer3DModel": {"cogvideox": (video.cogvideo, video.cogvideo_inputs)},
+    "CogVideoXTransformer3DModel": {
+        "cogvideox": (video.cogvideo, video.cogvideo_inputs),
+        "cogvideox 1.5 i2v": (video.cogvideo15, video.cogvideo15_inputs),
+    },
     "Kandinsky5": {
         "kandinsky5": (video.kandinsky5, video.kandinsky5_inputs),
         "kandinsky5 i2v": (video.kandinsky5, video.kandinsky5_i2v),

@@ -154,26 +154,29 @@ def _strengths(h: int, w: int) -> dict[str, Any]:
     )
 
 
+# LTX-2's sizes, of which ComfyUI reads most from a file's metadata.
+LTX_SOUND: dict[str, Any] = dict(
+    in_channels=16,
+    audio_in_channels=128,
+    cross_attention_dim=128,
+    audio_cross_attention_dim=64,
+    attention_head_dim=32,
+    audio_attention_head_dim=16,
+    num_attention_heads=4,
+    audio_num_attention_heads=4,
+    caption_channels=48,
+    num_layers=4,
+    connector_num_layers=1,
+    connector_num_attention_heads=2,
+    connector_attention_head_dim=24,
+    use_middle_indices_grid=True,
+)
+
+
 def ltxav() -> nn.Module:
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
-    return LTXAVModel(
-        in_channels=16,
-        audio_in_channels=128,
-        cross_attention_dim=128,
-        audio_cross_attention_dim=64,
-        attention_head_dim=32,
-        audio_attention_head_dim=16,
-        num_attention_heads=4,
-        audio_num_attention_heads=4,
-        caption_channels=48,
-        num_layers=4,
-        connector_num_layers=1,
-        connector_num_attention_heads=2,
-        connector_attention_head_dim=24,
-        use_middle_indices_grid=True,
-        **operations(),
-    )
+    return LTXAVModel(**LTX_SOUND, **operations())
 
 
 def ltxav_inputs(b: int, h: int, w: int) -> Call:
@@ -306,12 +309,13 @@ def anima_inputs(b: int, h: int, w: int) -> Call:
     )
 
 
-def cogvideo() -> nn.Module:
+def cogvideo(heads: int = 4, **others: int) -> nn.Module:
+    """Of as many heads; those of a file have 64 values."""
     from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
 
     return CogVideoXTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=32,
+        num_attention_heads=heads,
+        attention_head_dim=128 // heads,
         in_channels=16,
         out_channels=16,
         time_embed_dim=64,
@@ -319,12 +323,23 @@ def cogvideo() -> nn.Module:
         num_layers=4,
         max_text_seq_length=9,
         use_rotary_positional_embeddings=True,
+        **others,
         **operations(),
     )
 
 
 def cogvideo_inputs(b: int, h: int, w: int) -> Call:
     return (random(b, 16, 3, h, w), torch.linspace(900, 500, b)), dict(context=random(b, 9, 48))
+
+
+def cogvideo15() -> nn.Module:
+    """Tokens of two frames, and a second embedding of numbers."""
+    return cogvideo(patch_size_t=2, ofs_embed_dim=64)
+
+
+def cogvideo15_inputs(b: int, h: int, w: int) -> Call:
+    args, kw = cogvideo_inputs(b, h, w)
+    return args, kw | dict(ofs=torch.linspace(2, 3, b))
 
 
 def kandinsky5() -> nn.Module:

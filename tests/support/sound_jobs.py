@@ -1,0 +1,63 @@
+"""Jobs for ComfyUI's own loop on tiny models of video and sound, whose latent is both in one flat tensor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from safetensors.torch import save_file
+from torch import Size, nn
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import spec
+from loop_jobs import stock_model
+from parallel_backend.models.comfyui.tiny.video import LTX_SOUND, ltxav, minimax
+from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.requests import LoopRequest
+from samplings import described
+from wan_jobs import wan_job
+
+SHAPES = {  # of a row of video and of sound
+    "ltx-2": (Size((16, 3, 8, 6)), Size((8, 7, 16))),
+    "minimax h3": (Size((24, 2, 8, 6)), Size((32, 2, 5))),
+}
+_WIDTHS = {"ltx-2": 96, "minimax h3": 48}  # of their text
+
+
+def sound_model(folder, name: str):
+    """The ModelSpec of a file."""
+    import_comfyui_here()
+    modules = {"ltx-2": ltxav, "minimax h3": minimax}
+    config = json.dumps({"transformer": LTX_SOUND}) if name == "ltx-2" else "{}"
+    return spec(_written(folder / f"{name}.safetensors", fill(modules[name]()), config))
+
+
+def _written(path, module: nn.Module, config: str):
+    tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file(tensors, path, metadata={"config": config})
+    return path
+
+
+def sound_job(name: str, path: str, sampler: str = "euler") -> LoopRequest:
+    """Of two prompts of different lengths, under the sampling of the model in a file."""
+    shapes = [(1, *shape) for shape in SHAPES[name]]
+    noise = random(1, 1, sum(shape.numel() for shape in SHAPES[name]), seed=1)
+    beside = {"latent_shapes": ("CONDConstant", shapes)}
+    if name == "minimax h3":
+        beside["minimax_payload"] = ("CONDConstant", {"seed": 3})
+    else:
+        beside["frame_rate"] = ("CONDConstant", 25)
+    conds = {
+        side: [
+            {
+                "model_conds": {
+                    "c_crossattn": ("CONDRegular", random(1, words, _WIDTHS[name], seed=5)),
+                    **beside,
+                }
+            }
+        ]
+        for side, words in (("positive", 7), ("negative", 4))
+    }
+    sampling = described(stock_model(path).patcher.model.model_sampling)
+    latent = noise.new_zeros(noise.shape)
+    return replace(wan_job(sampler), noise=noise, latent=latent, conds=conds, sampling=sampling)
