@@ -22,6 +22,12 @@ COMPARED = """async () => {
 }"""
 PICTURES = """(inside) => [...document.querySelectorAll(`${inside} .parallel-comparison img`)].map(
   i => i.complete && i.naturalWidth)"""
+# The prompt of the run with this seed, once it has ended.
+ENDED = """async (seed) => {
+  const history = Object.values(await (await app.api.fetchApi('/history')).json());
+  return history.map(({prompt}) => prompt).find(prompt => Object.values(prompt[2]).some(
+    n => n.class_type === 'ParallelSampler' && n.inputs.seed === seed));
+}"""
 EDGE = "(inside) => getComputedStyle(document.querySelector(`${inside} img + img`)).clipPath"
 
 
@@ -77,6 +83,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     )
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
+    page.wait_for_function(ENDED, arg=seed, timeout=120_000)
     assert page.evaluate(SEED) == seed + 1  # the next run's
 
     page.get_by_role("button", name="Prove it").click()
@@ -99,6 +106,28 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     dialog.get_by_role("button", name="Close").click()
     assert page.evaluate(REPORT).startswith("one device: 3 steps in ")  # the node's latest run
     assert page.evaluate("() => document.querySelector('.parallel-headline').textContent").endswith(" of 255")
+
+
+def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
+    """ComfyUI's history has a prompt once it has ended, and the report is there before."""
+    _show(page, _graph().prompt)
+    page.evaluate(
+        """() => {
+          const { widgets } = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
+          widgets.find(w => w.name === 'seed').value = 300;
+          widgets.find(w => w.name === 'control_after_generate').value = 'increment';
+        }"""
+    )
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
+    page.wait_for_function(ENDED, arg=300, timeout=120_000)
+    still = {"queue_running": [page.evaluate(ENDED, 300)], "queue_pending": []}
+    page.route("**/api/queue", lambda route: route.fulfill(json=still))
+    page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
+    page.get_by_role("button", name="Prove it").click()
+    page.get_by_role("dialog", name=_words()["proof"]).wait_for(timeout=120_000)
+    page.unroute_all()
+    assert page.evaluate(COMPARED).count(300) == 1 and page.evaluate(SEED) == 301
 
 
 def test_the_menu_of_the_node_proves_too_and_says_what_is_missing(page):

@@ -36,17 +36,23 @@ function besideSeeds(branch) {
   );
 }
 
-// The latest prompt of this very workflow that ran this node as it is.
+// Execution id of a node -> the prompt that it showed something of last. ComfyUI's history has a prompt once it has ended.
+const shownBy = new Map();
+for (const event of ["executed", "parallel_sampling.run"])
+  api.addEventListener(event, ({ detail }) => detail?.output && shownBy.set(detail.node, detail.prompt_id));
+
+// The latest prompt of this very workflow that ran this node as it is, and perhaps still runs others.
 async function latest(id, kind) {
+  const isThis = ([, , nodes, extra]) =>
+    extra?.extra_pnginfo?.workflow?.id === rootGraph().id && nodes[id]?.class_type === kind;
+  const { queue_running: running } = await (await api.fetchApi("/queue")).json();
+  const still = running.find((one) => one[1] === shownBy.get(id) && isThis(one));
+  if (still) return still[2];
   const kept = await keptRuns();
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
-  const isIt = ([run, { prompt, outputs }]) =>
-    prompt[3]?.extra_pnginfo?.workflow?.id === rootGraph().id &&
-    prompt[2][id]?.class_type === kind &&
-    (outputs[id] || kept[run]?.[id]);
   return Object.entries(history)
     .sort(([, a], [, b]) => b.prompt[0] - a.prompt[0])
-    .find(isIt)?.[1].prompt[2];
+    .find(([run, { prompt, outputs }]) => isThis(prompt) && (outputs[id] || kept[run]?.[id]))?.[1].prompt[2];
 }
 
 // {id, prompt, workflow}: the prompt of the graph as it stands. Where nothing but seeds differs from the node's latest run
