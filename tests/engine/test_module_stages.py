@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,12 @@ WHOLE = {
     "wan dancer",
     "wan2.2 animate, face",
     "wan2.2 s2v",
+}
+TEXT_FIRST = {  # in one sequence with the image
+    "SingleStreamDiT": "krea2 + reference, gqa",
+    "NextDiT": "z-image",
+    "OmniGen2Transformer2DModel": "omnigen2",
+    "BooguTransformer2DModel": "boogu",
 }
 GUIDES = {"ltx, 2 guides ()", "ltx-2, 2 guides ()"}  # whose tokens are no element's alone
 
@@ -135,6 +142,49 @@ def test_stages_of_each_class_give_what_one_process_gives_and_so_do_patches_with
             assert one["patches"] <= EXACT < 1e-3 < one["other keys"], case
     whole = {case.split(" (")[0] for case, one in last.items() if one["why whole"]}
     assert whole == WHOLE
+
+
+def _shorter(call):
+    """The same with another prompt, of three tokens less."""
+    kwargs = call.kwargs | {"context": call.kwargs["context"][:, 3:]}
+    if "num_tokens" in kwargs:
+        kwargs["num_tokens"] -= 3
+    return replace(call, kwargs=kwargs, prompts=(1,))
+
+
+@torch.inference_mode()
+def unlike(world):
+    """By case: whether the elements of each patch are the same for both prompts, and how far patches are from one
+    process' answer to the longer and the shorter one."""
+    layouts, found = Layouts(world), {}
+    for name, case in TEXT_FIRST.items():
+        build, inputs = CASES[name][case]
+        model, keys = TinyModel(fill(build())), KeptKeys()
+        longer = replace(_call(model, inputs), prompts=(0,))
+        calls = (longer, _shorter(longer))
+        expected = [model.module(*copy.deepcopy(c.args), **copy.deepcopy(c.kwargs)) for c in calls]
+        forward = make_module_forward(model, layouts, Placement(TWO))
+        for call in calls:
+            forward(copy.deepcopy(call), keys=keys)
+        stages = forward.stages
+        owners = [stages.owners(copy.deepcopy(call), PATCHES, keys) for call in calls]
+        split, far = ElementPatches(owners[0], expected[0].shape[1:], PATCHES), [0.0, 0.0]
+        for which, (call, whole) in enumerate(zip(calls, expected, strict=True)):
+            for number in range(PATCHES):
+                one = stages.patch(copy.deepcopy(call), Patch(number, PATCHES), keys)
+                if one is not None:
+                    difference = _far(split.take(one, number), split.take(whole, number), whole.abs().max())
+                    far[which] = max(far[which], difference)
+            stages.settle()
+        found[case] = torch.equal(*owners) and int(owners[0].min()) >= 0, *far
+    return found
+
+
+def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_are():
+    _, last = run_ranks(unlike, 2)
+    assert set(last) == set(TEXT_FIRST.values())
+    for case, (alike, longer, shorter) in last.items():
+        assert alike and max(longer, shorter) <= EXACT, case
 
 
 @torch.inference_mode()
