@@ -234,11 +234,6 @@ def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, k
         assert relative_difference(found[way], found["stock"]) <= tolerance, way
 
 
-def _thirds(found: list[str]) -> tuple[list[str], ...]:
-    size = len(found) // 3
-    return found[:size], found[size : 2 * size], found[2 * size :]
-
-
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -262,8 +257,6 @@ def test_comfyui_can_have_the_devices_memory_back(comfy):
     graph.save(graph.ksampler(ours, *graph.request(), steps=1), "any-awake.safetensors")
     comfy.run(graph.prompt, timeout=300)
     unload = graph.add("TestUnload", model=ours)
-    graph.add("TestSaveText", text=[unload, 0], path="any-states.txt")
+    graph.add("TestSaveText", text=[unload, 0], path="any-held.txt")
     comfy.run(graph.prompt, timeout=300)
-    states = comfy.output("any-states.txt").read_text().split()
-    before, under_highvram, after = _thirds(states)
-    assert before == under_highvram and "asleep" in after
+    assert comfy.output("any-held.txt").read_text() == "held held gone"  # --highvram keeps it

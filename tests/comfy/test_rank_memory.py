@@ -58,10 +58,10 @@ def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep_but_under_highv
     _sample(comfy, unet)
     graph = Graph()
     model = graph.model(OURS, unet)  # the loader that the latest prompt had, so that the ranks stay warm
-    states = graph.add("TestUnload", model=model)
-    graph.add("TestSaveText", text=[states, 0], path="unloaded.txt")
+    held = graph.add("TestUnload", model=model)
+    graph.add("TestSaveText", text=[held, 0], path="unloaded.txt")
     comfy.run(graph.prompt)
-    assert comfy.output("unloaded.txt").read_text() == "ready ready asleep"  # --highvram keeps it
+    assert comfy.output("unloaded.txt").read_text() == "held held gone"  # --highvram keeps it
     assert _again(comfy, unet)
 
 

@@ -37,8 +37,8 @@ class TestRankStates(io.ComfyNode):
 
 
 class TestUnload(io.ComfyNode):
-    """Unloads a MODEL as ComfyUI does where another one needs room; the states of ranks before, after an attempt under
-    --highvram, and after one without."""
+    """Unloads a MODEL as ComfyUI does where another one needs room; tells whether ranks have it before,
+    after an attempt under --highvram, and after one without: "held" or "gone", whatever else they hold."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -51,12 +51,13 @@ class TestUnload(io.ComfyNode):
 
     @classmethod
     def execute(cls, model) -> io.NodeOutput:
-        states = rank_states()
+        spec = model.model.diffusion_model.spec
+        found = [_held(spec)]
         for highvram in (True, False):
             args.highvram = highvram
             model.partially_unload(model.offload_device, 1)
-            states += rank_states()
-        return io.NodeOutput(" ".join(states))
+            found.append(_held(spec))
+        return io.NodeOutput(" ".join(found))
 
 
 class TestNoFreeMemory(io.ComfyNode):
@@ -147,6 +148,11 @@ class TestUntilWaiting(io.ComfyNode):
 def rank_states() -> list[str]:
     """Of the pack's groups of ranks in this process."""
     return [sidecar.state.value for sidecar in _sidecars()]
+
+
+def _held(spec) -> str:
+    is_held = any(spec in sidecar.models and sidecar.state.value == "ready" for sidecar in _sidecars())
+    return "held" if is_held else "gone"
 
 
 def _sidecars() -> tuple:
