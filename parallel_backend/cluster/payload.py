@@ -7,12 +7,9 @@ import os
 
 from ..errors import TransportError
 from ..wire.protocol import Message
-from ..wire.transport import DTYPES, MAX_PAYLOAD_BYTES
+from ..wire.transport import DTYPES, MAX_PAYLOAD_BYTES, seal
 
 Extents = tuple[tuple[int, int], ...]  # (offset, bytes), in the order in which they travel
-
-# <linux/fcntl.h>, as arena.py has them.
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
 
 
 def extents_of(message: Message, size: int) -> Extents:
@@ -71,10 +68,7 @@ class IncomingPayload:
 
     def finish(self) -> int:
         """The descriptor, sealed; the taker closes it."""
-        import fcntl
-
-        seals = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        seal(self.descriptor)
         descriptor, self.descriptor = self.descriptor, -1
         return descriptor
 

@@ -28,6 +28,7 @@ from .strict_json import without_repeats
 MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too many is seen and refused
 MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over
 MAX_HEADER_BYTES = 64 * 1024
+_SEAL_TRIES, _SEAL_PAUSE = 30, 0.02  # s; a try itself waits up to 0.15 s (mm/memfd.c, memfd_wait_for_pins)
 MAX_TENSORS = 256  # the decoder of an AutoencoderKL has 140; any other payload a dozen
 DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "F64": torch.float64,
@@ -167,19 +168,34 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
     """A sealed memfd with `tensors` (any device, DTYPES) as a safetensors file; the caller closes it."""
-    import fcntl  # not on Windows, where this module must still import
-
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     descriptor = os.memfd_create("parallel-backend", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write(descriptor, memoryview(_header(whole)))
         for tensor in whole.values():
             _write(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+        seal(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def seal(descriptor: int) -> None:
+    """Nobody can change a memfd any more.
+
+    The kernel refuses with EBUSY while something of its own has hold of a page (swapping, moving memory): that passes.
+    """
+    import fcntl  # not on Windows, where this module must still import
+
+    for tries_left in reversed(range(_SEAL_TRIES)):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or not tries_left:
+                raise
+        time.sleep(_SEAL_PAUSE)
 
 
 def unpack_tensors(descriptor: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """The link and its tensor payloads: round trips, and every kind of hostile frame."""
 
+import errno
 import json
 import os
 import socket
@@ -233,3 +234,26 @@ def test_a_full_link_refuses_at_once_and_waits_only_as_long_as_told(links):
     assert 0.1 <= time.monotonic() - begun < 30.0
     assert links[1].receive(1.0) is not None
     links[0].send(message, timeout=0.1)
+
+
+@pytest.mark.parametrize(("refusals", "code"), [(2, errno.EBUSY), (1000, errno.EBUSY), (1, errno.EPERM)])
+def test_a_page_that_the_kernel_has_hold_of_for_a_moment_costs_no_payload(monkeypatch, refusals, code):
+    real, asked = fcntl.fcntl, []
+
+    def refuses(descriptor, command, *argument):
+        if command == fcntl.F_ADD_SEALS:
+            asked.append(descriptor)
+            if len(asked) <= refusals:
+                raise OSError(code, os.strerror(code))
+        return real(descriptor, command, *argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuses)
+    monkeypatch.setattr(transport, "_SEAL_PAUSE", 0.0)
+    if refusals == 2:
+        descriptor = pack_tensors({"x": torch.arange(3)})
+        assert unpack_tensors(descriptor)["x"].tolist() == [0, 1, 2] and len(asked) == 3
+        os.close(descriptor)
+        return
+    with pytest.raises(OSError, match=os.strerror(code)):  # and leaves no descriptor behind
+        pack_tensors({"x": torch.arange(3)})
+    assert len(asked) == (1 if code == errno.EPERM else transport._SEAL_TRIES)
