@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
-from .left_memory import LeftMemory
+from .buffer_pool import BufferPool
 from .protocol import PlacedTensor
 from .strict_json import shown
 from .tensor_state import SeenTensor
@@ -148,7 +148,7 @@ class ArenaReader:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._file: tuple[int, int] | None = None  # device and inode of what is mapped
-        self._copies = LeftMemory()
+        self._copies = BufferPool()
 
     def take(self, descriptor: int, placed: tuple[PlacedTensor, ...]) -> dict[str, Tensor]:
         """As `read`; the caller's own."""

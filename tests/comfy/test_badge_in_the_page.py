@@ -28,15 +28,6 @@ def models(measuring):
         measuring[0].write_flux(name, single_blocks=blocks)
 
 
-@pytest.fixture(params=["canvas", "vue"])
-def drawn_by(page, request):
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
-
-
 def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page, drawn_by):
     graph = Graph()
     loader = graph.parallel_loader(UNET[drawn_by], "cpu:2", ulysses=2)

@@ -25,15 +25,6 @@ def model(measuring):
     measuring[0].write_flux(UNET)
 
 
-@pytest.fixture(params=["canvas", "vue"])
-def drawn_by(request, page):
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
-
-
 def _gpu(index: int, **changes) -> dict:
     memory = {"total_bytes": 80 * GIB, "free_bytes": 70 * GIB}
     return {"device": f"cuda:{index}", "name": "NVIDIA H100", **memory, "users": [], "busy": False} | changes

@@ -14,36 +14,36 @@ import torch
 from torch import Tensor
 
 _LEAST = 1 << 20  # bytes of a tensor; malloc gives smaller ones what it has
-_MOST = 4  # places that are kept: a sampler holds few answers at once
+_MOST = 4  # buffers that are kept: a sampler holds few answers at once
 
 
-class LeftMemory:
+class BufferPool:
     """What `copy` gives is the caller's own, for as long as it wants; its memory is used again once nothing refers to
     it any more."""
 
     def __init__(self) -> None:
-        self._places: list[_Place] = []  # the one that was used last at the end
+        self._buffers: list[_Buffer] = []  # the one that was used last at the end
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Of a tensor in host memory."""
         size = tensor.nbytes
         if size < _LEAST:
             return tensor.clone()
-        place = next((one for one in self._places if one.is_free and len(one.memory) == size), None)
-        if place is None:
-            place = _Place(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        buffer = next((one for one in self._buffers if one.is_free and len(one.memory) == size), None)
+        if buffer is None:
+            buffer = _Buffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         else:
-            self._places.remove(place)
-        self._places = [*self._places, place][-_MOST:]
-        return place.lend(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._buffers.remove(buffer)
+        self._buffers = [*self._buffers, buffer][-_MOST:]
+        return buffer.lend(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def release(self) -> None:
         """Keeps nothing any more; what was lent lives on."""
-        self._places = []
+        self._buffers = []
 
 
 @dataclass(eq=False)
-class _Place:
+class _Buffer:
     memory: mmap.mmap
     _lent: weakref.ref[memoryview] | None = None
 
