@@ -31,16 +31,13 @@ def _options(entry) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, subtests):
-    """Each sampler with one scheduler, which take turns, since sigmas come as numbers; those of the pack's own loop
-    have all between them. Call by call over diffusers' Flux.1, and as ComfyUI's own loop on the devices over ComfyUI's
-    own."""
+    """Each sampler with one scheduler, which take turns, since sigmas come as numbers, and those of the pack's own loop
+    with all: call by call over diffusers' Flux.1, and as ComfyUI's own loop on the devices over ComfyUI's own."""
     samplers, all_schedulers = lists
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst = {}
     for number, sampler in enumerate(samplers):
-        schedulers = [all_schedulers[number % len(all_schedulers)]]
-        if sampler in OWN_LOOP:
-            schedulers = all_schedulers[OWN_LOOP.index(sampler) :: len(OWN_LOOP)]
+        schedulers = all_schedulers if sampler in OWN_LOOP else [all_schedulers[number % len(all_schedulers)]]
         graph = Graph()
         ours, stock = graph.model(OURS, unet, "cpu:2"), graph.model(STOCK, unet)
         any_model = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2"))

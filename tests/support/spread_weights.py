@@ -25,12 +25,12 @@ CASES = {
         "fewer image tokens than ranks",
     )
 }
-# On four ranks and more, of which test_parity.py has the other cases with whole weights.
+# On more than four ranks, of which test_parity.py has the other cases with whole weights.
 FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image tokens than ranks")
 
 
 def cases_of(world_size):
-    return list(CASES) if world_size <= 3 else list(FEW_CASES)
+    return list(CASES) if world_size <= 4 else list(FEW_CASES)
 
 
 def sizes_of(heads):

@@ -253,49 +253,32 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     return held
 
 
-BOTH, STORED = (
-    ("auto", "bfloat16"),
-    ("auto",),
-)  # a CPU takes long for bfloat16: once for each kind of strategy
-
-
 # Of many patches and hops small buffers show, which count less beside wider layers.
 @pytest.mark.parametrize(
-    ("strategy", "job", "heads", "dtypes"),
+    ("strategy", "job", "heads"),
     [
-        (ParallelStrategy(), job_of(32, 48, 64, steps=2), 2, BOTH),
-        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2, STORED),
-        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2, STORED),
-        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2), 2, BOTH),
-        (ParallelStrategy(ring_degree=2), job_of(32, 48, 64, steps=2), 2, BOTH),
-        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2), 2, STORED),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, steps=2), 2, STORED),
-        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2, BOTH),
-        (
-            ParallelStrategy(pipefusion_degree=2, warmup_steps=2),
-            job_of(32, 48, 64, batch=3, steps=2),
-            2,
-            STORED,
-        ),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2),
+        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2),
+        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2), 2),
+        (ParallelStrategy(ring_degree=2), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, batch=3, steps=2), 2),
         (
             ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5, warmup_steps=0),
             job_of(32, 48, 300, steps=3),
             4,
-            STORED,
         ),
-        (
-            ParallelStrategy(pipefusion_degree=2, ring_degree=2),
-            job_of(32, 48, 64, prompts=2, steps=3),
-            3,
-            STORED,
-        ),
+        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(32, 48, 64, prompts=2, steps=3), 3),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
-def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads, dtypes):
+def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
     """Ulysses, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what they moved."""
     path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
-    file = inspect_flux(path)
+    file, dtypes = inspect_flux(path), ("auto", "bfloat16")
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job)
     for i, dtype in enumerate(dtypes):
         predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
