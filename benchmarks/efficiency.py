@@ -1,5 +1,6 @@
 """Parallel efficiency of 2 ranks x 1 thread against 1 rank x 1 thread: t(1) / (2 * t(2)), medians of interleaved runs.
 
+`inside`: ms of a step that rank 0 of two is inside exchanges, moving bytes or waiting for the other.
 PipeFusion's number is of its steady state: steps with flowing patches but the one that fills the pipeline; its exact
 warm-up step, where one rank works while the other waits, is told apart. `overlapped`: exchanges run beside computing.
 
@@ -49,7 +50,7 @@ def main() -> None:
     try:
         with random_flux() as spec:
             for tokens in args.tokens:
-                times = _measure(one, twos, spec, tokens, args)
+                times, inside = _measure(one, twos, spec, tokens, args)
                 result[str(tokens)] = {
                     name: round(median(single) / (2 * median(double)), 3)
                     for name, (single, double) in times.items()
@@ -58,6 +59,7 @@ def main() -> None:
                     print(
                         f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
                         f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
+                        + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
                     )
     finally:
         for sidecar in (one, two, overlapped):
@@ -74,9 +76,11 @@ def _ranks(overlap: str) -> Sidecar:
 
 
 def _measure(one, twos, spec, tokens, args):
-    """Per case, the step times on one rank and on two, taken in turns so that both see the same machine."""
+    """Per case, the step times on one rank and on two, taken in turns so that both see the same machine; and what
+    rank 0 of two was inside exchanges in each step, where steps end together."""
     cases = {name: case for name, case in (CASES | OVERLAPPED).items() if name in args.only}
     times = {name: ([], []) for name in (*cases, *([WARM_UP] if "pipefusion_2" in cases else []))}
+    inside = {name: [] for name in cases}
     for round_number in range(args.rounds + 1):
         for name, (strategy, cfg) in cases.items():
             request = sample_request(tokens, args.steps, cfg)
@@ -90,7 +94,8 @@ def _measure(one, twos, spec, tokens, args):
                     times[WARM_UP][0].extend(single.info.step_seconds)
                     times[WARM_UP][1].extend(double.info.step_seconds[: strategy.warmup_steps])
                 times[name][1].extend(double.info.step_seconds[begin:])
-    return times
+                inside[name].extend(*double.info.inside_seconds[:1])
+    return times, inside
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Copies of tensors in memory that earlier copies have left.
 
-Memory that is new costs twenty times the copy, since the system clears each page when it is first written
+Memory that is new costs more than the copy, since the system clears each page when it is first written
 (docs/benchmarks.md). An answer of a video model is as large as the one before, which by then nobody holds.
 """
 
