@@ -178,7 +178,10 @@ def _computing(record: RunRecord) -> list[str]:
 
 
 def _loras(record: RunRecord) -> list[str]:
-    patched = record.patched
+    patched, changes = record.patched, record.weight_changes
+    if len(changes) > 1:
+        seconds = sum(change.seconds for change in changes)
+        return [f"LoRA: weights changed {len(changes)} times on the way, in {seconds:.2f} s"]
     if patched is None or not (patched.weights or patched.touched):
         return []
     if patched.cached:

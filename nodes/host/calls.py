@@ -45,6 +45,7 @@ class RunRecord:
     switches: list[LoadInfo] = field(default_factory=list)  # to a model that was held beside others
     dropped: list[str] = field(default_factory=list)  # the models that gave way, and why
     patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
+    weight_changes: list[PatchInfo] = field(default_factory=list)  # several where hooks schedule LoRAs
     runs: list[RunInfo] = field(default_factory=list)
     trials: tuple[Trial, ...] = ()  # of strategies on the way
     devices: tuple[str, ...] = ()
@@ -78,6 +79,8 @@ class RunRecord:
         if load.switched:
             self.switches.append(load)
         self.dropped += load.notes
+        if load.patched is not None and not load.patched.cached:
+            self.weight_changes.append(load.patched)
         if self.patched is None or (load.patched is not None and not load.patched.cached):
             self.patched = load.patched
 

@@ -23,7 +23,7 @@ from ...parallel_backend.wire.loop import check_loop
 from ...parallel_backend.wire.payloads import check_module_inputs
 from .arguments import OPTIONS, as_tree, options_as_tree
 from .module_network import RemoteModule, reference_shapes
-from .unsupported import RunsStepwise, has_entries
+from .unsupported import RunsStepwise, carried, has_entries
 
 # What ComfyUI reads of a prompt in each model call, beside its model_conds; the rest has gone into those.
 _READ = ("area", "strength", "mask", "mask_strength", "timestep_start", "timestep_end", "default")
@@ -119,12 +119,12 @@ def _check_plain(name: str, guider: comfy.samplers.CFGGuider, model_options: dic
         ),
     ]
     if live:
-        raise RunsStepwise(f"the model carries {', '.join(sorted(live))}")
+        raise RunsStepwise(carried(live))
     for side, prompts in guider.conds.items():
         for prompt in prompts or ():
-            carried = [words for key, words in _LIVE.items() if prompt.get(key) is not None]
-            if carried:
-                raise RunsStepwise(f"the {side} conditioning carries {', '.join(carried)}")
+            found = [words for key, words in _LIVE.items() if prompt.get(key) is not None]
+            if found:
+                raise RunsStepwise(f"the {side} conditioning carries {', '.join(found)}")
 
 
 def _prompt(prompt: dict) -> dict[str, Tree]:

@@ -130,6 +130,11 @@ def _parts(key: str, shape: tuple[int, ...] | None, value: object) -> tuple[str,
         return "diff", {"diff": value[0]}
     if isinstance(value, tuple) and len(value) == 2 and value[0] in ("diff", "set"):
         return value[0], {"diff" if value[0] == "diff" else "value": value[1][0]}
+    if isinstance(value, tuple) and value[:1] == ("model_as_lora",):
+        raise refusal(
+            "another model in the place of a LoRA",
+            "save their difference with ComfyUI's Extract and Save Lora and load that",
+        )
     raise _NotOurs
 
 

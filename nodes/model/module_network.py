@@ -29,12 +29,11 @@ from ...parallel_backend.requests import (
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.arguments import Tree, map_tensors
 from ...parallel_backend.wire.payloads import check_module_inputs
-from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .arguments import ModuleSignature, method_call, module_call
 from .call_reuse import CallReuse
-from .options import PATCHES, RECORD, REFERENCES_METHOD
+from .options import RECORD, REFERENCES_METHOD, patches_of
 from .patches import CarriedPatches, FrameCaches
 from .plans import RunPlans
 from .shadow import shadow_of
@@ -166,7 +165,7 @@ class RemoteModule(nn.Module):
         references: Sequence[tuple[int, ...]] = (),
     ) -> Tree:
         record: RunRecord | None = options.get(RECORD, self.record)
-        patches = options.get(PATCHES, NO_PATCHES)
+        patches = patches_of(options)
 
         def run(sidecar: Sidecar, placement: Placement) -> tuple[Tree, RunInfo]:
             return sidecar.call(

@@ -30,12 +30,11 @@ from ...parallel_backend.requests import (
 )
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.payloads import check_inputs
-from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, report_progress
 from ..host.memory import size_on, watch
 from .inputs import take_extras
 from .lora import FileParameters
-from .options import PATCHES, RECORD, SETTINGS
+from .options import RECORD, SETTINGS, patches_of
 from .plans import RunPlans
 from .unsupported import refuse_effects
 
@@ -143,7 +142,7 @@ class StepwiseNetwork(nn.Module):
         request = replace(request, extras=extras)
         record: RunRecord | None = options.get(RECORD, self.record)
 
-        patches = options.get(PATCHES, NO_PATCHES)
+        patches = patches_of(options)
 
         def call(sidecar: Sidecar, placement: Placement) -> tuple[Tensor, RunInfo]:
             return sidecar.predict(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parallel_backend.requests import RESIDENT_SAMPLERS, Conditioning, SampleRequest
 from ...parallel_backend.wire.payloads import check_inputs
 from .options import OWN_OPTIONS
-from .unsupported import RunsStepwise, has_entries
+from .unsupported import RunsStepwise, carried, has_entries
 
 # What the conditioning of a plain request may hold; anything else is ComfyUI's to interpret.
 _PLAIN_COND = {
@@ -81,17 +81,13 @@ def _why_stepwise(
         or float(sampling.timestep(half)) != 0.5
     ):
         return "the model's sampling was replaced by one that only ComfyUI knows"
-    functions = sorted(
-        k for k, value in model_options.items() if k != "transformer_options" and has_entries(value)
-    )
+    functions = [k for k, value in model_options.items() if k != "transformer_options" and has_entries(value)]
     if functions:
-        return f"the model carries {', '.join(functions)}"
+        return carried(functions)
     options = model_options.get("transformer_options", {})
-    changed = sorted(
-        key for key, value in options.items() if key not in _KNOWN_OPTIONS and has_entries(value)
-    )
+    changed = [key for key, value in options.items() if key not in _KNOWN_OPTIONS and has_entries(value)]
     if changed:
-        return f"the model carries {', '.join(changed)}"
+        return carried(changed)
     for side in ("positive", "negative") if _has_cfg(guider) else ("positive",):
         if (reason := _why_not_plain(guider.conds[side], side)) is not None:
             return reason

@@ -86,7 +86,6 @@ def _shadow_model(source: comfy.model_patcher.ModelPatcher) -> comfy.model_base.
 def _refuse_changes(source: comfy.model_patcher.ModelPatcher) -> None:
     """Raises RequestError for what a node before this one did and the ranks cannot do."""
     for effect, remedy, found in (
-        ("a LoRA scheduled by a hook", "load it for the whole run", source.hook_patches),
         ("a LoRA in bypass mode or another injection", "load it with LoraLoaderModelOnly", source.injections),
         ("a wrapped weight", "take it out", source.weight_wrapper_patches),
         (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import comfy.hooks
 import comfy.model_management
 import comfy.model_patcher
 import torch
@@ -17,15 +18,24 @@ from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.strategy import ModelShape
+from ...parallel_backend.wire.weight_patches import WeightPatches
 from ..host.calls import RunRecord
 from ..host.memory import give_cache_back, held_on, make_room
 from ..stock_run import StockRun
 from .lora import weight_patches
-from .options import COMPUTE_OPTIONS, PATCHES, RECORD, REFERENCES_METHOD, SETTINGS, STEP_CACHE
+from .options import (
+    COMPUTE_OPTIONS,
+    HOOKED_PATCHES,
+    PATCHES,
+    RECORD,
+    REFERENCES_METHOD,
+    SETTINGS,
+    STEP_CACHE,
+)
 from .unsupported import refusal
 
 if TYPE_CHECKING:
-    from comfy.hooks import WeightHook
+    from comfy.hooks import HookGroup, WeightHook
     from comfy.model_base import BaseModel
     from comfy.patcher_extension import PatcherInjection
 
@@ -68,6 +78,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def pre_run(self) -> None:
         """A sampler begins; where it is none of the pack's, nobody records its run yet."""
         super().pre_run()
+        self._hooked: dict[object, WeightPatches] = {}  # of this run, by hooks and their strengths
         options, network = self.model_options["transformer_options"], self.model.diffusion_model
         if RECORD not in options:
             self._stock_run = StockRun(options.get(SETTINGS, StrategySettings()), network.file)
@@ -78,6 +89,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
 
     def cleanup(self) -> None:
         super().cleanup()
+        self._hooked = {}
         run, self._stock_run = self._stock_run, None
         self.model.diffusion_model.end_run()
         if run is not None:
@@ -131,12 +143,7 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def add_patches(
         self, patches: ComfyPatches, strength_patch: float = 1.0, strength_model: float = 1.0
     ) -> list[PatchKey]:
-        if not patches:
-            model = self.model.diffusion_model.file.family.name
-            raise RequestError(
-                f"The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for {model}. It "
-                f"was made for another model; choose one for {model}."
-            )
+        self._check_keys(patches)
         added = super().add_patches(patches, strength_patch, strength_model)
         self.hand_on_patches()
         return added
@@ -146,14 +153,50 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         found = weight_patches(self.patches, self.model.diffusion_model.file_parameters)
         self.model_options["transformer_options"][PATCHES] = found
 
+    def _check_keys(self, patches: ComfyPatches) -> None:
+        if not patches:
+            model = self.model.diffusion_model.file.family.name
+            raise RequestError(
+                f"The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for {model}. It "
+                f"was made for another model; choose one for {model}."
+            )
+
     def add_hook_patches(
         self,
         hook: WeightHook,
         patches: ComfyPatches,
         strength_patch: float = 1.0,
         strength_model: float = 1.0,
-    ) -> NoReturn:
-        raise refusal("a LoRA scheduled by a hook", "load it with LoraLoaderModelOnly for the whole run")
+    ) -> list[PatchKey]:
+        """Of a LoRA that hooks of prompts schedule. Raises RequestError for one that the ranks cannot make."""
+        if strength_patch:
+            self._check_keys(patches)
+        added = super().add_hook_patches(hook, patches, strength_patch, strength_model)
+        weight_patches(self.hook_patches[hook.hook_ref], self.model.diffusion_model.file_parameters)
+        return added
+
+    def patch_hooks(self, hooks: HookGroup | None) -> None:
+        """Here are no weights to change: calls take along what hooks do to them."""
+        self.current_hooks = hooks
+
+    def apply_hooks(
+        self, hooks: HookGroup | None, transformer_options: dict | None = None, force_apply: bool = False
+    ) -> dict:
+        options = super().apply_hooks(hooks, transformer_options, force_apply)
+        if hooks is not None and hooks.get_type(comfy.hooks.EnumHookType.Weight):
+            options[HOOKED_PATCHES] = self._patches_under(hooks)
+        return options
+
+    def _patches_under(self, hooks: HookGroup) -> WeightPatches:
+        """The LoRAs of the whole run, then those of `hooks` at the strengths that they have now."""
+        weights = hooks.get_type(comfy.hooks.EnumHookType.Weight)
+        key = tuple((hook.hook_ref, hook.strength) for hook in weights)
+        if key not in self._hooked:
+            patches = {name: list(entries) for name, entries in self.patches.items()}
+            for name, entries in self.get_combined_hook_patches(hooks).items():
+                patches[name] = [*patches.get(name, ()), *entries]
+            self._hooked[key] = weight_patches(patches, self.model.diffusion_model.file_parameters)
+        return self._hooked[key]
 
     def set_injections(self, key: str, injections: list[PatcherInjection]) -> None:
         if injections:

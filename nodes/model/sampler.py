@@ -16,10 +16,9 @@ from ...parallel_backend.planner.history.measurement_history import record_run
 from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import LoopRequest, SampleRequest
-from ...parallel_backend.wire.weight_patches import NO_PATCHES
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from .loop import loop_job, loop_request
-from .options import COMPUTE_OPTIONS, PATCHES, SETTINGS
+from .options import COMPUTE_OPTIONS, SETTINGS, patches_of
 from .own_loop import own_request
 from .unsupported import RunsStepwise
 
@@ -115,7 +114,6 @@ class ResidentSampler(comfy.samplers.Sampler):
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
-        patches = options.get(PATCHES, NO_PATCHES)
         with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
@@ -124,7 +122,7 @@ class ResidentSampler(comfy.samplers.Sampler):
                 on_step=on_step,
                 on_phase=report_progress,
                 should_cancel=interrupted,
-                patches=patches,
+                patches=patches_of(options),
                 trials=plan.trials,
             )
         record_run(plan.devices, plan.job, result.info)

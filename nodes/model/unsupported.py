@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from ...parallel_backend.errors import RequestError
@@ -12,10 +14,17 @@ _OPTION_EFFECTS = {
     "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
     "optimized_attention_override": "another attention function (such as a Sage Attention patch; {attention})",
 }
+# Options of a model that are no word of a user's.
+_OPTIONS_IN_WORDS = {"registered_hooks": "hooks of its prompts"}
 
 
 class RunsStepwise(Exception):
     """Only ComfyUI's process can run the loop; the reason, in a user's words."""
+
+
+def carried(options: Iterable[str]) -> str:
+    """Why a model with these options is sampled step by step, in words."""
+    return f"the model carries {', '.join(sorted(_OPTIONS_IN_WORDS.get(one, one) for one in options))}"
 
 
 def refusal(effect: str, remedy: str = "take it out") -> RequestError:

@@ -66,20 +66,6 @@ def test_a_lora_in_bypass_mode_is_refused_with_the_loader_that_works(comfy, unet
     assert (changed - without).abs().max() > 0.01 * without.abs().max()
 
 
-@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
-def test_a_lora_scheduled_by_a_hook_is_refused(comfy, unet, lora, node):
-    graph = Graph()
-    hook = graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=1.0)
-    hooked = graph.add(
-        "ConditioningSetProperties",
-        cond_NEW=graph.text(1),
-        strength=1.0,
-        set_cond_area="default",
-        hooks=[hook, 0],
-    )
-    assert "a LoRA scheduled by a hook" in refused(comfy, graph, unet, node, [hooked, 0])
-
-
 def refused(comfy, graph: Graph, unet: str, node: str, positive: list) -> str:
     """The message with which sampling on our model fails."""
     ours = graph.model(OURS, unet)

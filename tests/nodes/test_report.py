@@ -31,6 +31,7 @@ def record(**changes):
         "dropped": [],
         "notes": [],
         "patched": None,
+        "weight_changes": [],
         "trials": (),
         "stepwise_because": None,
         "cache_threshold": None,
@@ -104,6 +105,12 @@ def test_the_badge_knows_a_speed_up_that_was_not_measured_from_a_run_on_one_devi
 )
 def test_weights_are_counted_as_a_person_would(patched, words):
     assert lines(patched=patched)["LoRA"] == words
+
+
+def test_weights_that_change_within_a_run_are_told_by_how_often():
+    changes = [PatchInfo(0.5, 1, 1, 0, False), PatchInfo(0.25, 0, 1, 0, False)]
+    told = lines(patched=changes[-1], weight_changes=changes)
+    assert told["LoRA"] == "weights changed 2 times on the way, in 0.75 s"
 
 
 def test_a_load_is_told_with_its_time_and_only_without_one_as_none():

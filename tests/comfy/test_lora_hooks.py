@@ -1,0 +1,172 @@
+"""LoRAs that hooks of prompts schedule: the stock latent under stock samplers and ours, and the base left as it was."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from any_graphs import AnyGraph
+from comfyui_client import PromptFailed
+from differences import relative_difference
+from graphs import OURS, STOCK, Graph
+from lora_files import write_loras
+
+TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+SAMPLING = {"cfg": 2.0, "steps": 4, "sampler_name": "euler"}
+
+
+@pytest.fixture(scope="module")
+def unet(comfy):
+    return comfy.write_flux("tiny_hooked.safetensors")
+
+
+@pytest.fixture(scope="module")
+def loras(comfy):
+    return write_loras(comfy.server.base_directory / "models" / "loras")
+
+
+class Hooked(Graph):
+    """A graph of prompts with hooks."""
+
+    def hook(self, lora: str, strength: float = 1.0, before=None, keyframes=()) -> list:
+        """A LoRA, with those of `before`. `keyframes`: (where it begins, times which strength), in order."""
+        given = {} if before is None else {"prev_hooks": before}
+        hook = [
+            self.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=strength, **given),
+            0,
+        ]
+        schedule: dict[str, list] = {}
+        for start, times in keyframes:
+            added = self.add("CreateHookKeyframe", strength_mult=times, start_percent=start, **schedule)
+            schedule = {"prev_hook_kf": [added, 0]}
+        if schedule:
+            hook = [self.add("SetHookKeyframes", hooks=hook, hook_kf=schedule["prev_hook_kf"]), 0]
+        return hook
+
+    def hooked(self, prompt: list, hook: list, **properties) -> list:
+        node = "ConditioningSetProperties"
+        properties = {"strength": 1.0, "set_cond_area": "default", "hooks": hook} | properties
+        return [self.add(node, cond_NEW=prompt, **properties), 0]
+
+
+def latents(comfy, graph: Graph, by_name: dict, report: list) -> dict:
+    """What the samplers of `by_name` give; "report": the text of that one."""
+    for name, latent in by_name.items():
+        graph.save(latent, f"hooks-{name}.safetensors")
+    graph.add("TestSaveText", text=report, path="hooks-report.txt")
+    comfy.run(graph.prompt, timeout=300)
+    found = {name: load_file(comfy.output(f"hooks-{name}.safetensors"))["samples"] for name in by_name}
+    return found | {"report": comfy.output("hooks-report.txt").read_text()}
+
+
+def sampled(comfy, unet, prompts, choice, base=None) -> dict:
+    """Latents of one request: on the stock model, on ours, by Parallel Sampler, and on ours without hooks before and
+    after. `prompts(graph)`: (positive, negative); `base`: a LoRA of the whole run."""
+    graph = Hooked()
+    ours = parallel = graph.model(OURS, unet, "cpu:2", **choice)
+    stock = graph.model(STOCK, unet)
+    parallel = [ours[0], 0]
+    if base is not None:
+        stock, ours = (
+            [graph.add("LoraLoaderModelOnly", model=model, lora_name=base, strength_model=0.5), 0]
+            for model in (stock, ours)
+        )
+        parallel = [
+            graph.add("ParallelLoraLoader", parallel_model=parallel, lora_name=base, strength=0.5),
+            0,
+        ]
+    request = (*prompts(graph), graph.latent())
+    resident = graph.parallel_sampler(parallel, *request, **SAMPLING)
+    by_name = {
+        "stock": graph.ksampler(stock, *request, **SAMPLING),
+        "ours": graph.ksampler(ours, *request, **SAMPLING),
+        "sampler": resident,
+        "plain": graph.ksampler(ours, graph.text(1), graph.text(2), request[-1], **SAMPLING),
+    }
+    return latents(comfy, graph, by_name, [resident[0], 1])
+
+
+def assert_equal_to_stock(found: dict) -> None:
+    for way in ("ours", "sampler"):
+        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, f"{way}\n{found['report']}"
+    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE, "hooks change something"
+
+
+def test_strengths_that_change_with_the_steps(comfy, unet, loras):
+    def prompts(graph):
+        hook = graph.hook(loras["kohya"], keyframes=[(0.0, 1.0), (0.4, 0.3), (0.7, 0.0)])
+        return graph.hooked(graph.text(1), hook), graph.hooked(graph.text(2), hook)
+
+    found = sampled(comfy, unet, prompts, {"ulysses": 2})
+    assert_equal_to_stock(found)
+    assert "way: stepwise (the model carries hooks of its prompts)" in found["report"]
+    assert "LoRA: weights changed 3 times on the way" in found["report"]
+
+
+def test_one_prompt_with_hooks_beside_one_without_over_a_lora_of_the_whole_run(comfy, unet, loras):
+    def prompts(graph):
+        first = graph.hook(loras["kohya"], 0.7)
+        return graph.hooked(graph.text(1), graph.hook(loras["lokr"], -0.6, before=first)), graph.text(2)
+
+    found = sampled(comfy, unet, prompts, {"cfg": 2}, base=loras["peft, alpha"])
+    assert_equal_to_stock(found)
+
+
+def test_prompts_of_two_loras_share_the_image_and_the_steps(comfy, unet, loras):
+    def prompts(graph):
+        mask = [graph.add("SolidMask", value=0.6, width=128, height=96), 0]
+        early = [graph.add("ConditioningTimestepsRange", start_percent=0.0, end_percent=0.5), 0]
+        one = graph.hooked(graph.text(1), graph.hook(loras["kohya"]), mask=mask)
+        other = graph.hooked(graph.text(3), graph.hook(loras["loha"], 0.8), timesteps=early)
+        return [graph.add("ConditioningCombine", conditioning_1=one, conditioning_2=other), 0], graph.text(2)
+
+    assert_equal_to_stock(sampled(comfy, unet, prompts, {"ring": 2}))
+
+
+def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
+    graph = Hooked()
+    stock = graph.model(STOCK, unet)
+    strategy = graph.strategy("cpu:2", ulysses=2, shard_weights=True)
+    node = graph.add("ParallelModel", model=stock, strategy=strategy)
+    hook = graph.hook(loras["kohya"], keyframes=[(0.0, 0.0), (0.5, 1.0)])
+    request = (graph.hooked(graph.text(1), hook), graph.text(2), graph.latent())
+    plain = (graph.text(1), *request[1:])
+    resident = graph.parallel_sampler([node, 1], *request, **SAMPLING)
+    by_name = {
+        "stock": graph.ksampler(stock, *request, **SAMPLING),
+        "ours": graph.ksampler([node, 0], *request, **SAMPLING),
+        "sampler": resident,
+        "plain": graph.ksampler(stock, *plain, **SAMPLING),
+        "after": graph.parallel_sampler([node, 1], *plain, **SAMPLING),
+    }
+    found = latents(comfy, graph, by_name, [resident[0], 1])
+    assert_equal_to_stock(found)
+    assert relative_difference(found["after"], found["plain"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [("wrong shapes", r"has the shape \[256, 256\]"), ("no key", "none of its keys is known")],
+)
+def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, words):
+    graph = Hooked()
+    prompt = graph.hooked(graph.text(1), graph.hook(loras[lora]))
+    latent = graph.ksampler(graph.model(OURS, unet, "cpu:2"), prompt, graph.text(2), graph.latent())
+    with pytest.raises(PromptFailed, match=words):
+        comfy.sample(graph.prompt, latent)
+
+
+def test_another_model_in_the_place_of_a_lora_is_refused_with_what_works(comfy):
+    graph = AnyGraph(comfy, "unet")
+    hook = graph.add("CreateHookModelAsLoraModelOnly", ckpt_name=graph.file, strength_model=1.0)
+    positive, *others = graph.request()
+    prompt = graph.add(
+        "ConditioningSetProperties",
+        cond_NEW=positive,
+        strength=1.0,
+        set_cond_area="default",
+        hooks=[hook, 0],
+    )
+    latent = graph.ksampler([graph.parallel(graph.stock(), cfg=2), 0], [prompt, 0], *others)
+    with pytest.raises(PromptFailed, match=r"another model in the place of a LoRA.*Extract and Save Lora"):
+        comfy.sample(graph.prompt, latent)
