@@ -6,11 +6,13 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..parallel_backend.models.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
+from .model.gguf_folder import GGUF_FOLDER
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -24,7 +26,11 @@ _OPTIONS: dict[str, dict[str, object]] = {
 }
 DTYPES = tuple(_OPTIONS)
 # Folders of models by what ComfyUI loads from them (ComfyUISource.part).
-_FOLDERS = {"diffusion_models": "diffusion_model", "checkpoints": "checkpoint"}
+_FOLDERS = {
+    "diffusion_models": "diffusion_model",
+    "checkpoints": "checkpoint",
+    GGUF_FOLDER: "diffusion_model",
+}
 
 
 def name_model(
@@ -48,7 +54,7 @@ class ParallelModelLoader(io.ComfyNode):
             name
             for folder in _FOLDERS
             for name in folder_paths.get_filename_list(folder)
-            if name.endswith((".safetensors", ".sft"))
+            if name.endswith((".safetensors", ".sft", GGUF_SUFFIX))
         ]
         return io.Schema(
             node_id="ParallelModelLoader",
@@ -61,7 +67,8 @@ class ParallelModelLoader(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list(dict.fromkeys(names)),
-                    tooltip="A .safetensors file from models/diffusion_models or models/checkpoints.",
+                    tooltip="A .safetensors file from models/diffusion_models or models/checkpoints, or a .gguf file "
+                    "from models/diffusion_models.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
+from ...parallel_backend.models.comfyui.gguf import outline
+from ...parallel_backend.models.gguf_file import is_gguf
 
 _META = torch.device("meta")
 _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
@@ -25,10 +27,7 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     """The MODEL that ComfyUI would make of `path`, its parameters on the meta device. `part`: as in ComfyUISource;
     `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI does not
     know."""
-    read_header(path)  # names the file and the remedy where it is damaged; safe_open does not
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        metadata = file.metadata() or {}
+    tensors, metadata = _mapped(path)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     if part == "diffusion_model":  # where a checkpoint may stand too
@@ -45,6 +44,16 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     return comfy.model_patcher.ModelPatcher(
         model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
     )
+
+
+def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a file; those of GGUF that are packed are outlines."""
+    if is_gguf(path):
+        return outline(path), {}
+    read_header(path)  # names the file and the remedy where it is damaged; safe_open does not
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        return tensors, file.metadata() or {}
 
 
 def _choose_dtypes(

@@ -18,18 +18,23 @@ from ..preload.tail import Prompt
 from ..prompt_links import loaders_for, source_of, value_of
 from .class_verdict import known_verdict
 from .facts import count_facts
+from .gguf_folder import GGUF_FOLDER
 from .header_model import open_model
 from .source import make_spec
 
 # By loader: the provider of its models, the input that names the file, the folders that it offers files of.
 _NAMES = {
     "ParallelFluxLoader": ("flux", "unet_name", ("diffusion_models",)),
-    "ParallelModelLoader": ("comfyui", "model_name", ("diffusion_models", "checkpoints")),
+    "ParallelModelLoader": ("comfyui", "model_name", ("diffusion_models", "checkpoints", GGUF_FOLDER)),
     "UNETLoader": ("comfyui", "unet_name", ("diffusion_models",)),
     "CheckpointLoaderSimple": ("comfyui", "ckpt_name", ("checkpoints",)),
 }
 # What ComfyUI loads from them (ComfyUISource.part).
-_PARTS = {"diffusion_models": "diffusion_model", "checkpoints": "checkpoint"}
+_PARTS = {
+    "diffusion_models": "diffusion_model",
+    "checkpoints": "checkpoint",
+    GGUF_FOLDER: "diffusion_model",
+}
 
 
 def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:

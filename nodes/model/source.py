@@ -9,10 +9,12 @@ import comfy.sd
 import torch
 
 from ...parallel_backend.errors import RequestError
+from ...parallel_backend.models.gguf_file import SUFFIX as GGUF_SUFFIX
+from ...parallel_backend.models.gguf_file import is_gguf
 from ...parallel_backend.requests import ComfyUISource, ModelSpec
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 
-_LOADERS = "Load Diffusion Model or Load Checkpoint, or Parallel Model Loader"
+_LOADERS = "Load Diffusion Model or Load Checkpoint, or (also .gguf files) Parallel Model Loader"
 
 
 def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
@@ -37,15 +39,20 @@ def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
 
 def make_spec(path: str, part: str, options: dict) -> ModelSpec:
     """Of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options."""
-    if Path(path).suffix.lower() not in (".safetensors", ".sft"):
+    if Path(path).suffix.lower() not in (".safetensors", ".sft", GGUF_SUFFIX):
         raise RequestError(
-            f"{Path(path).name} is no .safetensors file, and the devices read no other: a .ckpt or .pt can run code. "
-            f"Save it as .safetensors (ModelSave or CheckpointSave), or use another file."
+            f"{Path(path).name} is no .safetensors or .gguf file, and the devices read no other: a .ckpt or .pt can "
+            f"run code. Save it as .safetensors (ModelSave or CheckpointSave), or use another file."
+        )
+    if is_gguf(path) and options:
+        raise RequestError(
+            f"{Path(path).name} has formats of its own (GGUF); set weight_dtype to default, or choose a .safetensors "
+            f"file."
         )
     if options.get("custom_operations") is not None:
         raise RequestError(
-            f"{Path(path).name} was loaded with layers of another node pack (such as GGUF or NF4), which the devices "
-            f"do not have. Load a .safetensors file with {_LOADERS}."
+            f"{Path(path).name} was loaded with layers of another node pack (such as NF4), which the devices do not "
+            f"have. Load the file with {_LOADERS}."
         )
     dtype = options.get("dtype", options.get("weight_dtype"))
     return ModelSpec(

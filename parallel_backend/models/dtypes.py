@@ -10,7 +10,24 @@ from ..requests import FP8_FAST
 FP8 = "float8_e4m3fn"
 # Weights of one byte or less, which are computed in another dtype; "uint8": packed ones.
 QUANTISED = {FP8: 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
+# Formats of GGUF files that devices compute with: bytes per value of a block, its scales among them (ggml-common.h).
+GGUF: dict[str, float] = {
+    "Q8_0": 34 / 32,
+    "Q6_K": 210 / 256,
+    "Q5_K": 176 / 256,
+    "Q5_1": 24 / 32,
+    "Q5_0": 22 / 32,
+    "Q4_K": 144 / 256,
+    "Q4_1": 20 / 32,
+    "Q4_0": 18 / 32,
+    "IQ4_XS": 136 / 256,
+    "IQ4_NL": 18 / 32,
+    "Q3_K": 110 / 256,
+    "Q2_K": 84 / 256,
+}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, **QUANTISED, FP8_FAST: 1}
+# The same of any format that a file may have.
+BYTES_PER_VALUE: dict[str, float] = {**ITEMSIZE, **GGUF}
 
 HALVES = ("bfloat16", "float16")  # as ComfyUI prefers them for most families
 # Below, of NVIDIA's cards: no bfloat16 in hardware; fp16 at no more than half of float32's speed.
@@ -81,6 +98,5 @@ class Dtypes:
             return cls(file, wanted, wanted)
         compute = halves[0] if halves else "float32"
         # A half that is computed in another dtype is kept in that one, or cast on use where that is wider.
-        return cls(
-            file, compute if halves and wish == "auto" and wanted not in QUANTISED else wanted, compute
-        )
+        is_half = wanted not in QUANTISED and wanted not in GGUF
+        return cls(file, compute if halves and wish == "auto" and is_half else wanted, compute)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..machine.fingerprint import hashed
 from ..models.arithmetic import Family
-from ..models.dtypes import FP8, ITEMSIZE
+from ..models.dtypes import BYTES_PER_VALUE, FP8
 from ..models.model_file import ModelFile
 from ..options import DEFAULT_COMPUTE, ComputeOptions
 from ..requests import FP8_FAST
@@ -71,8 +71,8 @@ class CheckpointModel:
 
     @property
     def weight_bytes(self) -> float:
-        stored = ITEMSIZE[self.file.dtype]
-        return self.file.tensor_bytes * ITEMSIZE.get(self.weight_dtype, stored) / stored
+        stored = BYTES_PER_VALUE[self.file.dtype]
+        return self.file.tensor_bytes * BYTES_PER_VALUE.get(self.weight_dtype, stored) / stored
 
     @property
     def uncompiled(self) -> CheckpointModel:

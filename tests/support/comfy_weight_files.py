@@ -39,7 +39,9 @@ def spec(path: Path | str, **options) -> ModelSpec:
 def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
     """A file in one of FORMATS, in OLD, or plain in "fp32", "bf16" or "fp8". `blocks`: of each of the two kinds."""
     import_comfyui_here()
-    tensors = {name: p.to(_PLAIN.get(form, torch.bfloat16)) for name, p in _random(blocks, hidden).items()}
+    tensors = {
+        name: p.to(_PLAIN.get(form, torch.bfloat16)) for name, p in random_tensors(blocks, hidden).items()
+    }
     kind, options = FORMATS["float8_e4m3fn" if form == OLD else form] if form not in _PLAIN else ("", {})
     for name in [name for name in tensors if kind and "_blocks." in name and tensors[name].ndim == 2]:
         tensors |= _quantised(name, tensors.pop(name), kind, options)
@@ -51,7 +53,8 @@ def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
     return path
 
 
-def _random(blocks: int, hidden: int) -> dict[str, Tensor]:
+def random_tensors(blocks: int, hidden: int = HIDDEN) -> dict[str, Tensor]:
+    import_comfyui_here()
     import comfy.ops
     from comfy.ldm.flux.model import Flux
 

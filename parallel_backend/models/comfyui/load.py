@@ -18,6 +18,9 @@ from ...errors import CheckpointError, RequestError
 from ...layout import stage_blocks
 from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
+from ..dtypes import BYTES_PER_VALUE
+from ..gguf_file import is_gguf
+from . import gguf
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .model import ComfyUIModel
@@ -45,28 +48,32 @@ def load(
         raise RequestError("a model of ComfyUI's own needs to know where ComfyUI is (ModelSpec.comfyui).")
     _check_whole(part)
     import_comfyui(source, device)
-    tensors, metadata = _mapped(spec.path)
+    packed = is_gguf(spec.path)
+    tensors, metadata = (gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
     own = _own_tensors(tensors)
     size = sum(tensor.nbytes for tensor in own)
-    stored = _most_common_dtype(own)
+    stored = _most_common_format(own)
     options: dict[str, Any] = {"load_device": device, "offload_device": torch.device("cpu")}
     options |= _options(spec, source)
     left_to_comfyui = "dtype" not in options and not _flag_sets_dtype()
-    keeps_file_dtype = left_to_comfyui and device.type == "cpu" and _is_plain(tensors, metadata)
-    if keeps_file_dtype and stored.itemsize < 4:
+    keeps_file_dtype = (
+        left_to_comfyui and device.type == "cpu" and not packed and _is_plain(tensors, metadata)
+    )
+    if keeps_file_dtype and BYTES_PER_VALUE.get(stored, 4) < 4:
         # There ComfyUI computes in float32 and would copy the weights to it; the values are the same either way.
-        options["dtype"] = stored
+        options["dtype"] = getattr(torch, stored)
     import comfy.model_management
 
     with asked_of_all(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
     dtypes = {} if keeps_file_dtype else built
+    gguf.unpack_as(patcher.model.diffusion_model, built)
     sharding = None if part is None else part.byte_sharding
     absent = _absent(patcher.model.diffusion_model, part)
     weights = ComfyUIWeights(patcher, dtypes, sharding, absent)  # before they leave the mapping
     place(patcher.model, device, dtypes, sharding, absent)
     patcher.model.device = device
-    return ComfyUIModel(patcher, device, size, str(stored).removeprefix("torch."), weights, sharding)
+    return ComfyUIModel(patcher, device, size, stored, weights, sharding)
 
 
 def _check_whole(part: ModelPart | None) -> None:
@@ -114,11 +121,11 @@ def _own_tensors(tensors: StateDict) -> list[Tensor]:
     return own or list(tensors.values())
 
 
-def _most_common_dtype(tensors: list[Tensor]) -> torch.dtype:
-    sizes: Counter[torch.dtype] = Counter()
+def _most_common_format(tensors: list[Tensor]) -> str:
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[tensor.dtype] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else torch.float32
+        sizes[gguf.format_of(tensor)] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
 def _is_plain(tensors: StateDict, metadata: dict[str, str]) -> bool:

@@ -17,9 +17,10 @@ from ...errors import CheckpointError
 from ...layout import RankCoordinates, stage_blocks
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
+from .. import gguf_file
 from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
-from ..dtypes import ITEMSIZE, Dtypes
+from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
 
 # Where the diffusion model lies in a file that has other things beside it, the longest first.
@@ -32,6 +33,7 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "I8": "int8",
     "U8": "uint8",
+    **{kind: kind for kind in GGUF},
 }
 _BLOCK = re.compile(
     r"((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)\."
@@ -121,7 +123,7 @@ class ComfyUIModelFile:
     @property
     def family(self) -> Family:
         """A multiply-add for each weight and token; attention over text and image together, its upper bound."""
-        size = ITEMSIZE[self.dtype]
+        size = BYTES_PER_VALUE[self.dtype]
         parameters = self.tensor_bytes / size
         frames, rows, _ = self.patch
         return Family(
@@ -197,8 +199,12 @@ class ComfyUIModelFile:
         a pipeline its own blocks, and all around."""
         alike = strategy.row_degree * strategy.sequence_degree
         sharded = strategy.shards and (alike > 1 or not on_cpu)
-        scale = ITEMSIZE[dtypes.storage] / ITEMSIZE[dtypes.file]
-        cast = ITEMSIZE[dtypes.compute] / ITEMSIZE[dtypes.file] if dtypes.storage != dtypes.compute else 0.0
+        scale = BYTES_PER_VALUE[dtypes.storage] / BYTES_PER_VALUE[dtypes.file]
+        cast = (
+            BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file]
+            if dtypes.storage != dtypes.compute
+            else 0.0
+        )
         in_place = on_cpu and dtypes.storage == dtypes.file
 
         def part(block: int | None, size: int, largest: int) -> WeightPart:
@@ -254,7 +260,7 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     Heads and patches are not in a header, and whether a transformer's tokens can be shared out, or its blocks laid out
     over devices, is known by its class.
     """
-    header = read_header(path)
+    header = gguf_file.read_header(path) if gguf_file.is_gguf(path) else read_header(path)
     prefix = _prefix(header)
     own = {k.removeprefix(prefix): e for k, e in header.tensors.items() if k.startswith(prefix)}
     weights = {key: entry for key, entry in own.items() if entry.dtype in _DTYPES}

@@ -19,6 +19,7 @@ from ..applied_patches import AppliedPatches, Changes
 from ..base import ByteSharding
 from ..lora_math import check_shapes
 from ..tensor_pieces import as_built, take_apart
+from .gguf import unpacked
 from .placing import as_parameter
 
 _ALPHA = "alpha"
@@ -102,7 +103,7 @@ class ComfyUIWeights:
         """The file's value with changes, computed on the device. The parameter is what it was, before and after."""
         owner, name = _place(self._module, key)
         held = getattr(owner, name)
-        setattr(owner, name, as_parameter(self._original(key)))
+        setattr(owner, name, as_parameter(unpacked(self._original(key))))
         self._patcher.patches = {PREFIX + key: [_entry(change, tensors) for change in changes]}
         try:
             self._patcher.patch_weight_to_device(PREFIX + key, device_to=self._patcher.load_device)

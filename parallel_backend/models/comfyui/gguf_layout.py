@@ -1,0 +1,79 @@
+"""Weights of GGUF files as quantised tensors of ComfyUI's kind, which unpack as they are used. For ranks only.
+
+diffusers unpacks them, on any device: its GGUF quantiser, in float16 as ComfyUI-GGUF does by default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from comfy_kitchen.tensor.base import (
+    BaseLayoutParams,
+    QuantizedLayout,
+    QuantizedTensor,
+    register_layout_class,
+)
+from diffusers.quantizers.gguf.utils import dequantize_functions
+from torch import Tensor
+
+import gguf
+
+LAYOUT = "GGUFLayout"
+
+
+@dataclass(frozen=True)
+class GGUFParams(BaseLayoutParams):
+    """`kind`: the format in ggml's spelling."""
+
+    kind: str = ""
+
+    def _tensor_fields(self) -> list[str]:
+        return []  # a block holds its own scales
+
+
+class GGUFLayout(QuantizedLayout):
+    Params = GGUFParams
+
+    @classmethod
+    def quantize(cls, tensor: Tensor, **options: Any) -> tuple[Tensor, GGUFParams]:
+        raise NotImplementedError("nothing packs weights as GGUF here")
+
+    @classmethod
+    def dequantize(cls, qdata: Tensor, params: GGUFParams) -> Tensor:
+        kind = gguf.GGMLQuantizationType[params.kind]
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks: Tensor = dequantize_functions[kind](qdata.view(-1, size), values, size)
+        return blocks.reshape(params.orig_shape).to(params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor: Any) -> tuple[Tensor, ...]:
+        return (qtensor._qdata,)
+
+    @classmethod
+    def state_dict_tensors(cls, qdata: Tensor, params: GGUFParams) -> dict[str, Tensor]:
+        return {"": qdata}
+
+
+register_layout_class(LAYOUT, GGUFLayout)
+
+
+def packed(data: Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`data`: its bytes, which stay where they are; `dtype`: what it unpacks to."""
+    tensor: Tensor = QuantizedTensor(data, LAYOUT, GGUFParams(None, dtype, shape, kind))
+    return tensor
+
+
+def is_packed(tensor: Any) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor._layout_cls == LAYOUT
+
+
+def kind_of(tensor: Any) -> str:
+    kind: str = tensor._params.kind
+    return kind
+
+
+def unpacking_to(tensor: Any, dtype: torch.dtype) -> Tensor:
+    """The same bytes, where they lie (its own `to` copies them)."""
+    return packed(tensor._qdata, kind_of(tensor), tensor._params.orig_shape, dtype)

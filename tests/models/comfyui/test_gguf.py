@@ -1,0 +1,175 @@
+"""GGUF files for ComfyUI's own modules: packed as in the file until they are used, split over ranks, with LoRAs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import CPU, inputs, patch, spec
+from differences import relative_difference
+from gguf_files import finish, unpacked, write, write_unpacked
+from mapped_files import mapped_ranges
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.models.comfyui.gguf import is_packed
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.comfyui.model_file import inspect
+from parallel_backend.models.dtypes import BYTES_PER_VALUE, GGUF
+from parallel_backend.models.tensor_pieces import take_apart
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+# Of the largest value. Weights unpack in float16, as in ComfyUI-GGUF by default; gguf's own arithmetic is float32's.
+TOLERANCE, EXACT = 3e-3, 1e-5
+WEIGHT = "double_blocks.0.img_mlp.0.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gguf")
+
+
+@torch.inference_mode()
+def answer(module):
+    args, kwargs = inputs()
+    return module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [*GGUF, "BF16", "F16"])
+def test_every_format_computes_as_its_unpacked_weights_do(folder, kind):
+    path = write(folder / f"{kind}.gguf", kind, blocks=1)
+    expected = answer(load(spec(write_unpacked(folder / f"{kind}.safetensors", kind, blocks=1)), CPU).module)
+    model = load(spec(path), CPU)
+    assert relative_difference(answer(model.module), expected) <= TOLERANCE
+    weight = model.module.get_parameter(WEIGHT)
+    assert is_packed(weight) == (kind in GGUF)
+    assert torch.equal(model.module.final_layer.linear.weight, unpacked(kind, 1)["final_layer.linear.weight"])
+    header = inspect(path)
+    assert (header.dtype, header.tensor_bytes) == (model.stored_dtype, model.bytes)
+    if kind in GGUF:
+        assert weight.nbytes == weight.numel() * GGUF[kind] == weight.numel() * BYTES_PER_VALUE[kind]
+        begin = take_apart(weight)[0][0].data_ptr()
+        assert any(low <= begin < high for low, high in mapped_ranges(path)), "a view of the file"
+
+
+def split_answers(world, path):
+    layouts, found = Layouts(world), {}
+    for shards in (False, True):
+        strategy = ParallelStrategy(ulysses_degree=2, shard_weights=shards)
+        model = load_under(spec(path), layouts, strategy)
+        forward = make_module_forward(model, layouts, Placement(strategy))
+        for tokens in (STAY, BLOCK, ROWS):
+            args, kwargs = inputs()
+            with torch.inference_mode():
+                found[f"{tokens}, shards {shards}"] = forward(ModuleCall(args, dict(kwargs), 2, tokens))
+    factors: dict[str, torch.Tensor] = {}
+    change = patch(factors, WEIGHT, "diff", 1.0, diff=torch.ones(1024, 256))
+    try:
+        model.weights.apply([change], factors)
+    except RequestError as error:
+        found["refused"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_ranks_that_share_it_out_compute_what_one_does(folder, kind):
+    path = write(folder / f"split_{kind}.gguf", kind)
+    one = answer(load(spec(path), CPU).module)
+    for found in run_ranks(split_answers, 2, path):
+        refused = found.pop("refused")
+        assert len(found) == 6
+        for name, split in found.items():
+            assert relative_difference(split, one) <= EXACT, name
+        assert "another format than the file's" in refused and "turn shard_weights" in refused
+
+
+def test_a_lora_unpacks_what_it_changes_and_leaves_the_file_as_it_was(folder):
+    def changed(path):
+        model, factors = load(spec(path), CPU), {}
+        generator = torch.Generator().manual_seed(1)
+        diff = torch.randn(1024, 256, generator=generator)
+        changes = [
+            patch(factors, WEIGHT, "diff", 0.8, diff=diff),
+            patch(factors, "final_layer.linear.weight", "diff", 0.8, diff=torch.full((64, 256), 0.01)),
+        ]
+        before = answer(model.module)
+        model.weights.apply(changes, factors)
+        return model, before, answer(model.module)
+
+    path = write(folder / "lora.gguf", "Q5_K")
+    model, before, found = changed(path)
+    _, _, expected = changed(write_unpacked(folder / "lora.safetensors", "Q5_K"))
+    assert relative_difference(found, expected) <= TOLERANCE
+    assert relative_difference(found, before) > 10 * TOLERANCE
+    assert not is_packed(model.module.get_parameter(WEIGHT))
+    model.weights.apply([], {})
+    assert is_packed(model.module.get_parameter(WEIGHT))
+    assert torch.equal(answer(model.module), before)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_the_header(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def no_gguf(path):
+    path.write_bytes(b"GGUX" + path.read_bytes()[4:])
+
+
+def another_format(path):
+    writer = gguf.GGUFWriter(str(path), "flux")
+    form = gguf.GGMLQuantizationType.IQ2_XXS
+    writer.add_tensor("img_in.weight", numpy.zeros((256, 66), numpy.uint8), raw_dtype=form)
+    finish(writer, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncate, "it is no whole GGUF file"),
+        (cut_the_header, "it is no whole GGUF file"),
+        (no_gguf, "it is no whole GGUF file"),
+        (another_format, "img_in.weight is in the format IQ2_XXS, .* Choose a file in one of Q8_0"),
+        (Path.unlink, "it cannot be read"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_the_remedy(folder, damage, words):
+    path = write(folder / "damaged.gguf", "Q8_0", blocks=1)
+    damage(path)
+    for read in (inspect, lambda path: load(spec(path), CPU)):
+        with pytest.raises(CheckpointError, match=rf"damaged\.gguf is refused: {words}"):
+            read(path)
+
+
+def test_without_the_package_that_reads_it_the_error_says_how_to_get_it(folder, monkeypatch):
+    path = write(folder / "unread.gguf", "Q8_0", blocks=1)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"unread\.gguf is a GGUF file.*pip install gguf"):
+        inspect(path)
+
+
+def test_what_is_no_diffusion_model_is_said_to_be_none(folder):
+    path = folder / "text.gguf"
+    writer = gguf.GGUFWriter(str(path), "t5encoder")
+    writer.add_tensor("enc.blk.0.attn_q.weight", numpy.zeros((256, 256), numpy.float16))
+    finish(writer, path)
+    with pytest.raises(CheckpointError, match=r"ComfyUI does not know what model .*text\.gguf holds"):
+        load(spec(path), CPU)

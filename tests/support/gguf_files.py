@@ -1,0 +1,89 @@
+"""Tiny GGUF files of a Flux of ComfyUI's own, in every format that devices compute with, and what they unpack to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy
+import torch
+from gguf import quants
+from safetensors.torch import save_file
+from torch import Tensor
+
+from comfy_weight_files import random_tensors
+
+# Where the scales of a block lie that gguf's Python cannot quantise to: first bytes of float16 numbers.
+_SCALES = {
+    "Q6_K": (208,),
+    "Q5_K": (0, 2),
+    "Q4_K": (0, 2),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    "IQ4_XS": (0,),
+    "IQ4_NL": (0,),
+}
+
+
+def packed(weight: numpy.ndarray, kind: str, seed: int = 0) -> numpy.ndarray:
+    """About this weight, or of its size, in a format: uint8 [rows, bytes]."""
+    form = gguf.GGMLQuantizationType[kind]
+    if kind not in _SCALES:
+        return quants.quantize(weight, form)
+    values, size = gguf.GGML_QUANT_SIZES[form]
+    blocks = numpy.random.default_rng(seed).integers(0, 256, (weight.size // values, size), dtype=numpy.uint8)
+    for scale in (1.0, None):
+        if scale is None:
+            scale = weight.std() / quants.dequantize(blocks, form).std()
+        for begin in _SCALES[kind]:
+            blocks[:, begin : begin + 2] = numpy.array([scale], numpy.float16).view(numpy.uint8)
+    return blocks.reshape(weight.shape[0], -1)
+
+
+def write(path: Path, kind: str, blocks: int = 2) -> Path:
+    """Matrices of blocks in this format, all else in float32 and, one, in float16; one tensor's true shape is noted."""
+    writer = gguf.GGUFWriter(str(path), "flux")
+    form = gguf.GGMLQuantizationType[kind]
+    for seed, (name, tensor) in enumerate(random_tensors(blocks).items()):
+        array = tensor.numpy()
+        if _is_packed(name, tensor):
+            if kind == "F16":
+                writer.add_tensor(name, array.astype(numpy.float16))
+            else:
+                writer.add_tensor(name, packed(array, kind, seed), raw_dtype=form)
+        elif name == "final_layer.linear.weight":
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(size) for size in array.shape])
+            writer.add_tensor(name, array.reshape(-1, 32).astype(numpy.float16))
+        else:
+            writer.add_tensor(name, array)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def unpacked(kind: str, blocks: int = 2) -> dict[str, Tensor]:
+    """What `write` puts into a file, by gguf's own arithmetic in float32."""
+    found = {}
+    for seed, (name, tensor) in enumerate(random_tensors(blocks).items()):
+        found[name] = tensor
+        if _is_packed(name, tensor) and kind != "F16":
+            data = packed(tensor.numpy(), kind, seed)
+            found[name] = torch.from_numpy(quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
+        elif _is_packed(name, tensor) or name == "final_layer.linear.weight":
+            found[name] = tensor.half().float()
+    return found
+
+
+def write_unpacked(path: Path, kind: str, blocks: int = 2) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in unpacked(kind, blocks).items()}, path)
+    return path
+
+
+def _is_packed(name: str, tensor: Tensor) -> bool:
+    return "_blocks." in name and tensor.ndim == 2
