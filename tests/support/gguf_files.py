@@ -40,11 +40,12 @@ def packed(weight: numpy.ndarray, kind: str, seed: int = 0) -> numpy.ndarray:
     return blocks.reshape(weight.shape[0], -1)
 
 
-def write(path: Path, kind: str, blocks: int = 2) -> Path:
-    """Matrices of blocks in this format, all else in float32 and, one, in float16; one tensor's true shape is noted."""
+def write(path: Path, kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> Path:
+    """Matrices of blocks in this format, all else in float32 and, one, in float16; one tensor's true shape is noted.
+    `tensors`: of a Flux; random ones if there are none."""
     writer = gguf.GGUFWriter(str(path), "flux")
     form = gguf.GGMLQuantizationType[kind]
-    for seed, (name, tensor) in enumerate(random_tensors(blocks).items()):
+    for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
         array = tensor.numpy()
         if _is_packed(name, tensor):
             if kind == "F16":
@@ -53,7 +54,7 @@ def write(path: Path, kind: str, blocks: int = 2) -> Path:
                 writer.add_tensor(name, packed(array, kind, seed), raw_dtype=form)
         elif name == "final_layer.linear.weight":
             writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(size) for size in array.shape])
-            writer.add_tensor(name, array.reshape(-1, 32).astype(numpy.float16))
+            writer.add_tensor(name, array.reshape(-1, 2 * array.shape[1]).astype(numpy.float16))
         else:
             writer.add_tensor(name, array)
     return finish(writer, path)
@@ -67,10 +68,10 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def unpacked(kind: str, blocks: int = 2) -> dict[str, Tensor]:
+def unpacked(kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """What `write` puts into a file, by gguf's own arithmetic in float32."""
     found = {}
-    for seed, (name, tensor) in enumerate(random_tensors(blocks).items()):
+    for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
         found[name] = tensor
         if _is_packed(name, tensor) and kind != "F16":
             data = packed(tensor.numpy(), kind, seed)
@@ -80,8 +81,8 @@ def unpacked(kind: str, blocks: int = 2) -> dict[str, Tensor]:
     return found
 
 
-def write_unpacked(path: Path, kind: str, blocks: int = 2) -> Path:
-    save_file({name: tensor.contiguous() for name, tensor in unpacked(kind, blocks).items()}, path)
+def write_unpacked(path: Path, kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in unpacked(kind, blocks, tensors).items()}, path)
     return path
 
 

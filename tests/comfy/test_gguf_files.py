@@ -1,0 +1,94 @@
+"""GGUF files through Parallel Model Loader: the latent of their unpacked weights by stock nodes, with LoRAs, refused by
+name."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from comfyui_client import PromptFailed
+from differences import relative_difference
+from gguf_files import write, write_unpacked
+from graphs import STOCK, Graph
+from lora_files import write_loras
+
+KIND = "Q4_0"
+TOLERANCE = 3e-3  # of the largest value: weights unpack in float16, and the other file has them in float32
+SAMPLING = {"cfg": 2.0, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def files(comfy):
+    """Names of the packed file, of one with what it unpacks to, and of that which it was packed from."""
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    whole = comfy.write_flux("tiny_whole.safetensors")
+    tensors = load_file(folder / whole)
+    write(folder / "tiny_packed.gguf", KIND, tensors=tensors)
+    write_unpacked(folder / "tiny_unpacked.safetensors", KIND, tensors=tensors)
+    return "tiny_packed.gguf", "tiny_unpacked.safetensors", whole
+
+
+def loader(graph: Graph, name: str, weight_dtype: str = "default", **choice) -> str:
+    strategy = graph.strategy("cpu:2", **choice)
+    return graph.add("ParallelModelLoader", model_name=name, weight_dtype=weight_dtype, strategy=strategy)
+
+
+@pytest.mark.parametrize("choice", [{"ulysses": 2}, {"cfg": 2}, {"ulysses": 2, "shard_weights": True}])
+def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
+    packed, unpacked, whole = files
+    graph = Graph()
+    request = (graph.text(1), graph.text(2), graph.latent())
+    ours = loader(graph, packed, **choice)
+    ways = {
+        "stock": graph.ksampler(graph.model(STOCK, unpacked), *request, **SAMPLING),
+        "whole": graph.ksampler(graph.model(STOCK, whole), *request, **SAMPLING),
+        "stepwise": graph.ksampler([ours, 0], *request, **SAMPLING),
+        "resident": graph.parallel_sampler([ours, 1], *request, **SAMPLING),
+    }
+    for name, latent in ways.items():
+        graph.save(latent, f"gguf-{name}.safetensors")
+    comfy.run(graph.prompt, timeout=300)
+    found = {name: load_file(comfy.output(f"gguf-{name}.safetensors"))["samples"] for name in ways}
+    for way in ("stepwise", "resident"):
+        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
+    assert relative_difference(found["whole"], found["stock"]) > 5 * TOLERANCE, "packing takes something away"
+
+
+def test_loras_count_as_on_the_unpacked_weights(comfy, files):
+    packed, unpacked, _ = files
+    lora = write_loras(comfy.server.base_directory / "models" / "loras")["kohya"]
+    graph = Graph()
+    request = (graph.text(1), graph.text(2), graph.latent())
+    ours, stock = [loader(graph, packed, ulysses=2), 0], graph.model(STOCK, unpacked)
+    for name, model in (("ours", ours), ("stock", stock)):
+        changed = graph.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=0.8)
+        graph.save(graph.ksampler([changed, 0], *request, **SAMPLING), f"gguf-lora-{name}.safetensors")
+    graph.save(graph.ksampler(ours, *request, **SAMPLING), "gguf-lora-none.safetensors")
+    comfy.run(graph.prompt, timeout=300)
+    found = {
+        name: load_file(comfy.output(f"gguf-lora-{name}.safetensors"))["samples"]
+        for name in ("ours", "stock", "none")
+    }
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    assert relative_difference(found["none"], found["stock"]) > 10 * TOLERANCE
+
+
+def test_another_dtype_than_its_own_is_refused(comfy, files):
+    graph = Graph()
+    node = loader(graph, files[0], "fp8_e4m3fn")
+    latent = graph.ksampler([node, 0], graph.text(1), graph.text(2), graph.latent())
+    with pytest.raises(PromptFailed, match=r"formats of its own .GGUF.; set weight_dtype to default"):
+        comfy.sample(graph.prompt, latent)
+
+
+def test_a_damaged_file_is_refused_with_its_name(comfy, files):
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    (folder / "torn.gguf").write_bytes((folder / files[0]).read_bytes()[:5000])
+    graph = Graph()
+    node = loader(graph, "torn.gguf")
+    latent = graph.ksampler([node, 0], graph.text(1), graph.text(2), graph.latent())
+    try:
+        with pytest.raises(PromptFailed, match=r"torn\.gguf is refused: it is no whole GGUF file"):
+            comfy.sample(graph.prompt, latent)
+    finally:
+        (folder / "torn.gguf").unlink()  # other tests read the whole list
