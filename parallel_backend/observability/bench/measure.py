@@ -10,7 +10,7 @@ from ...devices import is_cpu, machine_of
 from ...errors import RequestError, StrategyError
 from ...machine.fingerprint import cores, cpu_name
 from ...machine.local import topology_of
-from ...machine.probe import read_topology
+from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...models.registry import inspect_model
 from ...planner.decide import job_from_request
@@ -59,7 +59,7 @@ def measure(
     if is_cpu(names):
         # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    seen = read_topology().visible()
+    seen = read_visible()
     topology = topology_of(names, seen)
     request = random_request(
         file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....devices import is_cpu
-from ....machine.probe import read_topology
+from ....machine.probe import read_visible
 from ....options import ComputeOptions
 from ....planner.decide import job_from_request
 from ....planner.job_models import CheckpointModel
@@ -46,7 +46,7 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
                 "name each GPU once in CUDA_VISIBLE_DEVICES, and report it",
             )
         ]
-    seen = read_topology().visible()
+    seen = read_visible()
     if of_ranks(seen, facts) is None:
         return [
             Finding(
