@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
@@ -34,3 +35,15 @@ def test_ranks_on_fewer_devices_than_were_chosen_stay_for_the_sake_of_a_model_al
     monkeypatch.setattr(pool, "get_sidecar", lambda devices: SimpleNamespace(devices=devices))
     sidecar, _, notes = vae_ranks.choose_ranks(StrategySettings(devices="cpu:2"))
     assert sidecar.devices == CHOSEN[:used] and bool(notes) == (used == 1)
+
+
+def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(monkeypatch):
+    import_comfyui_here()
+    vae_ranks = import_node_module("nodes.host.vae_ranks")
+    management, freed = vae_ranks.comfy.model_management, []
+    loaded = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:2")]
+    monkeypatch.setattr(management, "current_loaded_models", loaded)
+    monkeypatch.setattr(management, "free_memory", lambda size, device: freed.append((size, str(device))))
+    for devices in (("cuda:1", "cuda:2"), ("cuda:0@box/one", "cuda:0@box/two"), CHOSEN):
+        vae_ranks.make_room(8.0, SimpleNamespace(devices=devices))
+    assert freed == [(4.0, "cuda:2")], "ComfyUI's own cuda:0 is none of theirs"
