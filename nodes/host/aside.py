@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import comfy.model_management
 import torch
+from comfy.cli_args import args
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.planner.decide import ExecutionPlan
@@ -59,11 +60,13 @@ def release_cache() -> None:
 
 
 def can_free(device: str) -> int:
-    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache."""
+    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache; less
+    what its flag --reserve-vram keeps for other programs, as long as they do not have it."""
+    reserved = int((getattr(args, "reserve_vram", None) or 0) * 2**30)
     if not torch.cuda.is_initialized():
-        return 0
+        return -reserved
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device)))
+    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device))) - reserved
 
 
 def _movable(device: torch.device) -> Iterator[comfy.model_management.LoadedModel]:

@@ -228,6 +228,15 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     assert host.loaded == [ours, used]
 
 
+def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch):
+    host.flags.reserve_vram = 1.5
+    assert memory_in_use.OWN[-1]("cuda:0") == -1.5 * GIB
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    assert memory_in_use.OWN[-1]("cuda:0") == 0.5 * GIB
+
+
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
     ranks_with(monkeypatch, cuda_0=6 * GIB)
     host.memory.make_room(SPEC, GPU)

@@ -32,6 +32,13 @@ def test_the_workspace_that_makes_cublas_deterministic_reaches_the_ranks():
     assert seen["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.parametrize(
+    "name", ["MIOPEN_FIND_MODE", "FLASH_ATTENTION_TRITON_AMD_ENABLE", "LIBRARY_PATH", "CPATH"]
+)
+def test_what_kernels_are_chosen_and_compiled_by_reaches_the_ranks(name):
+    assert rank_environment({name: "some"}, Path("/"), ("cuda:0",))[name] == "some"
+
+
 def test_what_is_compiled_outlives_a_boot_where_the_user_said_nothing_else():
     def folder(**source):
         return rank_environment(source, Path("/"), ("cuda:0",)).get("TORCHINDUCTOR_CACHE_DIR")
