@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..devices import is_cpu, resolve_devices
 from ..errors import DeviceError
 from .topology import Device, Pair, Topology
 
@@ -70,12 +71,14 @@ def read_visible(nvml: Nvml = None) -> Topology:
 
 
 def _uuids_of_torch() -> tuple[str, ...]:
-    """In the order of device numbers; empty where torch cannot tell."""
+    """In the order of device numbers; empty where torch cannot tell, or a person wants no GPU."""
     import torch
 
+    found = resolve_devices("all")
+    if is_cpu(found):
+        return ()
     try:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(count))
+        return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(len(found)))
     except (
         AttributeError,
         RuntimeError,

@@ -37,7 +37,9 @@ class ArenaWriter:
     def __init__(self) -> None:
         self.descriptor = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False  # its pages are, for a GPU to write them itself
+        self._locked: bool | None = (
+            None  # its pages are, for a GPU to write them itself; None: nobody has tried
+        )
         self._slots: list[_Slot] = []
         self.bytes_written = 0
         self._make_memory(0)  # of which nothing is taken before it is written
@@ -76,7 +78,7 @@ class ArenaWriter:
     def _unmap(self) -> None:
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._slots, self._locked = torch.empty(0, dtype=torch.uint8), [], False
+        self._memory, self._slots, self._locked = torch.empty(0, dtype=torch.uint8), [], None
 
     def _find_places(self, tensors: dict[str, Tensor]) -> list[tuple[_Slot, Tensor]] | None:
         """A slot for each: the one where it lies, or one of its size that this call does not need, or a new one; None
@@ -114,7 +116,7 @@ class ArenaWriter:
                 torch.cuda.current_stream(device).synchronize()
 
     def _write(self, slot: _Slot, tensor: Tensor) -> None:
-        if tensor.device.type == "cuda" and not self._locked:
+        if tensor.device.type == "cuda" and self._locked is None:
             self._locked = _lock_pages(self._memory, tensor.device)
         place = _tensor_at(self._memory, slot.offset, tensor.dtype, tuple(tensor.shape))
         place.copy_(tensor.detach(), non_blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,18 @@ def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():
         {"Ring 2": 10**9, "CFG 2": 10**9}, {"Ring 2": 2 * 10**9, "CFG 2": 10**9}
     )
     assert grown.status == "slow" and "grows with Ring 2" in grown.finding and len(grown.details) == 2
+
+
+def test_a_call_whose_answer_changes_is_told(two, monkeypatch):
+    """As where a rank reads what a GPU has yet to write."""
+    monkeypatch.setattr(
+        timing, "controlled_call", lambda *_: SimpleNamespace(extras=SimpleNamespace(residuals={}))
+    )
+    answers = [torch.ones(4)] * 3 + [torch.zeros(4)] + [torch.ones(4)] * 8
+    sidecar = SimpleNamespace(predict=lambda *_: (answers.pop(), SimpleNamespace(step_seconds=(0.0,))))
+    monkeypatch.setattr(two, "group", lambda count: sidecar)
+    (found,) = timing.check_stepwise(two)
+    assert found.status == "broken" and "pictures would differ" in found.finding
 
 
 def test_a_controlnet_has_other_residuals_for_each_of_its_blocks(two):
