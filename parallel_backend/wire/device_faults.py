@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 
 # How libraries begin an error of a device. Before torch 2.8 all of them are plain RuntimeErrors, Triton's still is.
-DEVICE_ERROR = re.compile(r"(CUDA|HIP|NCCL|CUDA driver|HIP driver) error|Triton Error \[")
+DEVICE_ERROR = re.compile(
+    r"(CUDA|HIP|NCCL|CUDA driver|HIP driver) error|Triton Error \[|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
+)
 _IN_ENVIRONMENT = "in the environment that ComfyUI starts in"
 
 

@@ -77,6 +77,7 @@ DEVICE = [
     (RuntimeError, "HIP error: an illegal memory access was encountered"),
     (RuntimeError, "CUDA error: uncorrectable ECC error encountered\nCompile with `TORCH_USE_CUDA_DSA` to"),
     (RuntimeError, "CUDA error: unknown error"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
     (
         dist.DistBackendError,
         "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2006, remote process exited or there was a "
