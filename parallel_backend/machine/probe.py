@@ -60,13 +60,17 @@ def visible_topology() -> Topology:
 
 
 def read_visible(nvml: Nvml = None) -> Topology:
-    """The devices that torch numbers, in its order. By their UUIDs as torch has them: how CUDA orders cards that differ
-    is nowhere promised, and the environment may have changed since it looked. `nvml`: as of read_topology."""
+    """The devices that torch numbers, in its order. By their UUIDs as torch has them where it runs CUDA already, or
+    cards differ: how CUDA orders those is nowhere promised, and the environment may have changed since it looked.
+    `nvml`: as of read_topology."""
+    import torch
+
     found = read_topology(nvml)
-    uuids = _uuids_of_torch()
-    if found.source == "nvml" and uuids and len(set(uuids)) == len(uuids):
-        with suppress(DeviceError):  # of MIG slices some versions of CUDA tell the whole GPU's
-            return found.select(uuids)
+    if found.source == "nvml" and (torch.cuda.is_initialized() or found.mixed):
+        uuids = _uuids_of_torch()
+        if uuids and len(set(uuids)) == len(uuids):
+            with suppress(DeviceError):  # of MIG slices some versions of CUDA tell the whole GPU's
+                return found.select(uuids)
     return found.visible()
 
 

@@ -261,8 +261,20 @@ def test_devices_are_in_torchs_order_whatever_the_order_of_mixed_cards_was_guess
     assert [device.name[-4:] for device in guessed.devices] == ["4090", "4080", "3090"]
 
 
+@pytest.mark.parametrize("runs_cuda", [False, True])
+def test_a_process_that_uses_no_cuda_is_not_made_to_for_cards_that_are_alike(
+    torch_sees, monkeypatch, runs_cuda
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which a node has changed, where torch runs already
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: runs_cuda)
+    torch_sees(("", 0, UUIDS[3].removeprefix("GPU-")))
+    seen = [device.uuid for device in read_visible(fake_nvml.h100_nvswitch(4)).devices]
+    assert seen == ([UUIDS[3]] if runs_cuda else UUIDS[:2])
+
+
 def test_slices_that_cuda_tells_by_their_gpu_are_taken_from_the_environment(torch_sees, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     torch_sees(("H100", 40, UUIDS[0].removeprefix("GPU-")))
     assert [device.is_mig for device in read_visible(fake_nvml.mig()).devices] == [True, True]
 
