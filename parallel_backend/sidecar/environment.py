@@ -21,6 +21,8 @@ _NAMES = {
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
+    "LIBRARY_PATH",  # with the next one where a compiler of Conda's or Nix' looks for CUDA
+    "CPATH",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "PYTHONHOME",
@@ -28,8 +30,6 @@ _NAMES = {
     "HF_HOME",
     "CC",
     "CXX",
-    "CPATH",  # with the next one where a compiler of Conda's or Nix' looks for CUDA
-    "LIBRARY_PATH",
     COMPILE_BACKEND,
     FAULT,  # set by tests and benchmarks only
 }
@@ -52,12 +52,6 @@ _PREFIXES = (
     "HSA_",
     "ROCR_",
     "ROCM_",
-    "AMD_",
-    "MIOPEN_",  # without MIOPEN_FIND_MODE it may try kernels for minutes
-    "ROCBLAS_",
-    "HIPBLASLT_",
-    "RCCL_",
-    "FLASH_ATTENTION_",  # of AMD's builds: which kernels they take
     "MALLOC_",
 )
 # torch's allocator has had three names.
