@@ -83,11 +83,7 @@ def _uuids_of_torch() -> tuple[str, ...]:
         return ()
     try:
         return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(len(found)))
-    except (
-        AttributeError,
-        RuntimeError,
-        AssertionError,
-    ):  # an old torch, a driver that fails, a forked process
+    except (AttributeError, RuntimeError, AssertionError):  # a torch too old, a driver that fails, a fork
         return ()
 
 
@@ -252,7 +248,7 @@ def _from_torch(why: str) -> Topology:
     """Devices as torch numbers them. On ROCm torch also says which have peer access. Properties need no context."""
     import torch
 
-    if not torch.cuda.is_available():
+    if is_cpu(resolve_devices("all")) or not torch.cuda.is_available():
         return Topology((), source="none", notes=("No GPU: gloo on CPU.",))
     devices = []
     for i in range(torch.cuda.device_count()):
