@@ -7,6 +7,7 @@ turns: what is placed for one message may be overwritten as soon as the next one
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import mmap
@@ -187,9 +188,15 @@ class ArenaReader:
             raise TransportError("an arena is not sealed against another size")
         if not 0 < size <= MAX_PAYLOAD_BYTES:
             raise TransportError(f"an arena has {size} bytes; 1 to {MAX_PAYLOAD_BYTES} are allowed")
-        # Without a descriptor of its own, which Python's mmap would keep. What this end wrote would be its own.
+        # Without a descriptor of its own, which Python's mmap would keep. What this end wrote would be its own, and so
+        # would a page be of which a driver has hold as for writing (ROCm's, to copy from it): later calls would find
+        # the numbers of this one there.
         with torch.inference_mode(False):
-            self._memory = torch.from_file(f"/proc/self/fd/{descriptor}", False, size, dtype=torch.uint8)
+            memory = torch.from_file(f"/proc/self/fd/{descriptor}", False, size, dtype=torch.uint8)
+        address = ctypes.c_void_p(memory.data_ptr())
+        if ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(size), mmap.PROT_READ):
+            raise TransportError("an arena cannot be made read-only")
+        self._memory = memory
 
     def _tensor(self, placed: PlacedTensor) -> Tensor:
         dtype = DTYPES.get(placed.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +167,15 @@ def test_memory_that_could_shrink_under_its_reader_is_refused(arena):
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_a_reader_cannot_make_a_page_its_own(arena):
+    """A driver that takes hold of pages as for writing does so where they are mapped for it, and this end would then
+    read the same numbers with every call (ROCm, issue 6523)."""
+    sent(arena, x=torch.ones(5000))
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    found = [line.split()[1] for line in mappings if "memfd:parallel-backend-arena" in line]
+    assert sorted(found) == ["r--p", "rw-s"], "the reader's and the writer's"
 
 
 def test_copies_of_gpus_are_waited_for_on_each_and_pages_are_locked_until_they_go(monkeypatch):
