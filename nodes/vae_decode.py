@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
@@ -104,6 +105,8 @@ def _on_ranks(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise CannotBeSplit(str(error)) from error
+    except comfy.model_management.OOM_EXCEPTION as error:  # ComfyUI cuts what is too large into tiles
+        raise CannotBeSplit(f"memory ended on the devices: {error}") from error
     frames = len(result.image) // len(sent) if sent.ndim == 5 else 1
     shared = _TILES if cuts_tiles(vae) else ROWS
     lines = report_lines("decoded", sidecar.devices, result.info, len(sent), frames, shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
@@ -94,6 +95,8 @@ def _on_ranks(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> 
             )
     except PlatformError as error:
         raise CannotBeSplit(str(error)) from error
+    except comfy.model_management.OOM_EXCEPTION as error:  # ComfyUI cuts what is too large into tiles
+        raise CannotBeSplit(f"memory ended on the devices: {error}") from error
     dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     latent = result.latent.to(device=vae.output_device, dtype=dtype)
     frames = inputs.shape[2] if inputs.ndim == 5 else 1

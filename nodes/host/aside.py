@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import comfy.model_management
 import torch
+from comfy.cli_args import args
 
+from ...parallel_backend.devices import machine_of
 from ...parallel_backend.planner.decide import ExecutionPlan
 from ...parallel_backend.planner.memory import memory_in_use
 from ...parallel_backend.planner.memory.rank_memory import in_gib
@@ -22,12 +24,13 @@ def move_aside(plan: ExecutionPlan) -> tuple[str, ...]:
 
     ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
     """
-    notes = []
+    notes, short = [], False
     for name in plan.devices[: plan.decision.strategy.world_size]:
-        if not name.startswith("cuda:"):  # the CPU's, or another machine's
+        device = own_gpu(name)
+        if device is None:
             continue
         missing = plan.memory.private_bytes - memory_in_use.held_by_ranks(name)
-        device = torch.device(name)
+        short |= missing > 0
         before = [(one, one.model_loaded_memory()) for one in _movable(device)]
         if missing <= 0 or not before:
             continue
@@ -40,15 +43,30 @@ def move_aside(plan: ExecutionPlan) -> tuple[str, ...]:
                 notes.append(
                     f"{kind} made room on {name}: {in_gib(size - left)} GiB of it went to host memory"
                 )
+    if short:
+        release_cache()
     return tuple(notes)
 
 
+def own_gpu(name: str) -> torch.device | None:
+    """Of a rank's device; None for the CPU's, and another machine's."""
+    return torch.device(name) if name.startswith("cuda:") and not machine_of(name) else None
+
+
+def release_cache() -> None:
+    """Gives back what torch keeps here of the GPUs for its next allocations: to the ranks it looks taken."""
+    if torch.cuda.is_initialized():
+        comfy.model_management.soft_empty_cache()
+
+
 def can_free(device: str) -> int:
-    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache."""
+    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache; less
+    what its flag --reserve-vram keeps for other programs, as long as they do not have it."""
+    reserved = int((getattr(args, "reserve_vram", None) or 0) * 2**30)
     if not torch.cuda.is_initialized():
-        return 0
+        return -reserved
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device)))
+    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device))) - reserved
 
 
 def _movable(device: torch.device) -> Iterator[comfy.model_management.LoadedModel]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import comfy.model_management
 import comfy.sd
 
-from ...parallel_backend.devices import is_cpu, resolve_devices
+from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.planner.rules import StrategySettings
@@ -15,6 +15,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.lease import State
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
+from .aside import own_gpu, release_cache
 
 
 class CannotBeSplit(Exception):
@@ -49,10 +50,12 @@ def splittable(half_of: Callable[[comfy.sd.VAE], VaeWeights], vae: comfy.sd.VAE)
 
 
 def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
-    """Has ComfyUI move its own models aside, as for what would take it `bytes_alone`, where it shares a GPU."""
-    if not is_cpu(sidecar.devices):
-        device = comfy.model_management.get_torch_device()
-        comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
+    """Has ComfyUI move its own models aside on each GPU of the ranks, as for what would take it `bytes_alone`."""
+    found = {one.device for one in comfy.model_management.current_loaded_models}
+    for device in map(own_gpu, sidecar.devices):
+        if device in found:  # a question about the memory of any other takes some of it, for a context
+            comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
+    release_cache()
 
 
 ROWS = "rows of the latent on each: {} (exact, no tiles)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,10 @@ from .traffic_counter import Traffic
 
 SAMPLING_AXES = tuple(axis for axis in AXES if axis != "pipefusion")
 _NO_INTERFACE = "Unable to find address for"  # gloo's words
+# Of every group, and of the store over which NCCL's ranks meet. A collective waits as long as the slowest rank
+# computes, alone or compiling it may be; the supervisor has a limit for that by what is computed (wire/deadlines.py),
+# and names who keeps the others waiting. Torch's own limits, 5 and 10 minutes, would end the ranks that wait.
+PATIENCE = timedelta(days=1)
 # Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
 _WEIGHTS, _RETURN = "weights", "return"
 
@@ -54,10 +59,15 @@ class World:
             heartbeat.follow(partial(torch.cuda.Event, enable_timing=True))
         if world_size > 1:
             store = _open_store(store_path, world_size)
+            store.set_timeout(PATIENCE)
             try:
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE
+                )
                 self.group = dist.group.WORLD
-                self.control = self.group if backend == "gloo" else dist.new_group(backend="gloo")
+                self.control = (
+                    self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
+                )
             except RuntimeError as error:
                 if _NO_INTERFACE not in str(error):
                     raise
@@ -193,7 +203,7 @@ class Layouts:
         if len(ranks) == self.world.world_size and not purpose:
             return self.world.group
         if (ranks, purpose) not in self._groups:
-            self._groups[ranks, purpose] = dist.new_group(list(ranks))
+            self._groups[ranks, purpose] = dist.new_group(list(ranks), timeout=PATIENCE)
         return self._groups[ranks, purpose]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..devices import is_cpu, resolve_devices
+from ..errors import DeviceError
 from .topology import Device, Pair, Topology
 
 # nvml.h: nvmlGpuTopologyLevel_t, nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t, nvmlIntNvLinkDeviceType_t.
@@ -16,6 +19,7 @@ _LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SY
 _P2P_READ, _P2P_OK = 0, 0
 _SWITCH = 2
 _MAX_LINKS = 18
+_SHARED = 0  # nvmlComputeMode_t: any number of processes
 # GB/s one way of one PCIe lane per generation, and of one NVLink per nvmlNvlinkVersion_t: 1.0, 2.0, 2.2, 3.0 (A100),
 # 3.1 (GeForce and RTX of the 30 series), 4.0 (H100), 5.0 (B200); nominal.
 _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}
@@ -50,15 +54,51 @@ def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topolo
 
 @functools.cache
 def visible_topology() -> Topology:
-    """The devices that torch numbers, asked for once: they do not change while a process lives, NVML takes a while, and
-    every model call of the stepwise way comes by here."""
-    return read_topology().visible()
+    """As read_visible, asked for once: devices do not change while a process lives, NVML takes a while, and every model
+    call of the stepwise way comes by here."""
+    return read_visible()
+
+
+def read_visible(nvml: Nvml = None) -> Topology:
+    """The devices that torch numbers, in its order. By their UUIDs as torch has them where it runs CUDA already, or
+    cards differ: how CUDA orders those is nowhere promised, and the environment may have changed since it looked.
+    `nvml`: as of read_topology."""
+    import torch
+
+    found = read_topology(nvml)
+    if found.source == "nvml" and (torch.cuda.is_initialized() or found.mixed):
+        uuids = _uuids_of_torch()
+        if uuids and len(set(uuids)) == len(uuids):
+            with suppress(DeviceError):  # of MIG slices some versions of CUDA tell the whole GPU's
+                return found.select(uuids)
+    return found.visible()
+
+
+def _uuids_of_torch() -> tuple[str, ...]:
+    """In the order of device numbers; empty where torch cannot tell, or a person wants no GPU."""
+    import torch
+
+    found = resolve_devices("all")
+    if is_cpu(found):
+        return ()
+    try:
+        return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(len(found)))
+    except (AttributeError, RuntimeError, AssertionError):  # a torch too old, a driver that fails, a fork
+        return ()
 
 
 def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
     """The machine's topology from an initialised `nvml`."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    boards = [_device(nvml, i, handle, sys_root) for i, handle in enumerate(handles)]
+    handles, boards, notes = [], [], []
+    for i in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(i)
+            board = _device(nvml, i, handle, sys_root)
+        except nvml.NVMLError as error:  # one that fell off the bus hides no other
+            notes.append(f"GPU {i} does not answer ({error}), so it is left out.")
+            continue
+        handles.append(handle)
+        boards.append(board)
     links = [_nvlinks(nvml, handle) for handle in handles]
     boards = [_with_links(board, link) for board, link in zip(boards, links, strict=True)]
 
@@ -78,7 +118,6 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
             else:
                 pair = _pair(nvml, handles[i], handles[j], a, b, links[i], links[j])
             pairs.append((a.uuid, b.uuid, pair))
-    notes = []
     for board, found in zip(boards, slices, strict=True):
         if found == []:
             notes.append(
@@ -99,17 +138,20 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
 
 def _device(nvml: Nvml, index: int, handle: Any, sys_root: Path) -> Device:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    # Not told of a GPU in MIG mode but to root, nor where GPU and CPU share one memory.
+    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
     generation = ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
     width = ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
     return Device(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory=0 if memory is None else int(memory.total),
         capability=tuple(ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0))),
         bus=bus,
         numa=_numa(nvml, handle, bus, sys_root),
         pcie=_PCIE_LANE.get(generation, 0.0) * width,
+        exclusive=ask(nvml, "nvmlDeviceGetComputeMode", handle, default=_SHARED) != _SHARED,
     )
 
 
@@ -162,6 +204,7 @@ def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:
                 numa=board.numa,
                 pcie=board.pcie,
                 parent=board.uuid,
+                exclusive=board.exclusive,
             )
         )
     return found
@@ -202,23 +245,19 @@ def _bus(value: bytes | str) -> str:
 
 
 def _from_torch(why: str) -> Topology:
-    """Devices as torch counts them. On ROCm torch also says which have peer access; no context is made on CUDA."""
+    """Devices as torch numbers them. On ROCm torch also says which have peer access. Properties need no context."""
     import torch
 
-    if not torch.cuda.is_available():
+    if is_cpu(resolve_devices("all")) or not torch.cuda.is_available():
         return Topology((), source="none", notes=("No GPU: gloo on CPU.",))
-    if torch.version.hip is None:
-        # Asking torch for properties would create a context in this process.
-        count = torch.cuda.device_count()
-        unknown = tuple(Device(i, f"cuda:{i}", "unknown CUDA device", 0) for i in range(count))
-        return Topology(unknown, _all_pairs(unknown, None), "torch", notes=(why,))
     devices = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         uuid = str(getattr(p, "uuid", "") or f"cuda:{i}")
         devices.append(Device(i, uuid, p.name, p.total_memory, (p.major, p.minor)))
     found = tuple(devices)
-    return Topology(found, _all_pairs(found, torch.cuda.can_device_access_peer), "torch", notes=(why,))
+    can_access = torch.cuda.can_device_access_peer if torch.version.hip else None
+    return Topology(found, _all_pairs(found, can_access), "torch", notes=(why,))
 
 
 def _all_pairs(

@@ -1,4 +1,4 @@
-"""The GPUs of a machine and the path between each pair, as frozen facts; topology_probe.py asks the drivers for them.
+"""The GPUs of a machine and the path between each pair, as frozen facts; probe.py asks the drivers for them.
 
 Devices are matched by UUID, so that neither the
 order nor the spelling of CUDA_VISIBLE_DEVICES matters.
@@ -20,7 +20,8 @@ PATHS = ("NVSWITCH", "NVLINK", "same board", "PIX", "PXB", "PHB", "NODE", "SYS",
 class Device:
     """One GPU or MIG slice. `memory`: bytes; `capability`: CUDA's, (0, 0) if unknown; `pcie`: GB/s one way, nominal.
 
-    `index`: place in NVML's order (by PCI bus); `nvlinks`: active links; `parent`: the GPU's UUID of a MIG slice.
+    `index`: place in NVML's order (by PCI bus); `nvlinks`: active links; `parent`: the GPU's UUID of a MIG slice;
+    `exclusive`: its compute mode keeps a second process out.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Device:
     pcie: float = 0.0
     nvlinks: int = 0
     parent: str = ""
+    exclusive: bool = False
 
     @property
     def is_mig(self) -> bool:
@@ -81,7 +83,10 @@ class Topology:
 
         CUDA's default order puts the fastest device first and leaves the rest as it likes: for cards that differ,
         the order is noted as uncertain unless CUDA_DEVICE_ORDER is PCI_BUS_ID; `select` the UUIDs that torch reports.
+        What torch has told is what it sees already.
         """
+        if self.source == "torch":
+            return self
         ordered, note = self._cuda_order(environ)
         wanted = environ.get("CUDA_VISIBLE_DEVICES")
         if wanted is None:

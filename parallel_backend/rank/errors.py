@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..engine.traffic_counter import Traffic
 from ..errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to_wire
+from ..wire.device_faults import DEVICE_ERROR, known_fault
 from ..wire.protocol import PEER_FAILED, Failed
 
 _CHARACTERS = 4000  # of the message, and of the last traceback frames; a datagram holds 64 KiB
@@ -40,10 +41,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """The device, or the link to another rank, failed under code that was right. Before torch 2.8 an error of CUDA is
-    a plain RuntimeError, which only its text tells from others."""
+    """The device, or the link to another rank, failed under code that was right. Some of these errors are plain
+    RuntimeErrors, which only their text tells from others."""
     kinds = tuple(filter(None, (getattr(torch, "AcceleratorError", None), dist.DistError)))
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    if isinstance(error, kinds):
+        return True
+    return isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -82,7 +85,11 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
     else:
         kind, message = to_wire(error)
         if kind == "RankFailed" and is_device_failure(error):
-            kind = RANK_CRASHED
+            fault = known_fault(message)
+            if fault is not None:
+                message = f"{fault.words}\n{message}"
+            if fault is None or not fault.repeats:
+                kind = RANK_CRASHED
     detail = "".join(traceback.format_exception(error))
     where = error.device if isinstance(error, DeviceError) else None
     return Failed(kind, message[:_CHARACTERS], detail[-_CHARACTERS:], where)

@@ -21,6 +21,8 @@ _NAMES = {
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
+    "LIBRARY_PATH",  # with the next one where a compiler of Conda's or Nix' looks for CUDA
+    "CPATH",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     "PYTHONHOME",

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..host_memory import host_memory
+from ..wire.device_faults import known_fault
 
 _LINES = 12  # of a rank's output in an error message
+_THROWN = "what():"  # the runtime of C++ writes it before it aborts
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """`words` for people; `reason`: of errors.FAILURES."""
+    """`words` for people; `reason`: of errors.FAILURES; `repeats`: another start would end in the same way."""
 
     words: str
     reason: str
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the system's out-of-memory killer ended it."""
-        return self.reason == "out_of_memory"
+    repeats: bool = False
 
 
 def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
@@ -48,14 +46,24 @@ def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, pea
         words = f"exited with code {code}"
     tail = "\n".join(line[:500] for line in _last_words(output))
     reason = "out_of_memory" if out_of_memory else "signal" if code is not None and code < 0 else "exit"
-    return ExitStatus(f"{words}\n{tail}" if tail else words, reason)
+    repeats = out_of_memory
+    # NCCL's watchdog aborts the process when its device fails, often before the rank could report that; other libraries
+    # exit. What is killed says nothing.
+    speaks = code is not None and (code > 0 or code == -signal.SIGABRT)
+    if speaks and (fault := known_fault(output.decode(errors="replace"))) is not None:
+        words, reason, repeats = f"{words}: {fault.words}", "device", fault.repeats
+    return ExitStatus(f"{words}\n{tail}" if tail else words, reason, repeats)
 
 
 def _last_words(output: bytes) -> list[str]:
-    """The lines that tell most: the innermost frames of a crash (faulthandler prints them first), else the last."""
+    """The lines that tell most: what C++ threw and nobody caught, and the innermost frames of a crash (faulthandler
+    prints them first), else the last."""
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
     crashes = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    return lines[crashes[-1] :][:_LINES] if crashes else lines[-_LINES:]
+    if not crashes:
+        return lines[-_LINES:]
+    thrown = [line.strip() for line in lines[: crashes[-1]] if line.lstrip().startswith(_THROWN)][-1:]
+    return [*thrown, *lines[crashes[-1] :]][:_LINES]
 
 
 def count_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:

@@ -58,10 +58,8 @@ class Death:
         return self.exit_status.words
 
     def error(self) -> RankFailed:
-        # Where memory ran out once it would again.
-        return RankFailed(
-            self.rank, self.cause, crashed=not self.exit_status.out_of_memory, reason=self.exit_status.reason
-        )
+        status = self.exit_status
+        return RankFailed(self.rank, self.cause, crashed=not status.repeats, reason=status.reason)
 
 
 class RankGroup:

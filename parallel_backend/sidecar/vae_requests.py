@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import OutOfMemory, RequestError
 from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
 from ..wire.transport import MAX_PAYLOAD_BYTES
 from .group import RankGroupRunner
 from .holdings import RankHoldings
 from .lease import Lease, ShouldCancel
-from .phases import ShowPhase
+from .phases import Phase, PhaseKind, ShowPhase
 
 Result = TypeVar("Result", DecodeResult, EncodeResult)
 _MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header
@@ -37,7 +37,8 @@ class VaeRequests:
     ) -> DecodeResult:
         """The images of `latent` [B, C, h, w], or the frames of videos [B, C, t, h, w], rows shared out over all ranks.
 
-        The model they hold stays loaded. Raises PlatformError for a network of ComfyUI's that is not exact in bands.
+        The models they hold stay loaded, unless memory ends beside them. Raises PlatformError for a network of
+        ComfyUI's that is not exact in bands.
         """
         check_decode(latent, shares, len(self.devices))
         with self._ranks.lease("decode", should_cancel, on_phase) as lease:
@@ -72,7 +73,8 @@ class VaeRequests:
         shares: tuple[float, ...],
         on_step: Callable[[int, int], None] | None,
     ) -> Result:
-        """What `work` of VaeOnRanks makes of the tensor, once more where ranks die on the way."""
+        """What `work` of VaeOnRanks makes of the tensor, once more where ranks die on the way, or where memory ends
+        beside the models that they hold: those come back with the next request for them."""
         lease.images = len(tensor)
 
         def attempt() -> Result:
@@ -80,4 +82,13 @@ class VaeRequests:
             self._ranks.working()
             return work(self._ranks.epoch, lease.exchange, vae, tensor, shares, on_step, lease.on_phase)
 
+        models = self._holdings.models
+        try:
+            return self._ranks.through_a_crash(attempt, lease)
+        except OutOfMemory:
+            if not models:
+                raise
+        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
+        for spec in models:
+            self._holdings.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
         return self._ranks.through_a_crash(attempt, lease)

@@ -7,6 +7,7 @@ turns: what is placed for one message may be overwritten as soon as the next one
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import mmap
@@ -37,7 +38,9 @@ class ArenaWriter:
     def __init__(self) -> None:
         self.descriptor = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False  # its pages are, for a GPU to write them itself
+        self._locked: bool | None = (
+            None  # its pages are, for a GPU to write them itself; None: nobody has tried
+        )
         self._slots: list[_Slot] = []
         self.bytes_written = 0
         self._make_memory(0)  # of which nothing is taken before it is written
@@ -76,7 +79,7 @@ class ArenaWriter:
     def _unmap(self) -> None:
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._slots, self._locked = torch.empty(0, dtype=torch.uint8), [], False
+        self._memory, self._slots, self._locked = torch.empty(0, dtype=torch.uint8), [], None
 
     def _find_places(self, tensors: dict[str, Tensor]) -> list[tuple[_Slot, Tensor]] | None:
         """A slot for each: the one where it lies, or one of its size that this call does not need, or a new one; None
@@ -114,7 +117,7 @@ class ArenaWriter:
                 torch.cuda.current_stream(device).synchronize()
 
     def _write(self, slot: _Slot, tensor: Tensor) -> None:
-        if tensor.device.type == "cuda" and not self._locked:
+        if tensor.device.type == "cuda" and self._locked is None:
             self._locked = _lock_pages(self._memory, tensor.device)
         place = _tensor_at(self._memory, slot.offset, tensor.dtype, tuple(tensor.shape))
         place.copy_(tensor.detach(), non_blocking=True)
@@ -185,9 +188,15 @@ class ArenaReader:
             raise TransportError("an arena is not sealed against another size")
         if not 0 < size <= MAX_PAYLOAD_BYTES:
             raise TransportError(f"an arena has {size} bytes; 1 to {MAX_PAYLOAD_BYTES} are allowed")
-        # Without a descriptor of its own, which Python's mmap would keep. What this end wrote would be its own.
+        # Without a descriptor of its own, which Python's mmap would keep. What this end wrote would be its own, and so
+        # would a page be of which a driver has hold as for writing (ROCm's, to copy from it): later calls would find
+        # the numbers of this one there.
         with torch.inference_mode(False):
-            self._memory = torch.from_file(f"/proc/self/fd/{descriptor}", False, size, dtype=torch.uint8)
+            memory = torch.from_file(f"/proc/self/fd/{descriptor}", False, size, dtype=torch.uint8)
+        address = ctypes.c_void_p(memory.data_ptr())
+        if ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(size), mmap.PROT_READ):
+            raise TransportError("an arena cannot be made read-only")
+        self._memory = memory
 
     def _tensor(self, placed: PlacedTensor) -> Tensor:
         dtype = DTYPES.get(placed.dtype)

@@ -67,14 +67,16 @@ def _no_memory() -> None:
 
 
 def _fill_device() -> None:
-    """Allocates on this rank's GPU until there is no more; on the CPU, which other programs need, it only says so."""
+    """Allocates on this rank's GPU until there is no more; on the CPU, which other programs need, it only says so, and
+    so it does where a driver goes on in the host's memory (WSL2's)."""
     import torch
 
-    if not torch.cuda.is_initialized():
-        _no_memory()
     kept = []
-    while True:
-        kept.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
+    if torch.cuda.is_initialized():
+        _, total = torch.cuda.mem_get_info()
+        for _ in range(total // _PIECE):
+            kept.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
+    _no_memory()
 
 
 def _exhaust() -> None:

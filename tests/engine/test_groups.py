@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from parallel_backend.engine.groups import Layouts, World, rank_groups
+from parallel_backend.engine import groups
+from parallel_backend.engine.groups import PATIENCE, Layouts, World, rank_groups
 from parallel_backend.errors import RequestError
 from parallel_backend.strategy import ParallelStrategy
 
@@ -24,3 +25,21 @@ def test_a_strategy_of_another_size_is_refused_with_both_numbers():
     world = World(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", store_path="unused")
     with pytest.raises(RequestError, match="needs 2 ranks and this group has 1"):
         Layouts(world).get(ParallelStrategy(ring_degree=2))
+
+
+def test_no_group_gives_up_before_the_supervisor_does(monkeypatch, tmp_path):
+    """A first step may take longer than NCCL waits, on one device while the others wait for what it gives."""
+    given = []
+
+    def take(*_, timeout=None, store=None, **__):
+        given.append((timeout, None if store is None else store.timeout))
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(groups.dist, name, take)
+    monkeypatch.setattr(groups, "_connect_stages", lambda layout: None)
+    world = World(
+        rank=0, world_size=4, device=torch.device("cpu"), backend="nccl", store_path=str(tmp_path / "store")
+    )
+    Layouts(world).get(ParallelStrategy(cfg_degree=2, ulysses_degree=2))
+    assert given[0] == (PATIENCE, PATIENCE) and len(given) > 2
+    assert {timeout for timeout, _ in given} == {PATIENCE}

@@ -1,13 +1,14 @@
 """Topology from NVML's answers for real shapes of boxes, in CUDA's order."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 import fake_nvml
 from parallel_backend.errors import DeviceError
 from parallel_backend.machine.local import joinable, neighbours_first
-from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.probe import read_topology, read_visible
 from parallel_backend.machine.topology import Topology
 
 GIB = 1024**3
@@ -156,15 +157,29 @@ def test_questions_that_a_driver_does_not_know_leave_gaps_not_errors(tmp_path):
     assert topology.devices[0].numa is None
 
 
-def test_nvml_is_closed_also_when_a_question_fails(tmp_path):
-    nvml = fake_nvml.two_4090()
-    _read(nvml, tmp_path)
+def test_a_gpu_that_is_lost_hides_no_other(tmp_path):
+    nvml = fake_nvml.a6000_pairs()
+    nvml.boards[1].is_lost = True
+    topology = _read(nvml, tmp_path)
+    assert [device.index for device in topology.devices] == [0, 2, 3] and len(topology.pairs) == 3
+    assert "GPU 1 does not answer (GPU is lost)" in topology.notes[0]
     assert nvml.open == 0
 
-    def fails(handle):
-        raise fake_nvml.NVMLError("GPU is lost")
 
-    nvml.nvmlDeviceGetUUID = fails
+def test_slices_are_told_where_only_root_may_ask_for_the_memory_of_their_gpu(tmp_path):
+    nvml = fake_nvml.mig()
+    for board in nvml.boards:
+        board.tells_memory = False
+    assert [device.memory for device in _read(nvml, tmp_path).devices] == [int(39.5 * GIB)] * 2
+
+
+def test_nvml_is_closed_also_when_a_question_fails(tmp_path):
+    nvml = fake_nvml.two_4090()
+
+    def fails():
+        raise fake_nvml.NVMLError("Unknown Error")
+
+    nvml.nvmlDeviceGetCount = fails
     with pytest.raises(fake_nvml.NVMLError):
         _read(nvml, tmp_path)
     assert nvml.open == 0
@@ -183,22 +198,85 @@ def test_without_a_gpu_ranks_run_on_the_cpu(tmp_path, monkeypatch):
     assert "gloo" in topology.describe()
 
 
-def test_rocm_asks_torch(monkeypatch, tmp_path):
-    from types import SimpleNamespace
+@pytest.fixture
+def torch_sees(monkeypatch):
+    """torch.cuda with these devices: (name, memory in GiB, uuid)."""
 
-    nvml = fake_nvml.two_4090()
-    nvml.nvmlInit = lambda: (_ for _ in ()).throw(fake_nvml.NVMLError("Library Not Found"))
-    properties = SimpleNamespace(
-        name="AMD Instinct MI300X", total_memory=192 * 10**9, major=9, minor=4, uuid=None
-    )
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: properties)
-    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
-    monkeypatch.setattr("torch.version.hip", "6.2")
-    topology = _read(nvml, tmp_path)
+    def see(*devices, hip=None):
+        known = [
+            SimpleNamespace(name=name, total_memory=int(size * GIB), major=8, minor=9, uuid=uuid)
+            for name, size, uuid in devices
+        ]
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(known))
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: known[i])
+        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
+        monkeypatch.setattr("torch.version.hip", hip)
+
+    return see
+
+
+def _without_nvml(nvml):
+    def not_there():
+        raise nvml.NVMLError("Library Not Found")
+
+    nvml.nvmlInit = not_there
+    return nvml
+
+
+def test_rocm_asks_torch(torch_sees, tmp_path):
+    torch_sees(("AMD Instinct MI300X", 192, None), ("AMD Instinct MI300X", 192, None), hip="6.2")
+    topology = _read(_without_nvml(fake_nvml.two_4090()), tmp_path)
     assert topology.source == "torch" and [d.uuid for d in topology.devices] == ["cuda:0", "cuda:1"]
     assert [p.peer for _, _, p in topology.pairs] == [True]
+
+
+def test_without_nvml_torch_tells_memory_and_names_of_cuda_devices(torch_sees, tmp_path):
+    torch_sees(("RTX 4090", 24, UUIDS[1]), ("RTX 4080", 16, UUIDS[0]))
+    topology = _read(_without_nvml(fake_nvml.mixed_4080_4090()), tmp_path)
+    assert [(d.name, d.memory, d.uuid) for d in topology.devices] == [
+        ("RTX 4090", 24 * GIB, UUIDS[1]),
+        ("RTX 4080", 16 * GIB, UUIDS[0]),
+    ]
+    assert topology.pairs[0][2].peer is None, "to ask for peer access may take a context on each device"
+
+
+def test_what_torch_numbers_is_not_cut_down_by_the_environment_once_more(torch_sees, tmp_path):
+    torch_sees(("RTX 4090", 24, UUIDS[2]), ("RTX 4090", 24, UUIDS[3]))
+    topology = _read(_without_nvml(fake_nvml.two_4090()), tmp_path)
+    assert topology.visible({"CUDA_VISIBLE_DEVICES": "2,3"}) == topology
+
+
+def test_devices_are_in_torchs_order_whatever_the_order_of_mixed_cards_was_guessed_to_be(torch_sees):
+    nvml = fake_nvml.mixed_4080_4090()
+    nvml.boards.append(
+        fake_nvml.Board("NVIDIA GeForce RTX 3090", 23.99, (8, 6), "00000000:2B:00.0", uuid=UUIDS[2])
+    )
+    # CUDA puts the fastest one first, and promises no order of the others.
+    torch_sees(*(("", 0, UUIDS[i].removeprefix("GPU-")) for i in (1, 2, 0)))
+    seen = read_visible(nvml)
+    assert [device.name[-4:] for device in seen.devices] == ["4090", "3090", "4080"]
+    assert not seen.notes and len(seen.pairs) == 3
+    guessed = read_topology(nvml).visible({})
+    assert [device.name[-4:] for device in guessed.devices] == ["4090", "4080", "3090"]
+
+
+@pytest.mark.parametrize("runs_cuda", [False, True])
+def test_a_process_that_uses_no_cuda_is_not_made_to_for_cards_that_are_alike(
+    torch_sees, monkeypatch, runs_cuda
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which a node has changed, where torch runs already
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: runs_cuda)
+    torch_sees(("", 0, UUIDS[3].removeprefix("GPU-")))
+    seen = [device.uuid for device in read_visible(fake_nvml.h100_nvswitch(4)).devices]
+    assert seen == ([UUIDS[3]] if runs_cuda else UUIDS[:2])
+
+
+def test_slices_that_cuda_tells_by_their_gpu_are_taken_from_the_environment(torch_sees, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    torch_sees(("H100", 40, UUIDS[0].removeprefix("GPU-")))
+    assert [device.is_mig for device in read_visible(fake_nvml.mig()).devices] == [True, True]
 
 
 def test_facts_cannot_be_changed():

@@ -196,6 +196,22 @@ def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, mo
     assert host.loaded == [encoder]
 
 
+def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_move(host, monkeypatch):
+    """The plan counts it as room for the ranks."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    ranks_with(monkeypatch, cuda_0=12 * GIB)
+    assert host.aside.move_aside(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
+    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
+
+
+def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host, monkeypatch):
+    ranks_with(monkeypatch)
+    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
+    host.loaded.append(encoder)
+    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
+    assert host.loaded == [encoder]
+
+
 def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):
     ranks_with(monkeypatch)
     ours = Loaded(ControlNet, GPU, 8 * GIB, used=False)
@@ -210,6 +226,15 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     assert memory_in_use.OWN[-1]("cuda:0") == (2 + 3 + 9) * GIB
     assert len(host.aside.move_aside(plan_of(23 * GIB, "cuda:0"))) == 2
     assert host.loaded == [ours, used]
+
+
+def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch):
+    host.flags.reserve_vram = 1.5
+    assert memory_in_use.OWN[-1]("cuda:0") == -1.5 * GIB
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    assert memory_in_use.OWN[-1]("cuda:0") == 0.5 * GIB
 
 
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):

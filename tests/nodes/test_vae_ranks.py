@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
+from parallel_backend.errors import OutOfMemory
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.lease import State
@@ -34,3 +36,44 @@ def test_ranks_on_fewer_devices_than_were_chosen_stay_for_the_sake_of_a_model_al
     monkeypatch.setattr(pool, "get_sidecar", lambda devices: SimpleNamespace(devices=devices))
     sidecar, _, notes = vae_ranks.choose_ranks(StrategySettings(devices="cpu:2"))
     assert sidecar.devices == CHOSEN[:used] and bool(notes) == (used == 1)
+
+
+def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(monkeypatch):
+    import_comfyui_here()
+    vae_ranks = import_node_module("nodes.host.vae_ranks")
+    management, freed = vae_ranks.comfy.model_management, []
+    loaded = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:2")]
+    monkeypatch.setattr(management, "current_loaded_models", loaded)
+    monkeypatch.setattr(management, "free_memory", lambda size, device: freed.append((size, str(device))))
+    for devices in (("cuda:1", "cuda:2"), ("cuda:0@box/one", "cuda:0@box/two"), CHOSEN):
+        vae_ranks.make_room(8.0, SimpleNamespace(devices=devices))
+    assert freed == [(4.0, "cuda:2")], "ComfyUI's own cuda:0 is none of theirs"
+
+
+@pytest.mark.parametrize(
+    ("node", "verb", "given"),
+    [("vae_decode", "decode", (1, 4, 8, 8)), ("vae_encode", "encode", (1, 64, 64, 3))],
+)
+def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into_tiles(
+    monkeypatch, node, verb, given
+):
+    import_comfyui_here()
+    module = import_node_module(f"nodes.{node}")
+
+    def ends(*_, **__):
+        raise OutOfMemory("Rank 1 ran out of memory on cuda:1")
+
+    sidecar = SimpleNamespace(devices=CHOSEN, **{verb: ends})
+    monkeypatch.setattr(module, "splittable", lambda half, vae: None)
+    monkeypatch.setattr(module, "choose_ranks", lambda settings: (sidecar, (), []))
+    monkeypatch.setattr(module, "make_room", lambda *_: None)
+    as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"
+    monkeypatch.setattr(module, as_it_is, lambda vae, tensor: tensor)
+    vae = SimpleNamespace(
+        latent_dim=2,
+        vae_dtype=torch.float32,
+        memory_used_decode=lambda *_: 0.0,
+        memory_used_encode=lambda *_: 0.0,
+    )
+    with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Rank 1 ran out"):
+        module._on_ranks(vae, torch.zeros(given), StrategySettings())

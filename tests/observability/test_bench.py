@@ -19,7 +19,7 @@ from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
 from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.observability.bench import chart
+from parallel_backend.observability.bench import chart, measure
 from parallel_backend.observability.bench.candidates import parse_strategies, possible_strategies
 from parallel_backend.observability.bench.fitting import split_by_memory
 from parallel_backend.observability.bench.outcome import Outcome, Row
@@ -284,3 +284,9 @@ def test_device_ids_are_uuids_where_they_are_known(tmp_path):
     box = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
     assert device_ids(("cuda:1", "cuda:0"), box) == (box.devices[1].uuid, box.devices[0].uuid)
     assert device_ids(("cpu:0", "cuda:7"), box) == ("cpu:0", "cuda:7")
+
+
+def test_what_it_ran_on_is_told_also_of_gpus_that_nvml_does_not_know(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    told = measure._hardware(Topology(()), ("cuda:0", "cuda:1"))
+    assert told[0] == "2 GPUs, of which nobody tells more" and "cores" in told[1]

@@ -187,14 +187,20 @@ def test_values_that_the_host_reads_are_counted():
 
 
 def test_a_profile_of_a_gpu_counts_kernels_and_not_the_operators_that_launched_them():
-    def event(key, kind, device_us, cpu_us=0.0):
+    def event(key, kind, device_us, cpu_us=0.0, is_user_annotation=False):
         return SimpleNamespace(
-            key=key, device_type=kind, self_device_time_total=device_us, self_cpu_time_total=cpu_us, count=1
+            key=key,
+            device_type=kind,
+            self_device_time_total=device_us,
+            self_cpu_time_total=cpu_us,
+            count=1,
+            is_user_annotation=is_user_annotation,
         )
 
     events = [
         event("aten::mm", "DeviceType.CPU", 900.0, 50.0),
         event("gemm", "DeviceType.CUDA", 900.0),
+        event("Torch-Compiled Region: 0/0", "DeviceType.CUDA", 1000.0, is_user_annotation=True),
         event("n" * 200, "DeviceType.CUDA", 100.0),
     ]
     found = describe_profile(events, 0.002, True, "Ulysses 2")

@@ -58,3 +58,8 @@ def test_a_rank_is_as_deterministic_as_comfyui(deterministic):
         assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["LIBRARY_PATH", "CPATH"])
+def test_ranks_find_what_compiled_blocks_are_linked_to(name):
+    assert rank_environment({name: "/opt/cuda"}, Path("/"), ("cuda:0",))[name] == "/opt/cuda"

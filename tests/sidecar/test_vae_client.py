@@ -1,5 +1,8 @@
 """Which VAE the ranks hold, as the parent remembers it; scripted exchanges stand in for the ranks."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from parallel_backend.requests import LoadInfo
 from parallel_backend.sidecar.exchange import USER_ERRORS
 from parallel_backend.sidecar.phases import Phase, PhaseKind
 from parallel_backend.sidecar.vae_client import VaeOnRanks
+from parallel_backend.sidecar.vae_requests import VaeRequests
 from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
 from parallel_backend.wire.protocol import Decode, Done, Encode, LoadVae, Progress, Ready
 
@@ -96,6 +100,66 @@ def test_a_failed_load_is_tried_again_by_the_next_decode(client, ranks):
 def test_only_a_load_may_run_out_of_memory_and_leave_the_group(client, ranks):
     decode(client, ranks)
     assert ranks.survivable == [USER_ERRORS | {"OutOfMemory"}, USER_ERRORS]
+
+
+class _Ranks:
+    """Of a sidecar: a lease, and no crash."""
+
+    epoch = 1
+
+    @contextmanager
+    def lease(self, request, should_cancel, on_phase):
+        yield SimpleNamespace(exchange=None, on_phase=lambda phase: on_phase(phase.text), images=0)
+
+    def through_a_crash(self, attempt, lease):
+        return attempt()
+
+    def working(self):
+        pass
+
+
+class _Beside(VaeRequests):
+    """Requests to ranks that hold `models`, beside which a VAE has no room for its largest layer."""
+
+    devices = ("cuda:0", "cuda:1")
+
+    def __init__(self, *models):
+        self._ranks, self._holdings = _Ranks(), self
+        self.models, self.vae = models, self
+        self.tries = 0
+
+    def ensure_started(self, lease):
+        pass
+
+    def drop(self, spec, lease):
+        self.models = tuple(model for model in self.models if model != spec)
+
+    def decode_here(self, *_):
+        self.tries += 1
+        if self.models or self.tries > 2:
+            raise OutOfMemory("no room")
+        return "the image"
+
+
+def _decode_beside(*models):
+    ranks, phases = _Beside(*models), []
+    ranks.vae = SimpleNamespace(decode=ranks.decode_here)
+    return ranks, phases, lambda: ranks.decode(None, LATENT, (), None, phases.append)
+
+
+def test_where_memory_ends_beside_models_they_go_and_the_vae_has_another_try():
+    """As in ComfyUI, where a VAE that needs room takes that of the model that sampled."""
+    ranks, phases, decode_on = _decode_beside("flux", "wan")
+    assert decode_on() == "the image" and ranks.tries == 2 and ranks.models == ()
+    assert phases == ["memory ended; going on without the other models"]
+
+
+def test_where_memory_ends_though_nothing_is_beside_it_that_is_told():
+    ranks, phases, decode_on = _decode_beside()
+    ranks.tries = 2
+    with pytest.raises(OutOfMemory):
+        decode_on()
+    assert ranks.tries == 3 and not phases
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ class Board:
     slices: list[tuple[str, float]] | None = None  # MIG: (profile name, GiB)
     uuid: str = ""
     used_gib: float = 0.0  # by all programs
+    is_lost: bool = False  # fell off the bus
+    tells_memory: bool = True  # False: in MIG mode, to any but root
+    compute_mode: int = 0  # nvmlComputeMode_t
     programs: dict[int, float] = field(default_factory=dict)  # GiB by process id
 
 
@@ -59,6 +62,8 @@ class FakeNvml:
         return len(self.boards)
 
     def nvmlDeviceGetHandleByIndex(self, index):
+        if self.boards[index].is_lost:
+            raise NVMLError("GPU is lost")
         return (index, None)
 
     def nvmlDeviceGetUUID(self, handle):
@@ -75,6 +80,8 @@ class FakeNvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         board = self.boards[handle[0]]
+        if handle[1] is None and not board.tells_memory:
+            raise NVMLError("Insufficient Permissions")
         size = board.memory_gib if handle[1] is None else board.slices[handle[1]][1]
         used = int(board.used_gib * GIB)
         return SimpleNamespace(total=int(size * GIB), free=int(size * GIB) - used, used=used)
@@ -116,6 +123,9 @@ class FakeNvml:
 
     def nvmlDeviceGetMaxPcieLinkWidth(self, handle):
         return self.boards[handle[0]].pcie[1]
+
+    def nvmlDeviceGetComputeMode(self, handle):
+        return self.boards[handle[0]].compute_mode
 
     def nvmlDeviceGetNumaNodeId(self, handle):
         return self.boards[handle[0]].numa

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from fake_cuda import FakeRuntime, OnGpu
 from parallel_backend.errors import TransportError
+from parallel_backend.wire import arena as arena_module
 from parallel_backend.wire.arena import ArenaReader, ArenaWriter
 from parallel_backend.wire.protocol import PlacedTensor
 from parallel_backend.wire.transport import DTYPES, pack_tensors
@@ -164,3 +167,42 @@ def test_memory_that_could_shrink_under_its_reader_is_refused(arena):
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_a_reader_cannot_make_a_page_its_own(arena):
+    """A driver that takes hold of pages as for writing does so where they are mapped for it, and this end would then
+    read the same numbers with every call (ROCm, issue 6523)."""
+    sent(arena, x=torch.ones(5000))
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    found = [line.split()[1] for line in mappings if "memfd:parallel-backend-arena" in line]
+    assert sorted(found) == ["r--p", "rw-s"], "the reader's and the writer's"
+
+
+def test_copies_of_gpus_are_waited_for_on_each_and_pages_are_locked_until_they_go(monkeypatch):
+    """Else a rank might read what a GPU has yet to write, or the driver might hold on to memory that is another's."""
+    runtime = FakeRuntime().put_in_place(monkeypatch)
+    writer = ArenaWriter()
+    call = {"x": OnGpu(torch.ones(5)), "y": OnGpu(torch.ones(3), "cuda:1"), "z": torch.ones(2)}
+    for _ in range(2):
+        writer.place(call)
+    waits = ["synchronize cuda:0", "synchronize cuda:1"]
+    assert (
+        runtime.did[0] == "register"
+        and sorted(runtime.did[1:3]) == waits
+        and sorted(runtime.did[3:]) == waits
+    )
+    runtime.did.clear()
+    writer.place({"x": OnGpu(torch.ones(2 << 20))})  # more than there is room for
+    assert runtime.did == ["unregister", "register", "synchronize cuda:0"]
+    writer.release()
+    assert not runtime.locked
+
+
+def test_where_pages_cannot_be_locked_that_is_tried_once(monkeypatch):
+    runtime, tries = FakeRuntime().put_in_place(monkeypatch), []
+    monkeypatch.setattr(arena_module, "_lock_pages", lambda memory, device: bool(tries.append(device)))
+    writer = ArenaWriter()
+    for _ in range(3):
+        writer.place({"x": OnGpu(torch.ones(5)), "y": OnGpu(torch.ones(3))})
+    writer.release()
+    assert len(tries) == 1 and runtime.did == 3 * ["synchronize cuda:0"]

@@ -87,8 +87,8 @@ function memoryBar() {
   });
   const update = (rank) => {
     const { gauge, weight_bytes: weights, working_bytes: working } = rank;
-    const total = gauge?.total_bytes ?? 0;
     const free = gauge?.free_bytes ?? 0;
+    const total = free ? gauge.total_bytes : 0; // where nobody tells what is free, the rest is not other programs'
     const sizes = [weights, working, Math.max(0, total - free - weights - working), free];
     const whole = Math.max(1, total, weights + working);
     const words = sizes.map((size, at) =>

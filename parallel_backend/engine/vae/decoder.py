@@ -13,7 +13,7 @@ from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
 from ...models.vae.base import BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
 from ..collectives import all_gather, all_to_all
-from ..groups import Axis, World
+from ..groups import PATIENCE, Axis, World
 from ..traffic_counter import Traffic
 from .row_bands import Bands, split_rows
 
@@ -148,7 +148,7 @@ class BandedNetwork:
         if len(ranks) == self._world.world_size:
             return self._world.group
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=PATIENCE) if len(ranks) > 1 else None
         return self._groups[ranks]
 
 

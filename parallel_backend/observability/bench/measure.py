@@ -10,7 +10,7 @@ from ...devices import is_cpu, machine_of
 from ...errors import RequestError, StrategyError
 from ...machine.fingerprint import cores, cpu_name
 from ...machine.local import topology_of
-from ...machine.probe import read_topology
+from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...models.registry import inspect_model
 from ...planner.decide import job_from_request
@@ -59,7 +59,7 @@ def measure(
     if is_cpu(names):
         # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    seen = read_topology().visible()
+    seen = read_visible()
     topology = topology_of(names, seen)
     request = random_request(
         file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
@@ -124,6 +124,10 @@ def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
         return (f"{len(machines)} machine(s) of a cluster, {' + '.join(counts)} {what}",)
     if topology.devices:
         return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
+    if not is_cpu(
+        devices
+    ):  # which NVML does not know by the names that CUDA has for them, such as older ones of slices
+        return (f"{len(devices)} GPUs, of which nobody tells more", f"{cores()} cores ({cpu_name()})")
     return (
         f"no GPU, gloo on {cores()} cores ({cpu_name()})",
         f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank",

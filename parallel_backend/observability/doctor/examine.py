@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from ...devices import machine_of, memory_elsewhere
 from ...errors import Cancelled, ParallelError
 from ...machine.fingerprint import cpu_name
-from ...machine.probe import read_topology
+from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...wire.calibration import Calibration
 from .gpus import check_devices
@@ -146,7 +146,7 @@ def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
     """(what this process can see, why the driver does not answer, or empty)."""
     if not torch_problem:
         try:
-            return read_topology().visible(), ""
+            return read_visible(), ""
         except Exception as error:  # whatever the driver's library raises for a GPU that fell off the bus
             return Topology((), source="none"), f"{type(error).__name__}: {error}"
     return Topology((), source="none"), ""

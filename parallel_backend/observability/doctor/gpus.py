@@ -18,15 +18,16 @@ def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> lis
     if driver_problem:
         remedy = "look at nvidia-smi and the kernel's log; a GPU that is lost comes back with a restart of the machine"
         return [Verdict(GROUP, "driver", "broken", f"does not answer: {driver_problem}", remedy)]
+    noted = [Verdict(GROUP, "NVML", "slow", note) for note in topology.notes if topology.source == "nvml"]
     if not topology.devices:
-        verdicts = [Verdict(GROUP, "CPU", "ok", cpu)]
+        verdicts = [*noted, Verdict(GROUP, "CPU", "ok", cpu)]
         verdicts.append(
             Verdict(
                 GROUP, "GPUs", "skipped", "none: ranks run on the CPU, which is for trying things out only"
             )
         )
         return verdicts
-    verdicts = [_device(i, device) for i, device in enumerate(topology.devices)]
+    verdicts = [*noted, *(_device(i, device) for i, device in enumerate(topology.devices))]
     if len(topology.devices) == 1:
         verdicts.append(
             Verdict(GROUP, "together", "skipped", "one GPU: there is nothing to split a picture over")
@@ -83,6 +84,14 @@ def _device(index: int, device: Device) -> Verdict:
     if device.numa is not None:
         finding += f", NUMA node {device.numa}"
     name = f"GPU {index}"
+    if device.exclusive:
+        return Verdict(
+            GROUP,
+            name,
+            "broken",
+            f"{finding}: its compute mode lets one process use it, and ComfyUI and the ranks are several",
+            "nvidia-smi -c DEFAULT, as root",
+        )
     if (0, 0) < device.capability < NO_BF16:
         return Verdict(
             GROUP,

@@ -167,9 +167,13 @@ def _sync_debug(mode: str, cuda: Any) -> Iterator[None]:
 
 def describe_profile(averages: Any, wall_s: float, on_gpu: bool, strategy: str) -> Finding:
     """`averages`: of torch.profiler, whose times are microseconds; `wall_s`: the step's, measured around it."""
-    if on_gpu:  # operators on the host are attributed their kernels' time as well: kernels only
+    if (
+        on_gpu
+    ):  # kernels only: operators on the host have their time as well, and so have named regions of the device
         rows = [
-            (e.key, e.self_device_time_total, e.count) for e in averages if "CPU" not in str(e.device_type)
+            (e.key, e.self_device_time_total, e.count)
+            for e in averages
+            if "CPU" not in str(e.device_type) and not getattr(e, "is_user_annotation", False)
         ]
     else:
         rows = [(e.key, e.self_cpu_time_total, e.count) for e in averages]

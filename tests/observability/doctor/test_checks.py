@@ -202,7 +202,7 @@ def devices(shape, tmp_path):
         (fake_nvml.a6000_pairs, {"paths": "slow"}),
         (fake_nvml.l40_two_sockets, {"paths": "slow"}),
         (fake_nvml.mixed_4080_4090, {"together": "slow", "paths": "slow"}),
-        (fake_nvml.mig, {"MIG": "broken", "paths": "slow"}),
+        (fake_nvml.mig, {"NVML": "slow", "MIG": "broken", "paths": "slow"}),
     ],
 )
 def test_real_shapes_of_boxes(shape, expected, tmp_path):
@@ -223,6 +223,16 @@ def test_a_card_that_is_too_old_or_too_small_is_named(tmp_path):
     found = check_devices(dataclasses.replace(box, devices=(old, small)), "")
     assert "float16" in named(found, "GPU 0").remedy and named(found, "GPU 0").status == "slow"
     assert "does not fit" in named(found, "GPU 1").finding and named(found, "GPU 1").status == "slow"
+
+
+def test_a_gpu_that_lets_no_second_process_in_is_named_and_one_that_is_lost(tmp_path):
+    nvml = fake_nvml.h100_nvswitch(3)
+    nvml.boards[1].compute_mode = 3  # exclusive process
+    nvml.boards[2].is_lost = True
+    found = check_devices(read_topology(nvml, sys_root=tmp_path), "")
+    assert not_ok(found) == {"NVML": "slow", "GPU 1": "broken"}
+    assert "GPU 2 does not answer" in named(found, "NVML").finding
+    assert "nvidia-smi -c DEFAULT" in named(found, "GPU 1").remedy
 
 
 def test_without_a_gpu_the_processor_is_named():

@@ -199,7 +199,7 @@ def test_a_driver_that_does_not_answer_is_one_broken_line(no_leaks, monkeypatch)
     def lost():
         raise RuntimeError("GPU is lost")
 
-    monkeypatch.setattr(examination, "read_topology", lost)
+    monkeypatch.setattr(examination, "read_visible", lost)
     monkeypatch.setattr(examination, "_with_ranks", lambda *_: [])
     broken = [v for v in examination.examine().verdicts if v.status == "broken"]
     assert [v.name for v in broken] == ["driver"] and "GPU is lost" in broken[0].finding

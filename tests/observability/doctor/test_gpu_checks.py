@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fake_nvml
 from parallel_backend.errors import ParallelError
+from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.doctor.gpu import faults, memory, one_gpu, ranks, several_gpus, timing
 from parallel_backend.observability.doctor.gpu.run import make_subject
 from parallel_backend.options import COMPILE_BACKEND
@@ -146,6 +149,38 @@ def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():
         {"Ring 2": 10**9, "CFG 2": 10**9}, {"Ring 2": 2 * 10**9, "CFG 2": 10**9}
     )
     assert grown.status == "slow" and "grows with Ring 2" in grown.finding and len(grown.details) == 2
+
+
+@pytest.mark.parametrize(
+    ("cards", "status", "words"),
+    [
+        ((0, 1), "ok", "by the same numbers"),
+        ((1, 0), "broken", "in another order"),
+        ((0, 0), "broken", "two ranks compute on one card"),
+        ((0, 7), "slow", "does not know the cards"),
+    ],
+)
+def test_cards_that_nvml_and_cuda_take_for_others_are_told(monkeypatch, cards, status, words):
+    """`cards`: those that the ranks of cuda:0 and cuda:1 found, by NVML's numbers."""
+    nvml = fake_nvml.h100_nvswitch(2)
+    monkeypatch.setattr(one_gpu, "read_visible", lambda: read_topology(nvml))
+    facts = [SimpleNamespace(device_uuid=f"{card:08x}-aaaa-bbbb-cccc-{card:012x}") for card in cards]
+    monkeypatch.setattr(one_gpu, "probe_links", lambda *_: [SimpleNamespace(facts=f) for f in facts])
+    subject = make_subject(("cuda:0", "cuda:1"))
+    (found,) = one_gpu.check_identity(SimpleNamespace(subject=subject, group=lambda count: None))
+    assert found.status == status and words in found.finding
+
+
+def test_a_call_whose_answer_changes_is_told(two, monkeypatch):
+    """As where a rank reads what a GPU has yet to write."""
+    monkeypatch.setattr(
+        timing, "controlled_call", lambda *_: SimpleNamespace(extras=SimpleNamespace(residuals={}))
+    )
+    answers = [torch.ones(4)] * 3 + [torch.zeros(4)] + [torch.ones(4)] * 8
+    sidecar = SimpleNamespace(predict=lambda *_: (answers.pop(), SimpleNamespace(step_seconds=(0.0,))))
+    monkeypatch.setattr(two, "group", lambda count: sidecar)
+    (found,) = timing.check_stepwise(two)
+    assert found.status == "broken" and "pictures would differ" in found.finding
 
 
 def test_a_controlnet_has_other_residuals_for_each_of_its_blocks(two):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....devices import is_cpu
-from ....machine.probe import read_topology
+from ....machine.probe import read_visible
 from ....options import ComputeOptions
 from ....planner.decide import job_from_request
 from ....planner.job_models import CheckpointModel
@@ -32,7 +32,7 @@ def check_installation(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_identity(ranks: Ranks) -> Sequence[Finding]:
-    """Whether NVML knows the very cards that the ranks compute on: by its figures memory and links are judged."""
+    """Whether NVML knows the very cards that the ranks compute on, by their numbers: it tells memory and links."""
     subject = ranks.subject
     calibrations = probe_links(ranks.group(len(subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
@@ -46,8 +46,9 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
                 "name each GPU once in CUDA_VISIBLE_DEVICES, and report it",
             )
         ]
-    seen = read_topology().visible()
-    if of_ranks(seen, facts) is None:
+    seen = read_visible()
+    found = of_ranks(seen, facts)
+    if found is None:
         return [
             Finding(
                 "UUIDs",
@@ -56,7 +57,17 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
                 "pip install nvidia-ml-py; in a container, let it see the same GPUs as CUDA_VISIBLE_DEVICES",
             )
         ]
-    return [Finding("UUIDs", "ok", f"{seen.source} and CUDA name the same {len(facts)}")]
+    by_number = [seen.devices[int(name.removeprefix("cuda:"))] for name in subject.devices]
+    if list(found.devices) != by_number:
+        return [
+            Finding(
+                "UUIDs",
+                "broken",
+                f"{seen.source} and CUDA number the cards in another order, so memory and links are taken for others'",
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID in the environment that ComfyUI starts in, and report it",
+            )
+        ]
+    return [Finding("UUIDs", "ok", f"{seen.source} and CUDA name the same {len(facts)}, by the same numbers")]
 
 
 def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:

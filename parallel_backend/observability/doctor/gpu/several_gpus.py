@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....machine.probe import read_topology
+from ....machine.probe import read_visible
 from ....strategy import ParallelStrategy
 from ....wire.gpu_check import Finding
 from ..links import check_links, of_ranks
@@ -32,7 +32,7 @@ def check_all_links(ranks: Ranks) -> Sequence[Finding]:
     """Peer access, whether data arrives as it was sent, and rates, over all devices."""
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
-    topology = of_ranks(read_topology().visible(), facts) if ranks.subject.on_gpus else None
+    topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
     return [
         Finding(v.name, v.status, v.finding, v.remedy, v.details) for v in check_links(calibrations, topology)
     ]
