@@ -9,9 +9,7 @@ from types import SimpleNamespace
 class FakeCuda:
     """`sizes`: bytes of each card's memory, by its number."""
 
-    def __init__(
-        self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555", sizes=(48 * 10**9,)
-    ):
+    def __init__(self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555", sizes=(48 * 10**9,)):
         self.backend, self.uuid, self.sizes = backend, uuid, sizes
         self.modes: list[str] = []
         self._mode = 0
