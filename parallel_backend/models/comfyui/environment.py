@@ -73,7 +73,11 @@ def _import(wanted: _Imported, device: torch.device) -> None:
             del sys.modules[name]
         raise
     install_router(device)
-    import comfy.sd  # noqa: F401  all that loading needs, before the first load is timed
+    import comfy.model_management
+    import comfy.sd  # all that loading needs, before the first load is timed
+
+    # By --fast autotune, as ComfyUI's server does when it starts; an older ComfyUI does when it is imported.
+    getattr(comfy.model_management, "set_cudnn_benchmark", lambda: None)()
 
 
 def _read_command_line(flags: tuple[str, ...]) -> None:

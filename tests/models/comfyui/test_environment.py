@@ -121,3 +121,25 @@ def test_only_a_current_call_answers_for_attention(name):
     with pytest.raises(ZeroDivisionError), attention_by(doubled):
         raise ZeroDivisionError
     assert torch.equal(getattr(attention, name)(q, q, q, 2), stock)
+
+
+def test_cudnn_tunes_itself_where_comfyui_was_told_so():
+    """ComfyUI's server says so to torch, not the modules that ranks import."""
+    program = """
+import sys
+import torch
+from parallel_backend.models.comfyui.environment import import_comfyui
+from parallel_backend.requests import ComfyUISource
+
+torch.cuda.is_available = torch.backends.cudnn.is_available = lambda: True
+import_comfyui(ComfyUISource(sys.argv[1], ("--fast", "autotune")), torch.device("cpu"))
+print(torch.backends.cudnn.benchmark)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(require_comfyui())],
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.split() == ["True"], found.stderr
