@@ -16,6 +16,7 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.sidecar import pool
 from ...parallel_backend.strategy import ModelShape
 from ..host.calls import RunRecord
 from ..host.memory import give_cache_back, held_on, make_room
@@ -79,7 +80,9 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
     def cleanup(self) -> None:
         super().cleanup()
         run, self._stock_run = self._stock_run, None
-        self.model.diffusion_model.end_run()
+        network = self.model.diffusion_model
+        network.end_run()
+        pool.release_cache(network.spec)  # for what comes next: a VAE, perhaps
         if run is not None:
             run.end(whole=sys.exc_info()[0] is None)  # ComfyUI calls this in its `finally`
 
