@@ -157,11 +157,11 @@ def _number(network: nn.Module) -> int:
 
 def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
     """Tells the weights of one network from what they become when something writes into them. The same wherever they
-    lie: with dynamic VRAM ComfyUI takes the small ones to its GPU, as they are computed with, and leaves the others in
-    the file's dtype in host memory."""
+    lie: with dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
+    leaves the others in the file's dtype in host memory."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         computed = tensor.to(_dtype_of(tensor, vae))
         sums.append(computed.view(integers[computed.element_size()]).sum(dtype=torch.int64).cpu())
     return f"{hash(tuple(torch.stack(sums).tolist())):x}"
