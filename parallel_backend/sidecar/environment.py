@@ -62,8 +62,9 @@ _PREFIXES = (
 # torch's allocator has had three names.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Where ranks compute on the CPU alone there is none: libraries (comfy, xfuser) would take what they see for the device,
-# and no process can use a GPU that was forked from one which has looked for it (sidecar/self_test.py).
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# and no process can use a GPU that was forked from one which has looked for it (sidecar/self_test.py). To HIP an empty
+# text says nothing.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 

@@ -51,7 +51,7 @@ def test_what_chooses_kernels_in_comfyuis_process_does_in_ranks(name):
 def test_ranks_on_the_cpu_see_no_gpu_and_others_see_the_users():
     """Else comfy and xfuser would take what they see for their device, and self-tests fork a process that looked."""
     source = {"CUDA_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}
-    for devices, seen in ((("cpu:0", "cpu:1"), ""), (("cuda:0",), "1,0")):
+    for devices, seen in ((("cpu:0", "cpu:1"), "-1"), (("cuda:0",), "1,0")):
         environment = rank_environment(source, Path("/"), devices)
         assert {environment[name] for name in source} == {seen}
 
