@@ -5,7 +5,7 @@ from __future__ import annotations
 import folder_paths
 from comfy_api.latest import io
 
-from ..parallel_backend.devices import resolve_devices
+from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.models.flux.checkpoint import inspect_flux
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
@@ -25,7 +25,7 @@ def load_parallel_model(
 ) -> ParallelModel:
     """A Flux.1 file for the engine of diffusers' modules. Starts nothing. Raises CheckpointError or StrategyError."""
     file = inspect_flux(path)
-    resolve_devices(settings.devices)  # refused here, not when sampling starts
+    devices_of_a_run(settings.devices)  # refused here, not when sampling starts
     check_by_hand(settings, file.shape)
     spec = ModelSpec(path=path, weight_dtype=weight_dtype)
     return ParallelModel(spec, file, make_flux_model(spec, file, settings, computing))

@@ -103,6 +103,24 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in indices)
 
 
+def devices_of_a_run(text: str) -> tuple[str, ...]:
+    """resolve_devices for work. Raises DeviceError where `all` would quietly mean the CPU, beside an accelerator on
+    which ComfyUI computes and ranks cannot."""
+    found = resolve_devices(text)
+    if text.strip().lower() not in ("", "all") or not is_cpu(found) or _only_cpu:
+        return found
+    import torch
+
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if other is None or other.type in ("cuda", "mps"):  # macOS is told otherwise (sidecar/supervisor.py)
+        return found
+    raise _refuse(
+        f"{text!r}: ranks compute on GPUs of NVIDIA (CUDA) and AMD (ROCm), and ComfyUI computes on "
+        f"{other.type.upper()} here. Take the parallel nodes out, or write cpu:2 to run on the CPU.",
+        "cpu:2",
+    )
+
+
 def cluster_of(text: str) -> str:
     """The cluster whose devices a person's text means; "" where it means those of this computer."""
     found = _CLUSTER_IN.match(text.strip().lower())

@@ -1,10 +1,18 @@
 """Device texts: what each means, and what is refused by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from parallel_backend import devices
-from parallel_backend.devices import MAX_CPU_RANKS, is_cpu, name_devices, resolve_devices
+from parallel_backend.devices import (
+    MAX_CPU_RANKS,
+    devices_of_a_run,
+    is_cpu,
+    name_devices,
+    resolve_devices,
+)
 from parallel_backend.errors import DeviceError
 
 
@@ -19,6 +27,27 @@ def gpus(monkeypatch):
 def test_all_is_every_gpu(gpus):
     gpus(3)
     assert resolve_devices("all") == ("cuda:0", "cuda:1", "cuda:2")
+
+
+@pytest.mark.parametrize(("kind", "text"), [("xpu", "all"), ("npu", " ")])
+def test_a_run_is_not_the_cpus_beside_an_accelerator_that_ranks_cannot_use(gpus, monkeypatch, kind, text):
+    gpus(0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type=kind))
+    with pytest.raises(DeviceError, match=f"ComfyUI computes on {kind.upper()} here.*write cpu:2") as refused:
+        devices_of_a_run(text)
+    assert [problem.nearest for problem in refused.value.problems] == [(("devices", "cpu:2"),)]
+    assert devices_of_a_run("cpu:2") == ("cpu:0", "cpu:1")
+    monkeypatch.setattr(devices, "_only_cpu", True)  # ComfyUI runs with --cpu
+    assert devices_of_a_run(text) == ("cpu:0",)
+
+
+def test_a_run_without_any_accelerator_is_the_cpus(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert devices_of_a_run("all") == ("cpu:0",)
+    gpus(2)
+    assert devices_of_a_run("all") == ("cuda:0", "cuda:1")
 
 
 def test_all_without_a_gpu_is_one_cpu_rank(gpus):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import comfy.model_management
 import comfy.sd
 
-from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.devices import devices_of_a_run
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.planner.rules import StrategySettings
@@ -24,7 +24,7 @@ class CannotBeSplit(Exception):
 
 def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
     """The ranks to use, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
-    chosen = resolve_devices(settings.devices)
+    chosen = devices_of_a_run(settings.devices)
     wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
     running = pool.running_within(chosen)
     if running is not None and running.state is State.READY and not running.models:

@@ -13,6 +13,7 @@ from torch import nn
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, by_stages, inspect
 from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
 from ...parallel_backend.models.comfyui.table import stage_lists
+from ...parallel_backend.models.dtypes import ITEMSIZE
 from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.
@@ -79,7 +80,15 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         band_rows=_band_rows(module) if mode == BANDS else 0,
         why_less=verdict.words,
         has_stages=bool(lists),
+        kept=_kept(header.dtype, model),
     )
+
+
+def _kept(stored: str, model: comfy.model_base.BaseModel) -> str:
+    """ComfyUIModelFile.kept."""
+    kept = str(model.get_dtype()).removeprefix("torch.")
+    is_plain = getattr(model.model_config, "quant_config", None) is None
+    return kept if is_plain and stored.startswith("float8") and kept != stored and kept in ITEMSIZE else ""
 
 
 def _band_rows(unet: nn.Module) -> int:

@@ -12,7 +12,7 @@ import comfy.supported_models_base
 import comfy.utils
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
@@ -41,6 +41,7 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     model = config.get_model(tensors, prefix, device=_META)
     if config.quant_config is not None:  # such layers make their parameters as they load them
         model.load_model_weights({name: _outline(name, value) for name, value in tensors.items()}, prefix)
+    _make_parameters(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(
         model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
     )
@@ -74,6 +75,19 @@ def _choose_dtypes(
     config.set_inference_dtype(dtype, cast, device=device)
     if options.get("fp8_optimizations", False):
         config.optimizations["fp8"] = True
+
+
+def _make_parameters(module: nn.Module) -> None:
+    """Those of layers that wait for a file to bring theirs: with dynamic VRAM ComfyUI makes linear ones so."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is None:
+            layer.weight = _parameter(layer.weight_comfy_model_dtype, layer.out_features, layer.in_features)
+            if layer.comfy_need_lazy_init_bias:
+                layer.bias = _parameter(layer.bias_comfy_model_dtype, layer.out_features)
+
+
+def _parameter(dtype: torch.dtype | None, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=_META), requires_grad=False)
 
 
 def _outline(name: str, tensor: Tensor) -> Tensor:

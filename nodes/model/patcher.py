@@ -17,6 +17,7 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.sidecar import pool
 from ...parallel_backend.strategy import ModelShape
 from ...parallel_backend.wire.weight_patches import WeightPatches
 from ..host.calls import RunRecord
@@ -91,7 +92,9 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         super().cleanup()
         self._hooked = {}
         run, self._stock_run = self._stock_run, None
-        self.model.diffusion_model.end_run()
+        network = self.model.diffusion_model
+        network.end_run()
+        pool.release_cache(network.spec)  # for what comes next: a VAE, perhaps
         if run is not None:
             run.end(whole=sys.exc_info()[0] is None)  # ComfyUI calls this in its `finally`
 

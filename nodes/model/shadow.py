@@ -18,7 +18,7 @@ from .unsupported import refusal
 # Larger buffers are weights by another name.
 _SMALL = 1 << 20  # bytes
 # What ComfyUI's memory manager and LoRAs have put beside the weights of a module that was loaded.
-_LOADED_STATE = ("_v", "_v_signature", "_pin", "_pins", "_pin_state")
+_LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
 _FUNCTIONS = ("weight_function", "bias_function")
 _LOWVRAM = "_lowvram_function"
 

@@ -117,7 +117,7 @@ def _weights(
     def as_computed() -> dict[str, Tensor]:
         return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
 
-    identity = f"{_number(vae.first_stage_model)} {_digest(state.values())} {vae.vae_dtype}"
+    identity = f"{_number(vae.first_stage_model)} {_digest(state.values(), vae)} {vae.vae_dtype}"
     return VaeWeights(identity, as_computed, comfyui, metadata, encodes)
 
 
@@ -155,10 +155,13 @@ def _number(network: nn.Module) -> int:
     return _numbered[network]
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
-    """Tells the weights of one network from what they become when something writes into them."""
+def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
+    """Tells the weights of one network from what they become when something writes into them. The same wherever they
+    lie: with dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
+    leaves the others in the file's dtype in host memory."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        sums.append(tensor.view(integers).sum(dtype=torch.int64))
+        computed = tensor.to(_dtype_of(tensor, vae))
+        sums.append(computed.view(integers[computed.element_size()]).sum(dtype=torch.int64).cpu())
     return f"{hash(tuple(torch.stack(sums).tolist())):x}"

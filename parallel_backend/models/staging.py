@@ -53,14 +53,11 @@ class StagedReader:
         self._buffers.clear()
 
     def to_device(self, mapped: Tensor) -> Tensor:
-        """A tensor of the mapping, or rows of one, on the device; others as Tensor.to has them.
-
-        Nobody may have written to the mapping: what is read is the file. Raises CheckpointError for one that became
-        shorter.
-        """
+        """A tensor of the mapping, or rows of one, on the device; others as Tensor.to has them, and those that somebody
+        has written to. Raises CheckpointError for a file that became shorter."""
         begin = mapped.data_ptr() - self._base
         in_file = begin in self._span and begin + mapped.nbytes in self._span
-        if not (in_file and mapped.is_contiguous()):
+        if not (in_file and mapped.is_contiguous() and mapped._version == 0):
             return mapped.to(self._device)
         found = torch.empty_like(mapped, device=self._device)
         target = found.view(-1).view(torch.uint8) if mapped.nbytes else found

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..devices import is_cpu, resolve_devices
+from ..devices import devices_of_a_run, is_cpu
 from ..errors import StrategyError
 from ..layout import crosses_machines
 from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
@@ -91,7 +91,7 @@ def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
 
 def find_machine(settings: StrategySettings, memory_flag: str = "") -> LocalMachine:
     """The devices of `settings` in rank order. Raises DeviceError. `memory_flag`: as in LocalMachine."""
-    devices = resolve_devices(settings.devices)
+    devices = devices_of_a_run(settings.devices)
     if settings.mode == "manual" or settings.device_shares:  # each place in a list means a device
         return LocalMachine(devices, memory_flag=memory_flag)
     failing = FAILING.among(devices)

@@ -175,7 +175,7 @@ def _serve_one(
     from ..wire.deadlines import SEND
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Call, Cancel, Done, Envelope, Predict, Sample, SampleLoop, Sleep
+    from ..wire.protocol import Call, Cancel, Done, Envelope, KeepModels, Predict, Sample, SampleLoop, Sleep
     from ..wire.transport import close_all, pack_tensors
     from .held_models import release_cache
 
@@ -187,8 +187,10 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, SampleLoop, Decode, Encode)):
-        give_back()  # before ComfyUI goes on, to a VAE of its own perhaps; after a model call comes the next one
+    if isinstance(envelope.message, (Sample, SampleLoop, Decode, Encode, KeepModels)):
+        # Before ComfyUI goes on, to a VAE of its own perhaps. After a model call comes the next one, and after the last
+        # KeepModels (pool.release_cache).
+        give_back()
     if isinstance(envelope.message, Sleep) and envelope.message.only is None:
         requests.release()
         answers.empty()

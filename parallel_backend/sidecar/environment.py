@@ -30,6 +30,7 @@ _NAMES = {
     "HF_HOME",
     "CC",
     "CXX",
+    "COMFYUI_ENABLE_MIOPEN",  # else ComfyUI turns it off on most of AMD's cards
     COMPILE_BACKEND,
     FAULT,  # set by tests and benchmarks only
 }
@@ -38,6 +39,7 @@ _PREFIXES = (
     "XDG_",
     "CUDA",
     "CUBLAS",  # ComfyUI's --deterministic sets CUBLAS_WORKSPACE_CONFIG
+    "CUDNN_",
     "NVIDIA_",
     "NCCL_",
     "GLOO_",
@@ -52,10 +54,19 @@ _PREFIXES = (
     "HSA_",
     "ROCR_",
     "ROCM_",
+    "ROCBLAS_",
+    "HIPBLAS",
+    "MIOPEN_",
+    "FLASH_ATTENTION_",  # which of its two builds flash-attn takes on ROCm
+    "DISABLE_ADDMM_",  # torch's switches for fused products
     "MALLOC_",
 )
 # torch's allocator has had three names.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Where ranks compute on the CPU alone there is none: libraries (comfy, xfuser) would take what they see for the device,
+# and no process can use a GPU that was forked from one which has looked for it (sidecar/self_test.py). To HIP an empty
+# text says nothing.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
@@ -108,7 +119,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
     }
-    return defaults | kept | fixed
+    return defaults | kept | fixed | (_NO_GPU if is_cpu(devices) else {})
 
 
 def _cache_folder(source: Mapping[str, str]) -> Path | None:

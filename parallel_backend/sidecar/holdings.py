@@ -258,6 +258,11 @@ class RankHoldings:
         if self._ranks.running and not self.asleep and len(staying) < len(self._held):
             self._keep(staying, lease)
 
+    def release_cache(self, lease: Lease) -> None:
+        """As Sidecar.release_cache."""
+        if self._ranks.running and not self.asleep and self._held:
+            self._keep(self._held, lease)
+
     def give_way(self, spec: ModelSpec) -> bool:
         """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
         then on models are held one at a time."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from ..devices import is_cpu
 from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
@@ -85,6 +86,13 @@ def give_back(spec: ModelSpec, device: str) -> None:
     for sidecar in all_sidecars():
         if device in sidecar.devices and spec in sidecar.models and sidecar.state is State.READY:
             _let_go(sidecar, partial(sidecar.give_back, spec, device))
+
+
+def release_cache(spec: ModelSpec) -> None:
+    """Has idle ranks that hold `spec` on GPUs give back what torch keeps there for the next model call: none comes."""
+    for sidecar in all_sidecars():
+        if spec in sidecar.models and sidecar.state is State.READY and not is_cpu(sidecar.devices):
+            _let_go(sidecar, sidecar.release_cache)
 
 
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:

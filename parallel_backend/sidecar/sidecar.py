@@ -322,6 +322,14 @@ class Sidecar(VaeRequests):
         with self._ranks.lease("give back", should_cancel) as lease:
             self._holdings.give_back(spec, device, lease)
 
+    def release_cache(self) -> None:
+        """Gives back what torch keeps of the devices' memory for the next model call. Raises Cancelled where a request
+        has the ranks."""
+        waiting = True
+        with self._ranks.lease("give back", lambda: waiting) as lease:
+            waiting = False
+            self._holdings.release_cache(lease)
+
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Of one device's memory that a model takes now."""
         return self._holdings.bytes_on(spec, device)

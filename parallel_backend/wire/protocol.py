@@ -75,7 +75,8 @@ class Load:
 
 @dataclass(frozen=True)
 class KeepModels:
-    """Parent to all ranks: hold these models and no others; what is held then is in the answer."""
+    """Parent to all ranks: hold these models and no others, and give back what torch keeps of devices beside them; what
+    is held then is in the answer."""
 
     models: tuple[int, ...]
 

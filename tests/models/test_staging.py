@@ -92,3 +92,11 @@ def test_flux_loads_the_same_weights_by_large_reads(tmp_path, monkeypatch):
     assert found.keys() == expected.keys()
     assert all(_same(found[name], expected[name]) for name in expected)
     assert readers[0].bytes_read == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_what_was_written_to_is_not_read_from_the_file_again(opened):
+    path, file = opened
+    with StagedReader(path, file, CPU) as reader:
+        changed = file.get_tensor("a")
+        changed[5:7] += 1
+        assert _same(reader.to_device(changed[4:9]), changed[4:9]) and reader.bytes_read == 0

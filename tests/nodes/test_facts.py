@@ -1,5 +1,7 @@
 """What planning and checks are told of ComfyUI's modules: the prompt that each takes, and no other runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -77,3 +79,18 @@ def test_a_unets_attention_is_counted_layer_by_layer(facts):
     """One layer of width 32 on the way down and two on the way up at 128 x 128, four of width 64 at half of that."""
     flop = 4.0 * (3 * 32 * 128**4 + 4 * 64 * 64**4)
     assert facts._attention_of(sd15()) == flop
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "quantised", "kept"),
+    [
+        ("float8_e4m3fn", torch.bfloat16, None, "bfloat16"),  # an RTX 3090 with room for it
+        ("float8_e4m3fn", torch.float8_e4m3fn, None, ""),
+        ("float8_e4m3fn", torch.bfloat16, {"mixed_ops": True}, ""),  # scaled: codes stay codes
+        ("bfloat16", torch.float16, None, ""),
+    ],
+)
+def test_the_dtype_in_which_comfyui_keeps_fp8_is_known(facts, stored, dtype, quantised, kept):
+    config = SimpleNamespace(quant_config=quantised)
+    model = SimpleNamespace(get_dtype=lambda: dtype, model_config=config)
+    assert facts._kept(stored, model) == kept

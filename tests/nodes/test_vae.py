@@ -70,3 +70,30 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
     with pytest.raises(RequestError, match="sound is decoded on one device"):
         node.decoder_weights(vae_of(TILED, network))
     node.refuse_other_kinds(vae_of(TILED, network))
+
+
+class OnAGpu(torch.Tensor):
+    """As torch has it, does not go together with tensors of the host."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.stack and {type(one) for one in args[0]} != {cls}:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        found = super().__torch_function__(function, types, args, kwargs)
+        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
+
+
+def test_a_vae_of_which_comfyui_has_a_part_on_its_gpu_is_the_same_vae(node):
+    """As dynamic VRAM leaves it: small parameters there, in the dtype that they are computed with."""
+    import comfy.sd
+
+    network, vae = build(BANDED["taesd"]), comfy.sd.VAE.__new__(comfy.sd.VAE)
+    vars(vae).update(vars(vae_of(BANDED["taesd"], network)), vae_dtype=torch.bfloat16)
+    vae.patcher = SimpleNamespace(patches={}, object_patches={})
+    before = node.decoder_weights(vae)
+    small = [module for module in network.modules() if getattr(module, "bias", None) is not None]
+    for module in small:
+        module.bias = torch.nn.Parameter(module.bias.detach().bfloat16().as_subclass(OnAGpu), False)
+    assert small and node.decoder_weights(vae).identity == before.identity
+    small[-1].bias.data[0] += 1
+    assert node.decoder_weights(vae).identity != before.identity

@@ -14,10 +14,11 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.arena import ArenaWriter
 from parallel_backend.wire.decode_messages import Decode, Encode, RankDecode
-from parallel_backend.wire.protocol import Done, Envelope, Predict, RankRun, Sample
+from parallel_backend.wire.protocol import Done, Envelope, KeepModels, Predict, RankModels, RankRun, Sample
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
 RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
+HELD = RankModels((1,))
 
 
 def _half_of_a_vae(message, tensors, on_step):
@@ -35,6 +36,7 @@ def served(monkeypatch, no_leaks):
         calls=SimpleNamespace(end_run=lambda: seen.append("forgot a run")),
         predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
+        keep_models=lambda message: HELD,
         vae=SimpleNamespace(steps=lambda tensors: 1, decode=_half_of_a_vae, encode=_half_of_a_vae),
     )
     ours, theirs = link_pair()
@@ -45,6 +47,8 @@ def served(monkeypatch, no_leaks):
             if isinstance(request, Predict):
                 request = Predict(Placement(), 1, (), 1, placed=arena.place({"x": torch.ones(2)}))
                 ours.send(Envelope(1, 1, request), (arena.descriptor,))
+            elif isinstance(request, KeepModels):
+                ours.send(Envelope(1, 1, request))
             else:
                 descriptor = pack_tensors({"sigmas": torch.ones(2)})
                 ours.send(Envelope(1, 1, request), (descriptor,))
@@ -86,6 +90,10 @@ def _next(link):
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)
     assert given_back == ["forgot a run", "released"] and isinstance(done, Done) and done.placed is None
+
+
+def test_after_the_last_model_call_it_is_given_back(served):
+    assert served(KeepModels((1,))) == ["released", Done(models=HELD)]
 
 
 def test_between_model_calls_it_is_kept(served):

@@ -32,6 +32,30 @@ def test_the_workspace_that_makes_cublas_deterministic_reaches_the_ranks():
     assert seen["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "COMFYUI_ENABLE_MIOPEN",  # in comfy/model_management.py
+        "MIOPEN_FIND_MODE",
+        "ROCBLAS_USE_HIPBLASLT",
+        "HIPBLASLT_ALLOW_TF32",
+        "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+        "CUDNN_LOGLEVEL_DBG",
+        "DISABLE_ADDMM_CUDA_LT",
+    ],
+)
+def test_what_chooses_kernels_in_comfyuis_process_does_in_ranks(name):
+    assert rank_environment({name: "1"}, Path("/"), ("cuda:0",))[name] == "1"
+
+
+def test_ranks_on_the_cpu_see_no_gpu_and_others_see_the_users():
+    """Else comfy and xfuser would take what they see for their device, and self-tests fork a process that looked."""
+    source = {"CUDA_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}
+    for devices, seen in ((("cpu:0", "cpu:1"), "-1"), (("cuda:0",), "1,0")):
+        environment = rank_environment(source, Path("/"), devices)
+        assert {environment[name] for name in source} == {seen}
+
+
 def test_what_is_compiled_outlives_a_boot_where_the_user_said_nothing_else():
     def folder(**source):
         return rank_environment(source, Path("/"), ("cuda:0",)).get("TORCHINDUCTOR_CACHE_DIR")

@@ -24,7 +24,7 @@ from parallel_backend.sidecar.exchange import Exchange
 from parallel_backend.sidecar.held_models import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import RankAndModel, Sleep, Wake
+from parallel_backend.wire.protocol import KeepModels, RankAndModel, Sleep, Wake
 from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from scripted import NO_MEMORY, is_held, predict_request, scripted_request, scripted_weights, two_ranks
 from tiny_flux import write_tiny_flux
@@ -331,6 +331,29 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sideca
     assert pool.bytes_on(spec, "cpu:0") == 1000 and len(loaded) == 1
     sidecar.sleep(1)
     assert pool.bytes_on(spec, "cpu:0") == 0
+
+
+def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
+    sidecar, make, loaded, monkeypatch
+):
+    spec, sent = make(2.0, "weighs 1000"), []
+    sidecar.load(spec)
+    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    send = Exchange.send
+
+    def noted(self, message, tensors=None):
+        sent.append(message)
+        send(self, message, tensors)
+
+    monkeypatch.setattr(Exchange, "send", noted)
+    pool.release_cache(spec)
+    assert sent == []  # ranks on the CPU keep nothing
+    monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
+    pool.release_cache(make(3.0, "weighs 1000"))  # which nobody holds
+    pool.release_cache(spec)
+    assert sent == [KeepModels((1,))]
+    assert sidecar.state is State.READY and sidecar.models == (spec,)
+    assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 1
 
 
 def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, make, loaded, monkeypatch):

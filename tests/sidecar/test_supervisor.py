@@ -210,7 +210,7 @@ def test_a_rank_sees_its_devices_settings_but_no_secret():
         "PYTHONPATH": "/site",
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    seen = rank_environment(source, Path("/my pack"), ("cpu:0", "cpu:1"))
+    seen = rank_environment(source, Path("/my pack"), ("cuda:0", "cuda:1"))
     assert "secret" not in seen.values()
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["NCCL_P2P_DISABLE"]) == ("1,2", "1")
     assert seen["PYTHONPATH"] == "/my pack:/site"

@@ -9,10 +9,10 @@ import torch
 
 
 class FakeCuda:
-    """`waits`: times that a call of the model has the host wait for the device (see `synchronize`)."""
+    """`sizes`: bytes of each card's memory, by its number."""
 
-    def __init__(self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555"):
-        self.backend, self.uuid = backend, uuid
+    def __init__(self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555", sizes=(48 * 10**9,)):
+        self.backend, self.uuid, self.sizes = backend, uuid, sizes
         self.modes: list[str] = []
         self._mode = 0
 
@@ -25,7 +25,7 @@ class FakeCuda:
             major=8,
             minor=9,
             multi_processor_count=142,
-            total_memory=48 * 10**9,
+            total_memory=self.sizes[device.index or 0],
             uuid=self.uuid,
         )
 

@@ -67,13 +67,27 @@ def _import(wanted: _Imported, device: torch.device) -> None:
     sys.modules["comfy"] = module_from_spec(spec)
     try:
         _read_command_line(wanted.flags)
+        _import_modules(wanted.flags, device)
     except BaseException:
         sys.path.remove(wanted.root)
         for name in [name for name in sys.modules if name.partition(".")[0] == "comfy"]:
             del sys.modules[name]
         raise
-    install_router(device)
-    import comfy.sd  # noqa: F401  all that loading needs, before the first load is timed
+
+
+def _import_modules(flags: tuple[str, ...], device: torch.device) -> None:
+    """All that loading needs, before the first load is timed."""
+    try:
+        install_router(device)
+        import comfy.model_management
+        import comfy.sd
+    except SystemExit:  # where a kernel's package is missing, which ComfyUI's own process may have elsewhere
+        raise RequestError(
+            f"ComfyUI does not start with the flags {' '.join(flags)} where this rank runs; the ranks' output says "
+            f"why. Install what is missing there, or start ComfyUI without the flag."
+        ) from None
+    # By --fast autotune, as ComfyUI's server does when it starts; an older ComfyUI does when it is imported.
+    getattr(comfy.model_management, "set_cudnn_benchmark", lambda: None)()
 
 
 def _read_command_line(flags: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import torch
 from comfy_kitchen.tensor.base import (
     BaseLayoutParams,
@@ -17,8 +18,6 @@ from comfy_kitchen.tensor.base import (
 )
 from diffusers.quantizers.gguf.utils import dequantize_functions
 from torch import Tensor
-
-import gguf
 
 LAYOUT = "GGUFLayout"
 

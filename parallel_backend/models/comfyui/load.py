@@ -1,13 +1,14 @@
 """A rank's model by ComfyUI's own loaders over a mapped file: its detection, its conversions, its dtypes.
 
-On the CPU the weights stay views of the mapping, so that all ranks of a machine share one copy of the file.
+On the CPU the weights stay views of the mapping, so that all ranks of a machine share one copy of the file. On a GPU
+they get there by large reads of it (models/staging.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
+from ..staging import staged_reader
 from . import gguf
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
@@ -49,7 +51,7 @@ def load(
     _check_whole(part)
     import_comfyui(source, device)
     packed = is_gguf(spec.path)
-    tensors, metadata = (gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
+    opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
     own = _own_tensors(tensors)
     size = sum(tensor.nbytes for tensor in own)
     stored = _most_common_format(own)
@@ -71,7 +73,9 @@ def load(
     sharding = None if part is None else part.byte_sharding
     absent = _absent(patcher.model.diffusion_model, part)
     weights = ComfyUIWeights(patcher, dtypes, sharding, absent)  # before they leave the mapping
-    place(patcher.model, device, dtypes, sharding, absent)
+    reader = None if opened is None else staged_reader(spec.path, opened, device)
+    with reader or nullcontext() as staged:
+        place(patcher.model, device, dtypes, sharding, absent, staged)
     patcher.model.device = device
     return ComfyUIModel(patcher, device, size, stored, weights, sharding)
 
@@ -101,11 +105,11 @@ def _absent(module: nn.Module, part: ModelPart | None) -> list[str]:
     return [key for key, parameter in held.items() if id(parameter) not in here]
 
 
-def _mapped(path: str) -> tuple[StateDict, dict[str, str]]:
-    """(tensors, metadata) of a file. A tensor is read from disk when something touches it."""
+def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
+    """(the file, its tensors, its metadata). A tensor is read from disk when something touches it."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        file = safe_open(path, framework="pt", device="cpu")
+        return file, {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a .safetensors file: {error}. Check that it is there and whole."

@@ -73,7 +73,8 @@ class ComfyUIModelFile:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
     of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands;
     `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty; `has_stages`: its
-    blocks may lie on several devices.
+    blocks may lie on several devices; `kept`: the dtype of a plain fp8 file's weights on ComfyUI's GPU, where that does
+    not multiply fp8 and has room for it, else empty.
     """
 
     path: str
@@ -96,6 +97,7 @@ class ComfyUIModelFile:
     band_rows: int = 0
     why_less: str = ""
     has_stages: bool = False
+    kept: str = ""
 
     @property
     def name(self) -> str:
@@ -199,12 +201,10 @@ class ComfyUIModelFile:
         a pipeline its own blocks, and all around."""
         alike = strategy.row_degree * strategy.sequence_degree
         sharded = strategy.shards and (alike > 1 or not on_cpu)
-        scale = BYTES_PER_VALUE[dtypes.storage] / BYTES_PER_VALUE[dtypes.file]
-        cast = (
-            BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file]
-            if dtypes.storage != dtypes.compute
-            else 0.0
-        )
+        storage = dtypes.storage if on_cpu else self.kept or dtypes.storage
+        scale = BYTES_PER_VALUE[storage] / BYTES_PER_VALUE[dtypes.file]
+        is_cast = storage != dtypes.compute
+        cast = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if is_cast else 0.0
         in_place = on_cpu and dtypes.storage == dtypes.file
 
         def part(block: int | None, size: int, largest: int) -> WeightPart:

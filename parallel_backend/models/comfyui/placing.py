@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base import ByteSharding
-from ..tensor_pieces import as_built
+from ..staging import StagedReader
+from ..tensor_pieces import as_built, take_apart
 
 
 def place(
@@ -17,11 +18,12 @@ def place(
     dtypes: Mapping[str, torch.dtype],
     sharding: ByteSharding | None,
     absent: Iterable[str] = (),
+    staged: StagedReader | None = None,
 ) -> None:
     """`model`: ComfyUI's, around the module; `dtypes`: which parameters of the module are to have, by name, where not
-    the file's; `absent`: those that have no use here, for which empty ones stand. What moves is copied: parameters that
-    were there stay as they are, for whoever kept them. (Module.to would move those, and copy quantised ones even to
-    where they are.)"""
+    the file's; `absent`: those that have no use here, for which empty ones stand; `staged`: reads what moves. That is
+    copied: parameters that were there stay as they are, for whoever kept them. (Module.to would move those, and copy
+    quantised ones even to where they are.)"""
     module = model.get_submodule("diffusion_model")
     if sharding is not None:
         sharding.shard(module, list(blocks_of(module)), dtypes)
@@ -37,11 +39,19 @@ def place(
     for owner in model.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in moved:
-                value = as_built(parameter.to(device), wanted.get(id(parameter)))
+                value = _moved(parameter, device, staged)
+                value = as_built(value, wanted.get(id(parameter)))
                 moved[id(parameter)] = as_parameter(value)
             setattr(owner, name, moved[id(parameter)])
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+
+
+def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader | None) -> Tensor:
+    if staged is None:
+        return parameter.to(device)
+    pieces, put_together = take_apart(parameter)
+    return put_together([staged.to_device(piece) for piece in pieces])
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...errors import PlatformError
 from ..vae.base import RowSpan
@@ -52,9 +53,22 @@ def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
     if not any(map(_injects_noise, network.modules())):
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), _DrawnOnTheHost():
         torch.manual_seed(_NOISE_SEED)
         yield
+
+
+class _DrawnOnTheHost(TorchFunctionMode):
+    """Inside, noise for any device is drawn by the CPU: CUDA's generator deals numbers out by the number of a card's
+    multiprocessors, so that unlike cards draw unlike noise from one seed."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.randn:
+            return func(*args, **kwargs)
+        return torch.randn(*args, **{**kwargs, "device": "cpu"}).to(kwargs.get("device") or "cpu")
 
 
 def _ltx(network: Any) -> None:

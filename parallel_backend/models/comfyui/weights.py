@@ -2,7 +2,8 @@
 
 A change is computed from the file's own value, as ComfyUI does it: cast to its dtype for LoRAs, changed, rounded (for
 fp8 by chance, seeded by the weight's name) or quantised anew with new scales. So the bits are those that ComfyUI's own
-process would have, whatever the format of the file.
+process would have, whatever the format of the file, but with dynamic VRAM: then it computes them where a layer runs, in
+the dtype of that, and which of them it rounds depends on the memory that is free (docs/models-formats.md).
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from parallel_backend.requests import ComfyUISource
 
 report = []
 for root, flags in json.loads(sys.argv[1]):
+    if "autotune" in flags:
+        torch.cuda.is_available = torch.backends.cudnn.is_available = lambda: True
     try:
         import_comfyui(ComfyUISource(root, tuple(flags)), torch.device("cpu"))
     except RequestError as error:
@@ -32,6 +34,7 @@ for root, flags in json.loads(sys.argv[1]):
     report.append({
         "cpu": args.cpu, "bf16_unet": args.bf16_unet, "command line": sys.argv[0], "comfy": list(comfy.__path__),
         "nodes": nodes.__file__, "routed": hasattr(optimized_attention, "__wrapped__"), "last": sys.path[-1],
+        "tunes": torch.backends.cudnn.benchmark,
         "imported": sorted({"server", "execution", "folder_paths"} & set(sys.modules)),
     })
 print(json.dumps(report))
@@ -76,6 +79,7 @@ def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path
             "nodes": str(tmp_path / "nodes" / "__init__.py"),
             "routed": True,
             "last": str(Path(root).resolve()),
+            "tunes": False,
             "imported": [],
         }
     )
@@ -85,14 +89,22 @@ def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path
 
 def test_a_refused_import_leaves_room_for_another(tmp_path):
     require_comfyui()
-    no_comfyui, unknown_flag, no_comfyui_again = _imports(
+    (tmp_path / "nodes.py").touch()
+    (tmp_path / "sageattention.py").write_text("raise ImportError(name='sageattention')")
+    no_comfyui, unknown_flag, no_kernel, no_comfyui_again, after = _imports(
         [str(tmp_path), []],
         [str(require_comfyui()), ["--no-such-flag"]],
+        [str(require_comfyui()), ["--use-sage-attention"]],
         [str(tmp_path), []],
+        [str(require_comfyui()), ["--fast", "autotune"]],
+        path=tmp_path,
     )
     assert "is not ComfyUI's folder" in no_comfyui
     assert "--no-such-flag" in unknown_flag
+    assert "--use-sage-attention" in no_kernel and "Install what is missing" in no_kernel
     assert no_comfyui_again == no_comfyui
+    assert after["routed"]
+    assert after["tunes"], "what ComfyUI's server tells cuDNN as it starts"
 
 
 @pytest.mark.parametrize("name", ["optimized_attention", "optimized_attention_masked"])

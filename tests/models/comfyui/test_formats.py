@@ -17,6 +17,7 @@ from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.staging import StagedReader
 from parallel_backend.models.tensor_pieces import take_apart
 from parallel_backend.requests import BLOCK, ROWS, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -154,3 +155,27 @@ def test_int8_and_w4a4_round_the_activations_of_each_token_by_itself(files, form
     assert relative_difference(layer(tokens[:32]), layer(tokens)[:32]) <= TOLERANCE
     rounded, exact = layer(tokens), torch.nn.functional.linear(tokens, layer.weight.dequantize(), layer.bias)
     assert relative_difference(rounded, exact) > 1e-3, "they are rounded"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_for_a_gpu_come_by_large_reads_of_the_file(files, form, monkeypatch):
+    """All that ComfyUI has left where it was; the rest (scales, layers in another dtype) it has made anew."""
+    expected, readers = load(spec(files[form]), CPU), []
+
+    def as_on_a_gpu(path, opened, device):
+        readers.append(StagedReader(path, opened, device, piece=10_000))
+        return readers[0]
+
+    monkeypatch.setattr(import_module(load.__module__), "staged_reader", as_on_a_gpu)
+    found, ranges, in_file = load(spec(files[form]), CPU), mapped_ranges(files[form]), 0
+    for name, parameter in expected.module.named_parameters():
+        pieces = take_apart(parameter)[0]
+        others = take_apart(found.module.get_parameter(name))[0]
+        assert [_bits(one) for one in pieces] == [_bits(one) for one in others]
+        mapped = [one for one in pieces if any(begin <= one.data_ptr() < end for begin, end in ranges)]
+        in_file += sum(one.nbytes for one in mapped)
+    assert 0.5 * expected.bytes < in_file <= readers[0].bytes_read <= expected.bytes
+
+
+def _bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comfy_modules import CPU, import_comfyui_here
+from fake_cuda import FakeCuda
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import ModelPart, Slices
 from parallel_backend.models.comfyui import table
-from parallel_backend.models.comfyui.common_dtypes import QUESTIONS, asked_of_all
+from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, asked_of_all
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import ComfyUISource, ModelSpec
 from tiny_flux import write_tiny_flux
@@ -197,8 +198,32 @@ def test_the_dtype_of_unlike_cards_is_decided_by_the_least_of_them(source, monke
     monkeypatch.setattr(management, "should_use_bf16", lambda device=None, *_, **__: device != turing)
     monkeypatch.setattr(management, "should_use_fp16", lambda device=None, *_, **__: True)
     of_flux = [torch.bfloat16, torch.float16, torch.float32]
-    assert all(hasattr(management, name) for name in QUESTIONS)
+    assert all(hasattr(management, name) for name in (*QUESTIONS, MEMORY))
     with asked_of_all(management, [torch.device("cuda:0"), turing]):
         assert management.unet_dtype(supported_dtypes=of_flux) == torch.float16
         assert management.unet_manual_cast(torch.float16, torch.device("cuda:0"), of_flux) is None
     assert management.unet_dtype(supported_dtypes=of_flux) == torch.bfloat16
+
+
+def test_weights_are_kept_alike_on_cards_of_unlike_sizes(source, monkeypatch):
+    """ComfyUI keeps fp8 weights that a card does not multiply only where halves would not fit on it; ranks that share
+    weights out exchange bytes of one dtype."""
+    import comfy.model_management as management
+
+    sizes, small = [48 * 2**30, 24 * 2**30], torch.device("cuda:1")
+    monkeypatch.setattr(management, "supports_fp8_compute", lambda device=None: False)
+    monkeypatch.setattr(management, "should_use_bf16", lambda device=None, *_, **__: True)
+    monkeypatch.setattr(management, "get_total_memory", lambda dev=None: sizes[0])
+    cuda = FakeCuda(sizes=sizes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cuda.get_device_properties)
+
+    def kept():
+        return management.unet_dtype(
+            model_params=14 * 10**9, supported_dtypes=[torch.bfloat16, torch.float32], weight_dtype=FP8
+        )
+
+    assert kept() == torch.bfloat16
+    with asked_of_all(management, [torch.device("cuda:0"), small]):
+        assert kept() == FP8
+        assert management.get_total_memory(CPU) == sizes[0]
+    assert kept() == torch.bfloat16

@@ -127,6 +127,20 @@ def test_each_rank_holds_the_whole_or_its_share(file):
     assert (mapped.own, mapped.mapped) == (0, file.tensor_bytes)
 
 
+def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
+    """Where the card does not multiply fp8 and halves fit."""
+    stored = replace(file, dtype="float8_e4m3fn")
+    on_gpu, on_cpu = (Dtypes.of("auto", stored.dtype, on_cpu=on_cpu) for on_cpu in (False, True))
+
+    def parts(kept, dtypes, **where):
+        return replace(stored, kept=kept).held_weights(dtypes, ParallelStrategy(), 0, **where).parts
+
+    one, twice = parts("", on_gpu, on_cpu=False), parts("bfloat16", on_gpu, on_cpu=False)
+    assert [part.own for part in twice] == [2 * part.own for part in one]
+    assert any(part.cast for part in one) and not any(part.cast for part in twice)
+    assert parts("bfloat16", on_cpu, on_cpu=True) == parts("", on_cpu, on_cpu=True)
+
+
 def test_more_frames_and_fewer_ranks_need_more_memory(file):
     def activations(frames, strategy):
         return predict_memory(file, strategy, job(file, (1, 16, frames, 64, 64)))[0].activations

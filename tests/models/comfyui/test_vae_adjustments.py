@@ -6,7 +6,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from other_vaes import BANDED, TILED, build
 from parallel_backend.errors import PlatformError
-from parallel_backend.models.comfyui.vae_adjustments import adjust
+from parallel_backend.models.comfyui.vae_adjustments import adjust, reproducible
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,3 +50,20 @@ def test_where_comfyui_pads_with_zeros_for_cudnns_sake_so_do_ranks(monkeypatch, 
         layer.padding_mode for layer in network.modules() if getattr(layer, "kernel_size", None) == (3, 3, 3)
     }
     assert modes == {mode}
+
+
+def test_noise_within_layers_is_drawn_alike_on_unlike_cards():
+    """By the CPU's generator for any device: CUDA's gives other numbers on a card with other multiprocessors."""
+    network, cpu = build(BANDED["ltx with noise"]), torch.device("cpu")
+    layer = next(layer for layer in network.modules() if getattr(layer, "inject_noise", False))
+
+    def drawn(device=cpu):
+        return layer._feed_spatial_noise(
+            torch.zeros(1, 2, 1, 3, 4, device=device), torch.ones(2, 1, 1, device=device)
+        )
+
+    with reproducible(network, cpu):
+        first, second = drawn(), drawn()
+    with reproducible(network, cpu):
+        assert drawn("meta").is_meta
+        assert torch.equal(drawn(), second) and not torch.equal(first, second)
