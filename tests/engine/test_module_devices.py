@@ -67,7 +67,7 @@ def mode_of(one: Subject) -> str:
 
 
 def check(found: Found, alone: Found | None = None) -> None:
-    assert found.own == []
+    assert found.own == [] and found.drawn == []
     assert found.answers and all(answer.device == DEVICE for answer in found.answers)
     if alone is not None:
         assert found.syncs <= alone.syncs

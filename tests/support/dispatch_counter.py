@@ -8,6 +8,7 @@ tensors of the device and of the host, a generator of another device, a collecti
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meta_answers import meta_answer
 from parallel_backend.engine.groups import World
 
 DEVICE = torch.device("meta")  # a GPU's stand-in
@@ -96,7 +98,7 @@ class DispatchCounter(TorchDispatchMode):
             and (answer := self._moved(func, name, args, kwargs)) is not None
         ):
             return answer
-        if func._can_decompose() and packet not in _WHOLE:
+        if packet not in _WHOLE and _can_decompose(func):
             with torch._C.DisableTorchFunction(), self:
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
@@ -105,7 +107,7 @@ class DispatchCounter(TorchDispatchMode):
             args = self._indexed(packet, name, args)
         else:
             self._refuse_mixed(name, _tensors((args, list(kwargs.values()))))
-        answer = func(*args, **kwargs)
+        answer = meta_answer(func, args, kwargs) if self.device == DEVICE else func(*args, **kwargs)
         if self._launches(func, packet, answer):
             self._add(name, Counts(operators=1, copied_bytes=_bytes(answer) if packet in _COPIES else 0))
         return answer
@@ -117,8 +119,8 @@ class DispatchCounter(TorchDispatchMode):
     def _launches(self, func: Any, packet: Any, answer: Any) -> bool:
         if packet in _NOTHING or func.namespace == "prim":
             return False
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            return False  # a view
+        if _is_view(func):
+            return False
         return any(tensor.device.type == self.device.type and tensor.numel() for tensor in _tensors(answer))
 
     def _refuse_mixed(self, name: str, tensors: Iterator[Tensor]) -> None:
@@ -271,6 +273,16 @@ _COLLECTIVES = {
     "all_reduce": 0,
     "reduce_scatter_tensor": 0,
 }
+
+
+@functools.cache
+def _can_decompose(func: Any) -> bool:
+    return func._can_decompose()
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -99,15 +99,10 @@ class DeviceLoop:
 
     def stock(self, job: LoopRequest) -> LoopFound:
         """ComfyUI's own guider and sampler alone."""
-        import comfy.model_management
-
         there = LoopRequest(**map_tensors(vars(job), lambda tensor: tensor.to(DEVICE)))
         with ExitStack() as inside:
             inside.enter_context(world_of_one_process(0, 1))
             inside.enter_context(patch.object(loop_jobs, "stock_model", lambda path: self.model))
-            inside.enter_context(
-                patch.object(comfy.model_management, "get_free_memory", lambda device: 2**40)
-            )
             inside.enter_context(comfyui_on_the_device())
             with counted() as counter:
                 latent = loop_jobs.stock_latent("", there)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +28,7 @@ from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arguments import pack_arguments
 
+_DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
 SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
 
 
@@ -61,8 +62,11 @@ def comfyui_on_the_device() -> Iterator[None]:
     """Inside, ComfyUI takes the stand-in for the device that it computes on."""
     import comfy.model_management
 
+    management = comfy.model_management
     with ExitStack() as inside:
-        inside.enter_context(patch.object(comfy.model_management, "get_torch_device", lambda: DEVICE))
+        inside.enter_context(patch.object(management, "get_torch_device", lambda: DEVICE))
+        for asked in ("get_free_memory", "get_total_memory"):
+            inside.enter_context(patch.object(management, asked, lambda *device, **named: 2**40))
         inside.enter_context(patch.object(torch, "autocast", _autocast))  # which knows no such device
         inside.enter_context(
             patch.object(attention_router, "_attend", _AttentionOfGpus(attention_router._attend))
@@ -73,11 +77,12 @@ def comfyui_on_the_device() -> Iterator[None]:
 @dataclass
 class Found:
     """What a run asked of the device. `syncs`: how often the host waited for it; `own`: of these, where in the pack;
-    `answers`: what it gave."""
+    `drawn`: random numbers, of which cards of two kinds draw others from one seed; `answers`: what it gave."""
 
     syncs: int
     own: list[str]
-    answers: list[Any] = field(default_factory=list)
+    drawn: list[str]
+    answers: list[Tensor]
 
 
 class Subject:
@@ -105,13 +110,13 @@ class Subject:
         def run() -> Any:
             return self.model.module(*call.args, **call.kwargs)
 
-        return _watched(run)
+        return watched(run)
 
     def on_rank(self, strategy: ParallelStrategy, rank: int, tokens: str) -> Found:
         """A call as this rank makes it."""
         with self._forward(strategy, rank) as forward:
             call = self.call(tokens)
-            return _watched(lambda: forward(call))
+            return watched(lambda: forward(call))
 
     def under_cache(self, strategy: ParallelStrategy, rank: int, tokens: str) -> list[Found]:
         """A call that is computed, and one that leaves blocks out. What the host reads of the device is 1."""
@@ -120,7 +125,7 @@ class Subject:
             cache = ModuleCache(threshold=0.5)
             for cache.threshold in (0.5, 2.0):
                 call = self.call(tokens, prompts=(0,))
-                found.append(_watched(lambda call=call: forward(call, cache)))
+                found.append(watched(lambda call=call: forward(call, cache)))
         assert (cache.calls, cache.reused) == (2, 1)
         return found
 
@@ -130,10 +135,10 @@ class Subject:
             stages, keys = forward.stages, KeptKeys()
             assert stages is not None
             calls = [self.call(tokens) for _ in range(3)]
-            found = {"whole": _watched(lambda: forward(calls[0], keys=keys))}
+            found = {"whole": watched(lambda: forward(calls[0], keys=keys))}
             if not stages.why_whole(calls[1], keys):
-                found["owners"] = _watched(lambda: stages.owners(calls[1], 2, keys))
-                found["patch"] = _watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
+                found["owners"] = watched(lambda: stages.owners(calls[1], 2, keys))
+                found["patch"] = watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
         return found
 
     @contextmanager
@@ -142,10 +147,11 @@ class Subject:
             yield make_module_forward(self.model, Layouts(world), Placement(strategy))
 
 
-def _watched(run: Callable[[], Any]) -> Found:
+def watched(run: Callable[[], Any]) -> Found:
     with torch.inference_mode(), comfyui_on_the_device(), counted() as counter:
         answer = run()
-    return Found(counter.counts.host_syncs, counter.own_syncs, _leaves(answer))
+    drawn = [event for event in counter.events if any(word in event for word in _DRAWS)]
+    return Found(counter.counts.host_syncs, counter.own_syncs, drawn, _leaves(answer))
 
 
 def _leaves(answer: Any) -> list[Tensor]:

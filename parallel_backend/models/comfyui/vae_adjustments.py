@@ -78,10 +78,14 @@ def _ltx(network: Any) -> None:
 
 
 def _noise_of_whole_pictures(feed: Callable[..., Tensor], span: RowSpan) -> Callable[..., Tensor]:
+    """Drawn on the host: from one seed, cards of two kinds draw different numbers."""
+
     def fed(hidden: Tensor, scale: Tensor) -> Tensor:
         sizes, own = span.span(hidden.shape[-2])
-        nothing = hidden.new_zeros(()).expand(1, hidden.shape[1], 1, sum(sizes), hidden.shape[-1])
-        return hidden + feed(nothing, scale)[..., sum(sizes[:own]) : sum(sizes[: own + 1]), :]
+        nothing = torch.zeros((), dtype=hidden.dtype).expand(1, 1, 1, sum(sizes), hidden.shape[-1])
+        noise = feed(nothing, torch.ones(1, 1, 1, dtype=scale.dtype))  # [1, 1, 1, all rows, W]
+        mine = noise[..., sum(sizes[:own]) : sum(sizes[: own + 1]), :]
+        return hidden + mine.to(hidden.device) * scale[:, None]
 
     return fed
 
