@@ -85,22 +85,37 @@ class Found:
     answers: list[Tensor]
 
 
+def on_device(model: TinyModel) -> TinyModel:
+    model.module.eval().requires_grad_(False).to(DEVICE)
+    model.device = DEVICE
+    return model
+
+
+def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of a call's arguments, where a rank on the device puts them."""
+    return KeptArguments(DEVICE).take(pack_arguments((args, kwargs)), ())
+
+
+@contextmanager
+def forward_of(model: TinyModel, strategy: ParallelStrategy, rank: int) -> Iterator[ModuleForward]:
+    """Of a rank whose collectives with the others do nothing."""
+    with world_of_one_process(rank, strategy.world_size) as world:
+        yield make_module_forward(model, Layouts(world), Placement(strategy))
+
+
 class Subject:
     """A tiny module on the stand-in, and calls of it."""
 
     def __init__(self, case: Case, rows: int = 1) -> None:
         build, inputs = case
-        self.model = TinyModel(build().eval().requires_grad_(False))
-        self.model.module.to(DEVICE)
-        self.model.device = DEVICE
+        self.model = on_device(TinyModel(build()))
         self._rows, self._inputs = rows, inputs
         self.name = type(self.model.module).__name__
 
     def call(self, tokens: str, prompts: tuple[int, ...] = ()) -> ModuleCall:
         """With arguments as a rank has them, new ones each time."""
         args, kwargs = self._inputs(self._rows, *SIZE)
-        payload = pack_arguments((args, kwargs | {"transformer_options": {}}))
-        args, kwargs = KeptArguments(DEVICE).take(payload, ())
+        args, kwargs = as_in_a_rank(args, kwargs | {"transformer_options": {}})
         return ModuleCall(args, kwargs, self._rows, tokens, prompts=prompts)
 
     def alone(self) -> Found:
@@ -114,14 +129,14 @@ class Subject:
 
     def on_rank(self, strategy: ParallelStrategy, rank: int, tokens: str) -> Found:
         """A call as this rank makes it."""
-        with self._forward(strategy, rank) as forward:
+        with forward_of(self.model, strategy, rank) as forward:
             call = self.call(tokens)
             return watched(lambda: forward(call))
 
     def under_cache(self, strategy: ParallelStrategy, rank: int, tokens: str) -> list[Found]:
         """A call that is computed, and one that leaves blocks out. What the host reads of the device is 1."""
         found = []
-        with self._forward(strategy, rank) as forward:
+        with forward_of(self.model, strategy, rank) as forward:
             cache = ModuleCache(threshold=0.5)
             for cache.threshold in (0.5, 2.0):
                 call = self.call(tokens, prompts=(0,))
@@ -131,7 +146,7 @@ class Subject:
 
     def in_stages(self, strategy: ParallelStrategy, rank: int, tokens: str) -> dict[str, Found]:
         """Whole images, what is asked about patches once, and a patch."""
-        with self._forward(strategy, rank) as forward:
+        with forward_of(self.model, strategy, rank) as forward:
             stages, keys = forward.stages, KeptKeys()
             assert stages is not None
             calls = [self.call(tokens) for _ in range(3)]
@@ -140,11 +155,6 @@ class Subject:
                 found["owners"] = watched(lambda: stages.owners(calls[1], 2, keys))
                 found["patch"] = watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
         return found
-
-    @contextmanager
-    def _forward(self, strategy: ParallelStrategy, rank: int) -> Iterator[ModuleForward]:
-        with world_of_one_process(rank, strategy.world_size) as world:
-            yield make_module_forward(self.model, Layouts(world), Placement(strategy))
 
 
 def watched(run: Callable[[], Any]) -> Found:
