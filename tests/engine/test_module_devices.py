@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from comfy_modules import UNETS, import_comfyui_here
-from dispatch_counter import DEVICE, MixedDevices
+from dispatch_counter import DEVICE, MixedDevices, counted, world_of_one_process
 from module_devices import Found, Subject
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.block_tokens import BlockTokens
 from parallel_backend.engine.collectives import all_gather
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.models.comfyui.table import token_mode
 from parallel_backend.models.comfyui.tiny import cases
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
@@ -126,6 +128,14 @@ def test_patches_in_stages_wait_for_nothing_once_it_is_known_which_elements_they
     assert all(answer.device == DEVICE for answer in found["patch"].answers)
     assert bool(found["patch"].answers) == (rank == 1)  # the last stage has it
     assert 0 < len(found["owners"].own) <= ASKED_ONCE
+
+
+def test_what_is_gathered_arrives_where_it_belongs():
+    """Into a list of tensors NCCL gathers by way of another one as large as all of them."""
+    with world_of_one_process(0, 3) as world, counted() as counter:
+        axis = Layouts(world).get(ULYSSES_3).sequence
+        all_gather(torch.empty(2, 5, device=DEVICE), (2, 2, 1), axis, Traffic())
+    assert [event for event in counter.events if "gather" in event] == ["c10d._allgather_base_"]
 
 
 def plant(monkeypatch, planted):
