@@ -1,4 +1,5 @@
-"""ComfyUI's own modules on a stand-in for a GPU: nothing of ours meets a tensor of the host there, or waits for it.
+"""ComfyUI's own modules on a stand-in for a GPU: nothing of ours meets a tensor of the host or another dtype there, or
+waits for it.
 
 The stand-in refuses what a GPU refuses, and counts where the host would wait. Under no split does a call wait within
 the pack's own lines, nor more often in ComfyUI's than it does alone; a step cache waits once, for its decision.
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from comfy_modules import UNETS, import_comfyui_here
-from dispatch_counter import DEVICE, MixedDevices, counted, world_of_one_process
+from dispatch_counter import DEVICE, Refused, counted, world_of_one_process
 from module_devices import Found, Subject
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.block_tokens import BlockTokens
@@ -54,6 +55,10 @@ STAGED = {
 ASKED_ONCE = 6  # waits for which patch has which elements, of a job
 
 
+# Of ComfyUI's own norms in float32.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _comfyui():
     import_comfyui_here()
@@ -73,7 +78,8 @@ def check(found: Found, alone: Found | None = None) -> None:
     assert found.answers and all(answer.device == DEVICE for answer in found.answers)
     if alone is not None:
         assert found.syncs <= alone.syncs
-        assert [answer.shape for answer in found.answers] == [answer.shape for answer in alone.answers]
+        ours, theirs = ([(a.shape, a.dtype) for a in one.answers] for one in (found, alone))
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -157,13 +163,16 @@ REFUSED = {
     "a collective over the host's": lambda tokens, value: all_gather(
         torch.ones(2), (2, 2), tokens.axis, tokens.traffic
     ),
+    "another dtype": lambda tokens, value: (
+        value.flatten(0, -2) @ torch.ones(value.shape[-1], 1, device=value.device)
+    ),
 }
 
 
 @pytest.mark.parametrize("planted", REFUSED)
 def test_what_a_gpu_refuses_is_seen(planted, monkeypatch):
     plant(monkeypatch, REFUSED[planted])
-    with pytest.raises(MixedDevices):
+    with pytest.raises(Refused):
         subject("WanModel", "wan2.1 t2v").on_rank(ULYSSES_2, 1, STAY)
 
 

@@ -3,7 +3,8 @@
 What is launched comes from torch's dispatcher. Attention counts as one operator whose result lies in memory as its
 queries do, as FlashAttention's does; collectives do nothing. What the host reads of a tensor there, or copies there or
 from there, is a synchronisation: it is answered with 1 and counted. What a GPU refuses is refused: an operator over
-tensors of the device and of the host, a generator of another device, a collective of devices over the host's tensors.
+tensors of the device and of the host, a product of two dtypes, a generator of another device, a collective of devices
+over the host's tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _COMFYUI = "/comfy/"
 _FAKE, _CONTROL = "cpu:fake,meta:fake", "for the host's flags"
 
 
-class MixedDevices(RuntimeError):
+class Refused(RuntimeError):
     """What a GPU would refuse."""
 
 
@@ -87,6 +88,7 @@ class DispatchCounter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, name, args, kwargs)
         if packet is aten.scaled_dot_product_attention and self.device == DEVICE:
+            self._refuse_mixed(packet, name, args)
             self._add(name, Counts(operators=1))
             return _attention(*args[:3])
         if packet is aten.dropout and not args[2]:
@@ -106,7 +108,7 @@ class DispatchCounter(TorchDispatchMode):
         if packet in _INDEXING:
             args = self._indexed(packet, name, args)
         else:
-            self._refuse_mixed(name, _tensors((args, list(kwargs.values()))))
+            self._refuse_mixed(packet, name, (args, list(kwargs.values())))
         answer = meta_answer(func, args, kwargs) if self.device == DEVICE else func(*args, **kwargs)
         if self._launches(func, packet, answer):
             self._add(name, Counts(operators=1, copied_bytes=_bytes(answer) if packet in _COPIES else 0))
@@ -123,20 +125,22 @@ class DispatchCounter(TorchDispatchMode):
             return False
         return any(tensor.device.type == self.device.type and tensor.numel() for tensor in _tensors(answer))
 
-    def _refuse_mixed(self, name: str, tensors: Iterator[Tensor]) -> None:
+    def _refuse_mixed(self, packet: Any, name: str, given: Any) -> None:
         """A number of the host goes along with a launch; anything larger has to be there."""
         if self.device == CPU:
             return
-        found = {t.device.type for t in tensors if t.ndim or t.device.type != CPU.type}
-        if len(found) > 1:
-            raise MixedDevices(f"{name} over tensors of the device and of the host")
+        tensors = list(_tensors(given))
+        if len({t.device.type for t in tensors if t.ndim or t.device.type != CPU.type}) > 1:
+            raise Refused(f"{name} over tensors of the device and of the host")
+        if packet in _OF_ONE_DTYPE and len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
+            raise Refused(f"{name} over tensors of two dtypes")
 
     def _indexed(self, packet: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with the places where a mask is true, which are all of them, in place of the mask."""
         indexed, indices, *values = args
         if indexed.device.type != self.device.type or self.device == CPU:
             return args
-        self._refuse_mixed(name, _tensors([indexed, *values]))
+        self._refuse_mixed(packet, name, (indexed, values))
         places: list[Tensor | None] = []
         for index in indices:
             if index is None:
@@ -154,7 +158,7 @@ class DispatchCounter(TorchDispatchMode):
 
     def _collective(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_control(args) and any(t.device.type != self.device.type for t in _tensors(args)):
-            raise MixedDevices(f"{name} of the devices over tensors of the host")
+            raise Refused(f"{name} of the devices over tensors of the host")
         short = name.rpartition(".")[2]
         if short in _COLLECTIVES:
             given = args[_COLLECTIVES[short]]
@@ -207,7 +211,7 @@ class _PythonReads(TorchFunctionMode):
         device = torch.device(kwargs.get("device") or "cpu")
         generator = kwargs.get("generator")
         if generator is not None and "device" in kwargs and device.type != _device_type(generator):
-            raise MixedDevices(f"numbers on {device} from a generator of {_device_type(generator)}")
+            raise Refused(f"numbers on {device} from a generator of {_device_type(generator)}")
         of_numbers = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(
             args[0], Tensor
         )
@@ -233,6 +237,19 @@ _READS = {
     aten.bincount,
 }
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# As CUDA's kernels want it; those of the meta device do not look.
+_OF_ONE_DTYPE = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.native_layer_norm,
+    aten.native_group_norm,
+    aten.scaled_dot_product_attention,
+    aten.index_put,
+    aten.index_put_,
+}
 _COPIES = {
     aten.clone,
     aten.cat,

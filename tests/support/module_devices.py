@@ -1,6 +1,7 @@
 """Calls of ComfyUI's tiny modules on a stand-in for a GPU (dispatch_counter.py), alone and as one of several ranks.
 
-What arrives in a rank is placed as a rank places it. ComfyUI attends as on a GPU. Needs `import_comfyui_here()`.
+What arrives in a rank is placed as a rank places it. ComfyUI attends as on a GPU, and computes in bfloat16 as there; on
+the CPU it would take float32, in which all dtypes fit. Needs `import_comfyui_here()`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,27 @@ from parallel_backend.engine.module_cache import ModuleCache
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
 from parallel_backend.engine.module_stages import Patch
 from parallel_backend.models.comfyui import attention_router
+from parallel_backend.models.comfyui.tiny import (
+    flux_like,
+    image,
+    omni_like,
+    pixels,
+    shapes,
+    sound,
+    unet,
+    video,
+    wan_like,
+)
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
+from parallel_backend.models.comfyui.tiny.weights import operations
 from parallel_backend.rank.kept_arguments import KeptArguments
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arguments import pack_arguments
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
+_TINY = (flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like)
+HALF = torch.bfloat16
 SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
 
 
@@ -108,14 +123,19 @@ class Subject:
 
     def __init__(self, case: Case, rows: int = 1) -> None:
         build, inputs = case
-        self.model = on_device(TinyModel(build()))
+        with _in_half():
+            self.model = on_device(TinyModel(build()))
+        for part in self.model.module.children():
+            if type(part).__module__.startswith("parallel_backend."):  # stands for one of ComfyUI's
+                part.to(HALF)
         self._rows, self._inputs = rows, inputs
         self.name = type(self.model.module).__name__
 
     def call(self, tokens: str, prompts: tuple[int, ...] = ()) -> ModuleCall:
         """With arguments as a rank has them, new ones each time."""
-        args, kwargs = self._inputs(self._rows, *SIZE)
-        args, kwargs = as_in_a_rank(args, kwargs | {"transformer_options": {}})
+        (latent, *times), kwargs = self._inputs(self._rows, *SIZE)
+        kwargs = {name: _halved(value, deep=name == "control") for name, value in kwargs.items()}
+        args, kwargs = as_in_a_rank((_halved(latent), *times), kwargs | {"transformer_options": {}})
         return ModuleCall(args, kwargs, self._rows, tokens, prompts=prompts)
 
     def alone(self) -> Found:
@@ -155,6 +175,25 @@ class Subject:
                 found["owners"] = watched(lambda: stages.owners(calls[1], 2, keys))
                 found["patch"] = watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
         return found
+
+
+@contextmanager
+def _in_half() -> Iterator[None]:
+    """Inside, tiny models are built as ComfyUI builds them for a GPU."""
+    made = operations() | {"dtype": HALF}
+    with ExitStack() as inside:
+        for module in _TINY:
+            inside.enter_context(patch.object(module, "operations", lambda: made))
+        yield
+
+
+def _halved(value: Any, deep: bool = False) -> Any:
+    """An argument as ComfyUI's BaseModel casts it: tensors and lists of them, times and what lies deeper not."""
+    if isinstance(value, Tensor):
+        return value.to(HALF) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_halved, value))
+    return {name: _halved(item) for name, item in value.items()} if deep else value
 
 
 def watched(run: Callable[[], Any]) -> Found:
