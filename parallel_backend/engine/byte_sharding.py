@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..models.tensor_pieces import as_built, take_apart
 from ..wire.heartbeat import heartbeat
+from .collectives import all_gather_single
 from .groups import Axis, is_gloo
 from .traffic_counter import Traffic
 
 _BYTES = torch.uint8
 # Bytes; where tensors begin in what is gathered. Kernels want 16; a device's allocator gives 512, torch's on a host 64.
 _ALIGNMENT = 512
-# Its name before torch 2.13 warns in that version.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Owners = list[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
 
@@ -147,7 +146,7 @@ class ByteSharding:
         whole = torch.empty(axis.size * mine.numel(), dtype=_BYTES, device=self._device)
         self._traffic.add(mine.numel() * (axis.size - 1), mine)
         if not is_gloo(axis, self._device):
-            return _Arrival(whole, mine, [_all_gather(whole, mine, group=axis.group, async_op=True)])
+            return _Arrival(whole, mine, [all_gather_single(whole, mine, group=axis.group, async_op=True)])
         # Shares go straight there: gloo's own all-gather fills a buffer of its thread first, whose heap keeps it.
         shares, works = whole.chunk(axis.size), list[dist.Work | None]()
         shares[axis.index].copy_(mine)

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..wire.heartbeat import heartbeat
-from .groups import Axis
+from .groups import Axis, is_gloo
 from .traffic_counter import Traffic
+
+# Its name before torch 2.13 warns in that version.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False)
@@ -74,7 +77,10 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
     gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
     traffic.add(padded.numel() * (axis.size - 1), padded)
     with heartbeat.inside("an all-gather", axis.ranks):
-        dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
+        if is_gloo(axis, mine.device):
+            dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
+        else:  # into a list NCCL copies out of a second tensor as large as all of that
+            all_gather_single(gathered, padded, group=axis.group)
     if min(sizes) == largest:
         return gathered
     return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])

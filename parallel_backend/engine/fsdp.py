@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
+from .collectives import all_gather_single
 from .groups import Axis, is_gloo
 from .traffic_counter import Traffic
 
-# Its name before torch 2.13 warns in that version.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _WORDS = torch.uint8  # on the wire: gloo knows no fp8, and nothing is computed on the way
 
 
@@ -181,7 +180,7 @@ class _CountedGather:
         if self._gloo:
             self._exchange(output_tensor.view(_WORDS), input_tensor.view(_WORDS), group)
             return None
-        return _all_gather(
+        return all_gather_single(
             output_tensor.view(_WORDS), input_tensor.view(_WORDS), group=group, async_op=async_op
         )
 

@@ -56,7 +56,9 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             stay_near(device)
-            heartbeat.follow(partial(torch.cuda.Event, enable_timing=True))
+            heartbeat.follow(
+                partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.set_device, device)
+            )
         if world_size > 1:
             store = _open_store(store_path, world_size)
             store.set_timeout(PATIENCE)

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.comfyui.calls import in_host_memory
 from ..models.comfyui.patches import ARGUMENT
 from ..wire.arguments import map_tensors, take_kept, unpack_arguments
 from ..wire.payloads import Tensors
+
+_HOST = torch.device("cpu")
 
 
 class KeptArguments:
@@ -35,15 +38,20 @@ class KeptArguments:
         left = dict(tensors)
         for key in forget:
             self._kept.pop(key, None)
-        for key, tensor in take_kept(left).items():
-            self._kept[key] = tensor.to(self._device, copy=True)
-        args, kwargs = unpack_arguments(left, self._kept)
+        arrived = take_kept(left)
+        args, kwargs = unpack_arguments(left, self._kept | arrived)
+        on_host = set(map(id, in_host_memory(kwargs)))
+
+        def device_of(tensor: Tensor) -> torch.device:
+            return _HOST if id(tensor) in on_host else self._device
+
+        self._kept |= {key: tensor.to(device_of(tensor), copy=True) for key, tensor in arrived.items()}
         patches = kwargs.pop(ARGUMENT, None)
         free, self._lent = self._lent, []
 
         def lend(tensor: Tensor) -> Tensor:
-            if self._device.type != "cpu":  # whose allocator does as much
-                return tensor.to(self._device, copy=True)
+            if self._device != _HOST:  # whose allocator does as much
+                return tensor.to(device_of(tensor), copy=True)
             wanted = (tensor.dtype, tensor.shape)
             place = next((n for n, one in enumerate(free) if (one.dtype, one.shape) == wanted), None)
             own = tensor.clone() if place is None else free.pop(place).copy_(tensor)
@@ -52,6 +60,9 @@ class KeptArguments:
 
         args, kwargs = map_tensors((args, kwargs), lend)
         if patches is not None:  # a ControlNet's weights: they are read, and as large as a model
-            kept = {id(tensor) for tensor in self._kept.values()}
-            kwargs[ARGUMENT] = map_tensors(patches, lambda one: one if id(one) in kept else lend(one))
+            kept = {id(tensor): tensor for tensor in self._kept.values()}
+            kept |= {id(tensor): self._kept[key] for key, tensor in arrived.items()}
+            kwargs[ARGUMENT] = map_tensors(
+                patches, lambda one: kept[id(one)] if id(one) in kept else lend(one)
+            )
         return args, kwargs

@@ -120,10 +120,13 @@ class Heartbeat:
         os.close(descriptor)
         self._offset = rank * _BEAT.size
 
-    def follow(self, make_event: Callable[[], DeviceEvent]) -> None:
-        """From now on, collectives are entered and left where a device does so. Starts a thread."""
+    def follow(self, make_event: Callable[[], DeviceEvent], choose_device: Callable[[], None]) -> None:
+        """From now on, collectives are entered and left where a device does so. Starts a thread, which begins with
+        `choose_device()`: CUDA gives each thread the first device, and whatever is asked there takes memory of it."""
         self._make_event = make_event
-        threading.Thread(target=self._look_for_ever, name="heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._look_for_ever, args=(choose_device,), name="heartbeat", daemon=True
+        ).start()
 
     def look(self) -> None:
         """Writes down how far the device is."""
@@ -153,7 +156,8 @@ class Heartbeat:
             self.look()
         return tuple(self._inside_s[step] for step in range(steps))
 
-    def _look_for_ever(self) -> None:
+    def _look_for_ever(self, choose_device: Callable[[], None]) -> None:
+        choose_device()
         while True:
             time.sleep(LOOK)
             try:

@@ -1,5 +1,7 @@
 """The rank layout: which ranks share an axis, and what a strategy of another size is told."""
 
+import threading
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from parallel_backend.engine import groups
 from parallel_backend.engine.groups import PATIENCE, Layouts, World, rank_groups
 from parallel_backend.errors import RequestError
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.heartbeat import Heartbeat
+from waiting import wait_until
 
 
 def test_ulysses_neighbours_are_adjacent_and_cfg_is_far():
@@ -43,3 +47,24 @@ def test_no_group_gives_up_before_the_supervisor_does(monkeypatch, tmp_path):
     Layouts(world).get(ParallelStrategy(cfg_degree=2, ulysses_degree=2))
     assert given[0] == (PATIENCE, PATIENCE) and len(given) > 2
     assert {timeout for timeout, _ in given} == {PATIENCE}
+
+
+def test_every_thread_of_a_rank_computes_on_its_gpu(monkeypatch):
+    """CUDA gives a new thread the first GPU, and what is asked there takes memory of it for a context."""
+    chosen: list[tuple[threading.Thread, torch.device]] = []
+
+    def failed():
+        raise RuntimeError("CUDA error")  # of which the thread ends
+
+    before, heartbeat, gpu = set(threading.enumerate()), Heartbeat(), torch.device("cuda:1")
+    monkeypatch.setattr(heartbeat, "look", failed)
+    monkeypatch.setattr(groups, "heartbeat", heartbeat)
+    monkeypatch.setattr(groups, "stay_near", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread(), device))
+    )
+    World(rank=0, world_size=1, device=gpu, backend="nccl", store_path="unused")
+    wait_until(lambda: len(chosen) == 2 and not set(threading.enumerate()) - before)
+    assert [device for _, device in chosen] == [gpu, gpu]
+    (own, _), (of_heartbeat, _) = chosen
+    assert own is threading.current_thread() and of_heartbeat.name == "heartbeat"

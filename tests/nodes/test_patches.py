@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
+from dispatch_counter import DEVICE
+from module_devices import as_in_a_rank, forward_of, on_device, watched
 from pack_nodes import import_node_module
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
@@ -135,6 +137,18 @@ def test_two_ranks_give_what_the_patched_model_gives(name):
         for answer in run_ranks(_answer, 2, model, call, strategy):
             assert (answer - stock).abs().max() <= EXACT * stock.abs().max()
     assert (plain - stock).abs().max() > 100 * EXACT * stock.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_patches_compute_on_a_ranks_device_without_waiting_for_it(name):
+    build, inputs, patched, _ = CASES[name]
+    model = on_device(TinyModel(build()))
+    call = _call(type(model.module).__name__, *inputs(2, 8, 10), patched())
+    args, kwargs = as_in_a_rank(call.args, call.kwargs)
+    with forward_of(model, STRATEGIES[0], 1) as forward:
+        found = watched(lambda: forward(ModuleCall(args, kwargs, call.rows, call.tokens)))
+    assert found.own == [] and found.drawn == []
+    assert [answer.device for answer in found.answers] == [DEVICE]
 
 
 def _stock(model, args, kwargs, patches):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.errors import TransportError
+from parallel_backend.models.comfyui.patches import ARGUMENT
 from parallel_backend.rank.kept_arguments import KeptArguments
 from parallel_backend.wire.arguments import Kept, kept_tensors, pack_arguments
 
@@ -57,3 +58,32 @@ def test_one_tensor_in_two_places_is_one(arguments):
     x = torch.randn(2, 3)
     (one, other), kwargs = take(arguments, (x, x), {"again": x})
     assert one is other is kwargs["again"]
+
+
+def test_what_comfyui_leaves_in_host_memory_stays_there_and_all_else_goes_to_the_device():
+    """Its BaseModel moves tensors and lists of them; what lies deeper, modules read on the host."""
+    arguments, device = KeptArguments(torch.device("meta")), torch.device("meta")
+    tags, frame, prompt = torch.arange(9), torch.randn(2, 3), torch.randn(2, 5)
+    kwargs = {
+        "context": Kept(1),
+        "ref_latents": [prompt, None],
+        "minimax_payload": {"text_token_tags": tags, "cond_video_latents": [Kept(2)]},
+        "guide_attention_entries": [{"strength": 0.5, "pixel_mask": frame}],
+        "control": {"output": [prompt]},
+        "transformer_options": {"sigmas": prompt},
+        ARGUMENT: {"weights": Kept(3)},
+    }
+    for keep in ({1: prompt, 2: frame, 3: prompt}, {}):
+        (x,), found = take(arguments, (prompt,), kwargs, keep)
+        there = (
+            x,
+            found["context"],
+            found["ref_latents"][0],
+            found["control"]["output"][0],
+            found["transformer_options"]["sigmas"],
+            found[ARGUMENT]["weights"],
+        )
+        assert all(tensor.device == device for tensor in there)
+        assert torch.equal(found["minimax_payload"]["text_token_tags"], tags)
+        assert torch.equal(found["minimax_payload"]["cond_video_latents"][0], frame)
+        assert torch.equal(found["guide_attention_entries"][0]["pixel_mask"], frame)

@@ -2,14 +2,19 @@
 
 What is launched comes from torch's dispatcher. Attention counts as one operator whose result lies in memory as its
 queries do, as FlashAttention's does; collectives do nothing. What the host reads of a tensor there, or copies there or
-from there, is a synchronisation: it is answered with 1 and counted.
+from there, is a synchronisation: it is answered with 1 and counted. What a GPU refuses is refused: an operator over
+tensors of the device and of the host, a product of two dtypes, a generator of another device, a collective of devices
+over the host's tensors.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,11 +25,19 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meta_answers import meta_answer
 from parallel_backend.engine.groups import World
 
 DEVICE = torch.device("meta")  # a GPU's stand-in
 CPU = torch.device("cpu")
 aten = torch.ops.aten
+_PACK = str(Path(__file__).parents[2] / "parallel_backend")
+_COMFYUI = "/comfy/"
+_FAKE, _CONTROL = "cpu:fake,meta:fake", "for the host's flags"
+
+
+class Refused(RuntimeError):
+    """What a GPU would refuse."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +64,21 @@ class Counts:
 
 class DispatchCounter(TorchDispatchMode):
     """Counts while it is entered. `events`: what was launched, in order, by names like `aten.cat` and
-    `c10d.alltoall_base_`. `device`: where what counts is done."""
+    `c10d.alltoall_base_`; `own_syncs`: the lines of the pack that had the host wait. `device`: where what counts is
+    done."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.counts = Counts()
         self.events: list[str] = []
+        self.own_syncs: list[str] = []
 
     def synced(self, name: str) -> None:
         self._add(f"sync {name}", Counts(host_syncs=1))
+        line = _line_of_pack()
+        if line:
+            self.own_syncs.append(f"{line}: {name}")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,6 +88,7 @@ class DispatchCounter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, name, args, kwargs)
         if packet is aten.scaled_dot_product_attention and self.device == DEVICE:
+            self._refuse_mixed(packet, name, args)
             self._add(name, Counts(operators=1))
             return _attention(*args[:3])
         if packet is aten.dropout and not args[2]:
@@ -81,12 +100,16 @@ class DispatchCounter(TorchDispatchMode):
             and (answer := self._moved(func, name, args, kwargs)) is not None
         ):
             return answer
-        if func._can_decompose() and packet not in _WHOLE:
+        if packet not in _WHOLE and _can_decompose(func):
             with torch._C.DisableTorchFunction(), self:
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        answer = func(*args, **kwargs)
+        if packet in _INDEXING:
+            args = self._indexed(packet, name, args)
+        else:
+            self._refuse_mixed(packet, name, (args, list(kwargs.values())))
+        answer = meta_answer(func, args, kwargs) if self.device == DEVICE else func(*args, **kwargs)
         if self._launches(func, packet, answer):
             self._add(name, Counts(operators=1, copied_bytes=_bytes(answer) if packet in _COPIES else 0))
         return answer
@@ -98,11 +121,44 @@ class DispatchCounter(TorchDispatchMode):
     def _launches(self, func: Any, packet: Any, answer: Any) -> bool:
         if packet in _NOTHING or func.namespace == "prim":
             return False
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            return False  # a view
+        if _is_view(func):
+            return False
         return any(tensor.device.type == self.device.type and tensor.numel() for tensor in _tensors(answer))
 
+    def _refuse_mixed(self, packet: Any, name: str, given: Any) -> None:
+        """A number of the host goes along with a launch; anything larger has to be there."""
+        if self.device == CPU:
+            return
+        tensors = list(_tensors(given))
+        if len({t.device.type for t in tensors if t.ndim or t.device.type != CPU.type}) > 1:
+            raise Refused(f"{name} over tensors of the device and of the host")
+        if packet in _OF_ONE_DTYPE and len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
+            raise Refused(f"{name} over tensors of two dtypes")
+
+    def _indexed(self, packet: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with the places where a mask is true, which are all of them, in place of the mask."""
+        indexed, indices, *values = args
+        if indexed.device.type != self.device.type or self.device == CPU:
+            return args
+        self._refuse_mixed(packet, name, (indexed, values))
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is None:
+                places.append(None)
+                continue
+            is_mask = index.dtype in (torch.bool, torch.uint8)
+            is_fill = is_mask and len(indices) == 1 and bool(values) and not values[0].ndim
+            if (is_mask and not is_fill) or index.device != indexed.device:
+                self.synced(f"{name} by {'a mask' if is_mask else 'an index of the host'}")
+            one = torch.empty(
+                index.numel() if is_mask else index.shape, dtype=torch.long, device=indexed.device
+            )
+            places += [one] * (index.ndim if is_mask else 1)
+        return (indexed, places, *values)
+
     def _collective(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _is_control(args) and any(t.device.type != self.device.type for t in _tensors(args)):
+            raise Refused(f"{name} of the devices over tensors of the host")
         short = name.rpartition(".")[2]
         if short in _COLLECTIVES:
             given = args[_COLLECTIVES[short]]
@@ -115,6 +171,10 @@ class DispatchCounter(TorchDispatchMode):
         self.synced(name)
         if packet in (aten.is_nonzero, aten.equal):
             return True
+        if packet in (aten.masked_select, aten.bincount):
+            return args[0].new_empty(
+                args[0].numel(), dtype=None if packet is aten.masked_select else torch.long
+            )
         return args[0].new_empty(1, args[0].ndim, dtype=torch.long) if packet is aten.nonzero else 1
 
     def _moved(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -149,7 +209,15 @@ class _PythonReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = torch.device(kwargs.get("device") or "cpu")
-        if func in (torch.tensor, torch.as_tensor) and device == self._counter.device != CPU:
+        generator = kwargs.get("generator")
+        if generator is not None and "device" in kwargs and device.type != _device_type(generator):
+            raise Refused(f"numbers on {device} from a generator of {_device_type(generator)}")
+        of_numbers = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(
+            args[0], Tensor
+        )
+        if func is Tensor.new_tensor:
+            of_numbers, device = True, args[0].device
+        if of_numbers and device == self._counter.device != CPU:
             self._counter.synced("torch.tensor")
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device == self._counter.device:
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -165,6 +233,22 @@ _READS = {
     aten.is_nonzero,
     aten.equal,
     aten.nonzero,
+    aten.masked_select,
+    aten.bincount,
+}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# As CUDA's kernels want it; those of the meta device do not look.
+_OF_ONE_DTYPE = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.native_layer_norm,
+    aten.native_group_norm,
+    aten.scaled_dot_product_attention,
+    aten.index_put,
+    aten.index_put_,
 }
 _COPIES = {
     aten.clone,
@@ -208,6 +292,16 @@ _COLLECTIVES = {
 }
 
 
+@functools.cache
+def _can_decompose(func: Any) -> bool:
+    return func._can_decompose()
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.shape[-1] == value.shape[-1]:
         return torch.empty_like(query)
@@ -227,8 +321,37 @@ def _bytes(value: Any) -> int:
 
 
 class _HostGenerator(torch.Generator):
-    def __new__(cls, device: object = None) -> torch.Generator:
-        return super().__new__(cls)
+    """A generator of the host that stands for one of `device`."""
+
+    stands_for: torch.device
+
+    def __new__(cls, device: torch.device | str = CPU) -> _HostGenerator:
+        made = super().__new__(cls)
+        made.stands_for = torch.device(device)
+        return made
+
+
+def _device_type(generator: torch.Generator) -> str:
+    return getattr(generator, "stands_for", generator.device).type
+
+
+def _is_control(args: tuple[Any, ...]) -> bool:
+    """Whether a collective is over a group for the host's flags."""
+    groups = (a for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
+    return any(dist.ProcessGroup.unbox(group).group_desc == _CONTROL for group in groups)
+
+
+def _line_of_pack() -> str:
+    """The innermost line of the pack's that led here; empty where ComfyUI's lies further inside."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACK):
+            return f"{path.removeprefix(_PACK)[1:]}:{frame.f_lineno}"
+        if _COMFYUI in path:
+            return ""
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager
@@ -241,13 +364,14 @@ def counted(device: torch.device = DEVICE) -> Iterator[DispatchCounter]:
 
 @contextmanager
 def world_of_one_process(rank: int, world_size: int, device: torch.device = DEVICE) -> Iterator[World]:
-    """A rank whose collectives with the others do nothing."""
-    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    """A rank whose collectives with the others do nothing. Its groups carry tensors of its device alone."""
+    dist.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         world = World.__new__(World)
         world.rank, world.world_size, world.device = rank, world_size, device
         world.devices = (device,) * world_size
-        world.group = world.control = dist.group.WORLD if world_size > 1 else None
+        world.group = dist.group.WORLD if world_size > 1 else None
+        world.control = dist.new_group(backend=_FAKE, group_desc=_CONTROL) if world_size > 1 else None
         # There is none for this device; nothing is drawn from it.
         with patch.object(torch, "Generator", _HostGenerator):
             yield world

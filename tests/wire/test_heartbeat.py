@@ -147,10 +147,10 @@ class Mark:
 
 
 def followed(page, rank, monkeypatch):
-    monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self: None)  # the test looks
+    monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self, choose_device: None)  # the test looks
     one, stream = Heartbeat(), Stream()
     one.share(os.dup(page.descriptor), rank)
-    one.follow(stream.mark)
+    one.follow(stream.mark, lambda: None)
     return one, stream
 
 
@@ -239,12 +239,14 @@ def test_a_host_that_waits_is_shown_unless_its_device_holds_it_up(page, monkeypa
 def test_a_device_is_looked_at_without_being_asked_until_it_fails(page):
     rank, stream, before = Heartbeat(), Stream(), set(threading.enumerate())
     rank.share(os.dup(page.descriptor), 0)
-    rank.follow(stream.mark)
+    chosen_in: list[threading.Thread] = []
+    rank.follow(stream.mark, lambda: chosen_in.append(threading.current_thread()))
     (looking,) = set(threading.enumerate()) - before
     with rank.inside("an all-to-all", (0, 1)):
         pass
     stream.passed = 1
     wait_until(lambda: page.read(0).inside)
+    assert chosen_in == [looking]  # a new thread's device is the first one, whichever is the rank's
     stream.broken = True
     looking.join(60)
     assert not looking.is_alive()

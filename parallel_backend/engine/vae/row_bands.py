@@ -44,9 +44,10 @@ class Bands:
     def share_out(self, axis: Axis, rows: tuple[int, ...], device: torch.device) -> None:
         """Sets who holds which rows from now on."""
         self.axis, self.rows = axis, rows
-        # Each band's part of the image, [ranks, 1, 1]: its weight in the mean of a group.
-        parts = torch.tensor(rows, dtype=torch.float64) / sum(rows)
-        self.parts = parts[:, None, None].to(device)
+        # Each band's part of the image, [ranks, 1, 1]: its weight in the mean of a group. Made on the device: a copy
+        # to it would hold the host up.
+        parts = (torch.full((1, 1, 1), row / sum(rows), dtype=torch.float64, device=device) for row in rows)
+        self.parts = torch.cat(list(parts))
 
     def sizes(self, mine: int) -> tuple[int, ...]:
         """Each rank's part of what is proportional to rows, when this rank has `mine`."""

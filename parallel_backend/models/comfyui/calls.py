@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...requests import ATTENTION, BANDS, TOKEN_MODES, ModuleCall
+from ...wire.arguments import map_tensors
 from .patches import ARGUMENT, call_inside_blocks
 from .proof import Verdict, trusted_mode
 from .unet_patches import UNET_PATCHES
@@ -32,6 +33,8 @@ HOST_ONLY = frozenset(
         "ar_config",
     }
 )
+# Arguments that ComfyUI makes where the model computes, or the pack for ranks alone, whatever lies in them.
+_MADE_THERE = frozenset({OPTIONS, "control", ARGUMENT})
 # Objects that ComfyUI prepares for a module and that the module makes itself where they are missing.
 _MADE_BY_MODULE = {("minimax_payload", "layout")}
 
@@ -62,6 +65,19 @@ def made_replaced(name: str, value: Any, stand_in: Callable[[], Any]) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: stand_in() if (name, key) in _MADE_BY_MODULE else item for key, item in value.items()}
+
+
+def in_host_memory(kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a call's arguments by name that ComfyUI leaves in host memory wherever the model computes. Its
+    BaseModel moves tensors and lists of them; what lies in dicts modules take there themselves, and read on the host
+    without waiting for a device (MiniMax-H3's payload, LTX's guides)."""
+    found: list[Tensor] = []
+    for name, value in kwargs.items():
+        if name not in _MADE_THERE:
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(item, Tensor):
+                    map_tensors(item, found.append)
+    return found
 
 
 def row_count(latent: Tensor | list[Tensor]) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...requests import LoopRequest, ModuleCall
 from ...wire.arguments import map_tensors
-from .calls import OPTIONS, made_replaced, module_call
+from .calls import OPTIONS, in_host_memory, made_replaced, module_call
 from .proof import Verdict
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ SamplerFunction = Callable[..., Tensor]
 # (whether the positive and the negative prompt are asked for, x [B, C, …], sigma [B]) -> of each what the model gives.
 Answers = Callable[[tuple[bool, ...], Tensor, Tensor], list[Tensor]]
 _HOOK = "sampler_calc_cond_batch_function"
+_HOST = torch.device("cpu")
 
 
 class ComfyUILoop:
@@ -40,8 +41,7 @@ class ComfyUILoop:
 
     def __init__(self, model: ComfyUIModel, request: LoopRequest, compute: Compute) -> None:
         """Raises RequestError for a sampling or a prompt that is not ComfyUI's."""
-        # Copied on the CPU too: the payload is read-only, and aligned in another way where a job is resumed.
-        self._request = _mapped(request, lambda tensor: tensor.to(model.device, copy=True))
+        self._request = _placed(request, model.device)
         self._asked: Counter[tuple[int, ...]] = (
             Counter()
         )  # how often in this model call, by the numbers of prompts
@@ -121,9 +121,20 @@ class ComfyUILoop:
         return None if prompts is None else [_prompt(prompt) for prompt in prompts]
 
 
-def _mapped(request: LoopRequest, change: Callable[[Tensor], Tensor]) -> LoopRequest:
-    """The same job with `change(tensor)` in place of each tensor."""
-    return LoopRequest(**map_tensors(vars(request), change))
+def _placed(request: LoopRequest, device: torch.device) -> LoopRequest:
+    """The same job with its tensors where ComfyUI would have them when `device` computes the model."""
+    on_host = {
+        id(tensor)
+        for side in request.conds.values()
+        for prompt in side
+        for tensor in in_host_memory({name: value for name, (_, value) in prompt["model_conds"].items()})
+    }
+
+    def own(tensor: Tensor) -> Tensor:
+        # Copied there too: the payload is read-only, and aligned in another way where a job is resumed.
+        return tensor.to(_HOST if id(tensor) in on_host else device, copy=True)
+
+    return LoopRequest(**map_tensors(vars(request), own))
 
 
 def _prompt(prompt: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ...errors import PlatformError
 from ..vae.base import RowSpan
@@ -53,22 +52,9 @@ def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
     if not any(map(_injects_noise, network.modules())):
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _DrawnOnTheHost():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_NOISE_SEED)
         yield
-
-
-class _DrawnOnTheHost(TorchFunctionMode):
-    """Inside, noise for any device is drawn by the CPU: CUDA's generator deals numbers out by the number of a card's
-    multiprocessors, so that unlike cards draw unlike noise from one seed."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.randn:
-            return func(*args, **kwargs)
-        return torch.randn(*args, **{**kwargs, "device": "cpu"}).to(kwargs.get("device") or "cpu")
 
 
 def _ltx(network: Any) -> None:
@@ -92,10 +78,14 @@ def _ltx(network: Any) -> None:
 
 
 def _noise_of_whole_pictures(feed: Callable[..., Tensor], span: RowSpan) -> Callable[..., Tensor]:
+    """Drawn on the host: from one seed, cards of two kinds draw different numbers."""
+
     def fed(hidden: Tensor, scale: Tensor) -> Tensor:
         sizes, own = span.span(hidden.shape[-2])
-        nothing = hidden.new_zeros(()).expand(1, hidden.shape[1], 1, sum(sizes), hidden.shape[-1])
-        return hidden + feed(nothing, scale)[..., sum(sizes[:own]) : sum(sizes[: own + 1]), :]
+        nothing = torch.zeros((), dtype=hidden.dtype).expand(1, 1, 1, sum(sizes), hidden.shape[-1])
+        noise = feed(nothing, torch.ones(1, 1, 1, dtype=scale.dtype))  # [1, 1, 1, all rows, W]
+        mine = noise[..., sum(sizes[:own]) : sum(sizes[: own + 1]), :]
+        return hidden + mine.to(hidden.device) * scale[:, None]
 
     return fed
 

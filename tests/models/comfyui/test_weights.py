@@ -12,9 +12,12 @@ from torch import nn
 from comfy_changes import BIAS, FINAL, LINEAR, MLP, NORM, PROJ, QKV, changes, random
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CONTEXT, CPU, FORMATS, HIDDEN, OLD, patch, spec, write
+from dispatch_counter import DEVICE, counted, world_of_one_process
 from mapped_files import mapped_ranges
+from module_devices import comfyui_on_the_device
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.comfyui.placing import place
 from parallel_backend.models.comfyui.weights import PREFIX, ComfyUIWeights
 from parallel_backend.models.tensor_pieces import take_apart
 
@@ -214,3 +217,17 @@ def test_a_module_on_another_device_gets_what_is_made_of_the_host_s_copy():
     assert weights.apply((), {}) == 1
     assert module.weight.device.type == "meta"
     assert stored.device == CPU
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp8"])
+def test_changes_are_computed_on_the_device_and_so_is_what_is_taken_back(tmp_path, form):
+    """On a stand-in for a GPU, which refuses to compute with the host's tensors."""
+    model = load(spec(write(tmp_path / "model.safetensors", form)), CPU)
+    place(model.patcher.model, DEVICE, {}, None)
+    model.patcher.load_device = DEVICE
+    found, tensors = changes()
+    with world_of_one_process(0, 1), comfyui_on_the_device(), counted():
+        assert model.weights.apply(found, tensors) == len({change.key for change in found})
+        there = [piece.device for p in model.module.parameters() for piece in take_apart(p)[0]]
+        assert model.weights.apply((), {}) and set(there) == {DEVICE}
+    assert {piece.device for p in model.module.parameters() for piece in take_apart(p)[0]} == {DEVICE}

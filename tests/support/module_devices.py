@@ -1,0 +1,209 @@
+"""Calls of ComfyUI's tiny modules on a stand-in for a GPU (dispatch_counter.py), alone and as one of several ranks.
+
+What arrives in a rank is placed as a rank places it. ComfyUI attends as on a GPU, and computes in bfloat16 as there; on
+the CPU it would take float32, in which all dtypes fit. Needs `import_comfyui_here()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from dispatch_counter import DEVICE, counted, world_of_one_process
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.kept_keys import KeptKeys
+from parallel_backend.engine.module_cache import ModuleCache
+from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
+from parallel_backend.engine.module_stages import Patch
+from parallel_backend.models.comfyui import attention_router
+from parallel_backend.models.comfyui.tiny import (
+    flux_like,
+    image,
+    omni_like,
+    pixels,
+    shapes,
+    sound,
+    unet,
+    video,
+    wan_like,
+)
+from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
+from parallel_backend.models.comfyui.tiny.weights import operations
+from parallel_backend.rank.kept_arguments import KeptArguments
+from parallel_backend.requests import ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.arguments import pack_arguments
+
+_DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
+_TINY = (flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like)
+HALF = torch.bfloat16
+SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
+
+
+class _AttentionOfGpus:
+    """In place of the router's variable: what ComfyUI would attend by is the function that it chooses for a GPU."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def get(self) -> Callable[..., Tensor]:
+        from comfy.ldm.modules.attention import attention_pytorch
+
+        attend = self._variable.get()
+        if attend is None:
+            return lambda original, *args, **kwargs: attention_pytorch(*args, **kwargs)
+        return lambda original, *args, **kwargs: attend(attention_pytorch, *args, **kwargs)
+
+    def set(self, value: Any) -> Token[Any]:
+        return self._variable.set(value)
+
+    def reset(self, token: Token[Any]) -> None:
+        self._variable.reset(token)
+
+
+def _autocast(device_type: str, **options: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if device_type == DEVICE.type else torch.amp.autocast(device_type, **options)
+
+
+@contextmanager
+def comfyui_on_the_device() -> Iterator[None]:
+    """Inside, ComfyUI takes the stand-in for the device that it computes on."""
+    import comfy.model_management
+
+    management = comfy.model_management
+    with ExitStack() as inside:
+        inside.enter_context(patch.object(management, "get_torch_device", lambda: DEVICE))
+        for asked in ("get_free_memory", "get_total_memory"):
+            inside.enter_context(patch.object(management, asked, lambda *device, **named: 2**40))
+        inside.enter_context(patch.object(torch, "autocast", _autocast))  # which knows no such device
+        inside.enter_context(
+            patch.object(attention_router, "_attend", _AttentionOfGpus(attention_router._attend))
+        )
+        yield
+
+
+@dataclass
+class Found:
+    """What a run asked of the device. `syncs`: how often the host waited for it; `own`: of these, where in the pack;
+    `drawn`: random numbers, of which cards of two kinds draw others from one seed; `answers`: what it gave."""
+
+    syncs: int
+    own: list[str]
+    drawn: list[str]
+    answers: list[Tensor]
+
+
+def on_device(model: TinyModel) -> TinyModel:
+    model.module.eval().requires_grad_(False).to(DEVICE)
+    model.device = DEVICE
+    return model
+
+
+def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of a call's arguments, where a rank on the device puts them."""
+    return KeptArguments(DEVICE).take(pack_arguments((args, kwargs)), ())
+
+
+@contextmanager
+def forward_of(model: TinyModel, strategy: ParallelStrategy, rank: int) -> Iterator[ModuleForward]:
+    """Of a rank whose collectives with the others do nothing."""
+    with world_of_one_process(rank, strategy.world_size) as world:
+        yield make_module_forward(model, Layouts(world), Placement(strategy))
+
+
+class Subject:
+    """A tiny module on the stand-in, and calls of it."""
+
+    def __init__(self, case: Case, rows: int = 1) -> None:
+        build, inputs = case
+        with _in_half():
+            self.model = on_device(TinyModel(build()))
+        for part in self.model.module.children():
+            if type(part).__module__.startswith("parallel_backend."):  # stands for one of ComfyUI's
+                part.to(HALF)
+        self._rows, self._inputs = rows, inputs
+        self.name = type(self.model.module).__name__
+
+    def call(self, tokens: str, prompts: tuple[int, ...] = ()) -> ModuleCall:
+        """With arguments as a rank has them, new ones each time."""
+        (latent, *times), kwargs = self._inputs(self._rows, *SIZE)
+        kwargs = {name: _halved(value, deep=name == "control") for name, value in kwargs.items()}
+        args, kwargs = as_in_a_rank((_halved(latent), *times), kwargs | {"transformer_options": {}})
+        return ModuleCall(args, kwargs, self._rows, tokens, prompts=prompts)
+
+    def alone(self) -> Found:
+        """A call of the module as ComfyUI itself makes it."""
+        call = self.call("")
+
+        def run() -> Any:
+            return self.model.module(*call.args, **call.kwargs)
+
+        return watched(run)
+
+    def on_rank(self, strategy: ParallelStrategy, rank: int, tokens: str) -> Found:
+        """A call as this rank makes it."""
+        with forward_of(self.model, strategy, rank) as forward:
+            call = self.call(tokens)
+            return watched(lambda: forward(call))
+
+    def under_cache(self, strategy: ParallelStrategy, rank: int, tokens: str) -> list[Found]:
+        """A call that is computed, and one that leaves blocks out. What the host reads of the device is 1."""
+        found = []
+        with forward_of(self.model, strategy, rank) as forward:
+            cache = ModuleCache(threshold=0.5)
+            for cache.threshold in (0.5, 2.0):
+                call = self.call(tokens, prompts=(0,))
+                found.append(watched(lambda call=call: forward(call, cache)))
+        assert (cache.calls, cache.reused) == (2, 1)
+        return found
+
+    def in_stages(self, strategy: ParallelStrategy, rank: int, tokens: str) -> dict[str, Found]:
+        """Whole images, what is asked about patches once, and a patch."""
+        with forward_of(self.model, strategy, rank) as forward:
+            stages, keys = forward.stages, KeptKeys()
+            assert stages is not None
+            calls = [self.call(tokens) for _ in range(3)]
+            found = {"whole": watched(lambda: forward(calls[0], keys=keys))}
+            if not stages.why_whole(calls[1], keys):
+                found["owners"] = watched(lambda: stages.owners(calls[1], 2, keys))
+                found["patch"] = watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
+        return found
+
+
+@contextmanager
+def _in_half() -> Iterator[None]:
+    """Inside, tiny models are built as ComfyUI builds them for a GPU."""
+    made = operations() | {"dtype": HALF}
+    with ExitStack() as inside:
+        for module in _TINY:
+            inside.enter_context(patch.object(module, "operations", lambda: made))
+        yield
+
+
+def _halved(value: Any, deep: bool = False) -> Any:
+    """An argument as ComfyUI's BaseModel casts it: tensors and lists of them, times and what lies deeper not."""
+    if isinstance(value, Tensor):
+        return value.to(HALF) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_halved, value))
+    return {name: _halved(item) for name, item in value.items()} if deep else value
+
+
+def watched(run: Callable[[], Any]) -> Found:
+    with torch.inference_mode(), comfyui_on_the_device(), counted() as counter:
+        answer = run()
+    drawn = [event for event in counter.events if any(word in event for word in _DRAWS)]
+    return Found(counter.counts.host_syncs, counter.own_syncs, drawn, _leaves(answer))
+
+
+def _leaves(answer: Any) -> list[Tensor]:
+    if isinstance(answer, Tensor):
+        return [answer]
+    return [leaf for item in answer for leaf in _leaves(item)] if isinstance(answer, (list, tuple)) else []
