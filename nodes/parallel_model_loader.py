@@ -11,6 +11,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
+from .model.files import model_names, model_path
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -31,7 +32,7 @@ def name_model(
     folder: str, name: str, weight_dtype: str, settings: StrategySettings, compile_mode: str
 ) -> ParallelModel:
     """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
-    path = folder_paths.get_full_path_or_raise(folder, name)
+    path = model_path(folder, name)
     part, options = _FOLDERS[folder], _OPTIONS[weight_dtype]
     return make_parallel(
         open_model(path, part, options),
@@ -44,12 +45,6 @@ def name_model(
 class ParallelModelLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = [
-            name
-            for folder in _FOLDERS
-            for name in folder_paths.get_filename_list(folder)
-            if name.endswith((".safetensors", ".sft"))
-        ]
         return io.Schema(
             node_id="ParallelModelLoader",
             display_name="Parallel Model Loader",
@@ -60,7 +55,7 @@ class ParallelModelLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list(dict.fromkeys(names)),
+                    options=model_names(*_FOLDERS),
                     tooltip="A .safetensors file from models/diffusion_models or models/checkpoints.",
                 ),
                 io.Combo.Input(

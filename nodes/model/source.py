@@ -11,6 +11,7 @@ import torch
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.requests import ComfyUISource, ModelSpec
 from ..host.comfyui_flags import comfyui_root, numeric_flags
+from .files import is_safetensors
 
 _LOADERS = "Load Diffusion Model or Load Checkpoint, or Parallel Model Loader"
 
@@ -37,7 +38,7 @@ def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
 
 def make_spec(path: str, part: str, options: dict) -> ModelSpec:
     """Of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options."""
-    if Path(path).suffix.lower() not in (".safetensors", ".sft"):
+    if not is_safetensors(path):
         raise RequestError(
             f"{Path(path).name} is no .safetensors file, and the devices read no other: a .ckpt or .pt can run code. "
             f"Save it as .safetensors (ModelSave or CheckpointSave), or use another file."

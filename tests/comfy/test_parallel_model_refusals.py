@@ -6,6 +6,7 @@ import pytest
 
 from any_graphs import MODELS, AnyGraph
 from comfyui_client import PromptFailed, PromptRejected
+from differences import relative_difference
 from graphs import Graph
 
 
@@ -129,3 +130,53 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_the_remedy(comfy, half, 
     assert (
         message.startswith(f"{path.name} is refused: ") and words in message and "choose another" in message
     )
+
+
+@pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelLoraLoader"])
+def test_a_link_to_a_file_that_is_gone_is_told_with_the_remedy(comfy, loader):
+    is_lora = loader == "ParallelLoraLoader"
+    folder = comfy.server.base_directory / "models" / ("loras" if is_lora else "diffusion_models")
+    folder.mkdir(exist_ok=True)
+    link = folder / "gone.safetensors"
+    link.symlink_to(folder / "never there.safetensors")
+    graph = AnyGraph(comfy, "flux")
+    if is_lora:
+        parallel = graph.parallel(graph.stock(), ulysses=2)
+        model = graph.add(loader, parallel_model=[parallel, 1], lora_name=link.name, strength=1.0)
+    else:
+        name, dtype = {
+            "ParallelFluxLoader": ("unet_name", "auto"),
+            "ParallelModelLoader": ("model_name", "default"),
+        }[loader]
+        model = graph.add(loader, weight_dtype=dtype, **{name: link.name})
+    slot = int(loader == "ParallelModelLoader")
+    latent = graph.parallel_sampler([model, slot], *graph.request(), steps=1)
+    message = fails(comfy, graph, latent)
+    link.unlink()
+    assert message.startswith("There is no file behind gone.safetensors: ") and "choose another" in message
+
+
+def test_loaders_offer_files_by_any_ending_that_comfyui_lists(comfy):
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    names = ["upper.SAFETENSORS", "short.sft"]
+    for name in names:
+        (folder / name).symlink_to(folder / comfy.write_flux("any_flux.safetensors"))
+    offered = comfy.client.object_info()
+    lists = [
+        offered["ParallelFluxLoader"]["input"]["required"]["unet_name"],
+        offered["ParallelModelLoader"]["input"]["required"]["model_name"],
+    ]
+    for _, options in lists:
+        assert set(names) <= set(options["options"])
+    graph = AnyGraph(comfy, "flux")
+    shared = {"strategy": graph.strategy("cpu:2", ulysses=2)}
+    loader = graph.add("ParallelFluxLoader", unet_name=names[0], weight_dtype="auto", **shared)
+    other = graph.add("ParallelModelLoader", model_name=names[1], weight_dtype="default", **shared)
+    latents = [
+        graph.parallel_sampler([node, slot], *graph.request(), steps=1)
+        for node, slot in ((loader, 0), (other, 1))
+    ]
+    first, second = (comfy.sample(graph.prompt, latent) for latent in latents)
+    assert relative_difference(first, second) < 1e-4
+    for name in names:
+        (folder / name).unlink()
