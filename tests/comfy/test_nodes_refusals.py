@@ -42,7 +42,11 @@ def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[t
 @pytest.mark.parametrize(
     ("class_type", "inputs", "words"),
     [
-        ("PerturbedAttentionGuidance", {"scale": 3.0}, "Perturbed-Attention Guidance"),
+        (
+            "PerturbedAttentionGuidance",
+            {"scale": 3.0},
+            "replaced attention block by PerturbedAttentionGuidance",
+        ),
         ("FluxKVCache", {}, "a replaced part of the network"),
     ],
 )

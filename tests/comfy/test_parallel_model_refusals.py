@@ -21,7 +21,7 @@ def fails(comfy, graph: Graph, latent: list) -> str:
 @pytest.mark.parametrize(
     ("name", "inputs", "words"),
     [
-        ("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, "replaced attention block"),
+        ("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, "block by SelfAttentionGuidance"),
         ("TestForeignOption", {"name": "my_pack"}, "'my_pack', which holds a SimpleNamespace"),
         ("ModelComputeDtype", {"dtype": "bf16"}, "another dtype to compute in"),
     ],

@@ -75,11 +75,22 @@ def test_a_method_has_the_rows_of_its_first_argument():
     assert (made.method, made.rows, made.tokens) == ("preprocess_text_embeds", 1, ROWS)
 
 
+class Node:
+    """As ComfyUI's nodes make patches: functions in a method."""
+
+    def patch(self):
+        def patched(): ...
+
+        return patched
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"patches": {"double_block": [print]}}, "a model patch"),
-        ({"patches_replace": {"dit": {("double_block", 1): print}}}, "a replaced attention block"),
+        ({"patches": {"double_block": [print, Node().patch()]}}, "a model patch by print and Node yet"),
+        ({"patches": {"a": [Node(), 1.0], "b": [Node().patch]}}, "a model patch by Node yet"),
+        ({"patches_replace": {"dit": {("double_block", 1): print}}}, "a replaced attention block by print"),
+        ({"optimized_attention_override": lambda: 0}, f"another attention function by {__name__} (ComfyUI's"),
         ({"optimized_attention_override": print}, "--use-sage-attention"),
         (
             {"my_pack": {"deep": [SimpleNamespace()]}},
