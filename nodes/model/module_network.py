@@ -90,7 +90,7 @@ class RemoteModule(nn.Module):
         self.file_parameters = ModuleParameters(self)
         self.plans = RunPlans(spec, file)
         self._own = own
-        self._signature = ModuleSignature(own.forward)
+        self._signature = ModuleSignature(own)
         self._options = options
         self._patches = CarriedPatches()
         watch(self, spec)
