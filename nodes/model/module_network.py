@@ -131,6 +131,16 @@ class RemoteModule(nn.Module):
         )
         return executor.execute(*args, **kwargs)
 
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        if (
+            not args and kwargs.get("destination") is None
+        ):  # of this module alone, which ComfyUI asks a Control-LoRA for
+            raise refusal(
+                "what computes with the model's own weights (such as a Control-LoRA)",
+                "take a whole ControlNet instead",
+            )
+        return super().state_dict(*args, **kwargs)
+
     def _forward_on_ranks(self, *args: object, **kwargs: object) -> Tensor | list[Tensor]:
         args, kwargs = self._signature.by_name(args, kwargs)
         options = kwargs.get("transformer_options") or {}

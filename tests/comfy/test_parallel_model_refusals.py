@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from any_graphs import MODELS, AnyGraph
 from comfyui_client import PromptFailed, PromptRejected
@@ -130,6 +132,25 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_the_remedy(comfy, half, 
     assert (
         message.startswith(f"{path.name} is refused: ") and words in message and "choose another" in message
     )
+
+
+def test_a_control_lora_which_computes_with_the_models_weights_is_refused(comfy):
+    folder = comfy.server.base_directory / "models" / "controlnet"
+    folder.mkdir(exist_ok=True)
+    tensors = {"lora_controlnet": torch.ones(1), "input_hint_block.0.weight": torch.ones(16, 3, 3, 3)}
+    save_file(tensors, folder / "control_lora.safetensors")
+    graph = AnyGraph(comfy, "unet")
+    positive, negative, latent = graph.request()
+    applied = graph.add(
+        "ControlNetApplyAdvanced",
+        **{"positive": positive, "negative": negative, "strength": 1.0, "start_percent": 0.0},
+        control_net=[graph.add("ControlNetLoader", control_net_name="control_lora.safetensors"), 0],
+        image=[graph.add("EmptyImage", width=48, height=64, batch_size=1, color=0), 0],
+        end_percent=1.0,
+    )
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    message = fails(comfy, graph, graph.ksampler(ours, [applied, 0], [applied, 1], latent, steps=1))
+    assert "such as a Control-LoRA" in message and "take a whole ControlNet" in message
 
 
 @pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelLoraLoader"])
