@@ -38,11 +38,11 @@ class ModuleSignature:
 
     def positional(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The same call with each argument as the module hands it to wrappers, which may look for it there: in its
-        place, or by its name."""
+        place, or by its name. What it takes for itself goes along by name: it is the ranks' that take it here."""
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
         given = tuple(bound.arguments[name] for name in self._in_place)
-        rest = {name: value for name, value in kwargs.items() if name not in self._names}
+        rest = {name: value for name, value in kwargs.items() if name not in self._in_place}
         return given, {name: bound.arguments[name] for name in self._by_name} | rest
 
     def by_name(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -132,9 +132,8 @@ class RemoteModule(nn.Module):
         return executor.execute(*args, **kwargs)
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        if (
-            not args and kwargs.get("destination") is None
-        ):  # of this module alone, which ComfyUI asks a Control-LoRA for
+        # Of this module alone: a Control-LoRA asks for that; who wants names asks for the whole model's.
+        if not args and kwargs.get("destination") is None:
             raise refusal(
                 "what computes with the model's own weights (such as a Control-LoRA)",
                 "take a whole ControlNet instead",

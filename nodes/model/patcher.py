@@ -200,9 +200,8 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         return super().clone(*args, **kwargs)
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
-        if (
-            filter_prefix is not None
-        ):  # LoraSave, and what else wants values; who wants the names asks for all
+        # LoraSave asks so, for values; who wants names asks for all.
+        if filter_prefix is not None:
             raise refusal("extracting a LoRA from its weights", "extract it from a model of stock loaders")
         return super().model_state_dict()
 
