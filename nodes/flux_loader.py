@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import folder_paths
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import devices_of_a_run
@@ -13,6 +12,7 @@ from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
+from .model.files import model_names, model_path
 from .model.flux import make_flux_model
 from .model.patcher import check_by_hand
 
@@ -44,11 +44,7 @@ class ParallelFluxLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=[
-                        name
-                        for name in folder_paths.get_filename_list("diffusion_models")
-                        if name.endswith(".safetensors")
-                    ],
+                    options=model_names("diffusion_models"),
                     tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models.",
                 ),
                 io.Combo.Input(
@@ -90,7 +86,7 @@ class ParallelFluxLoader(io.ComfyNode):
         attention: str = "auto",
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
-        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        path = model_path("diffusion_models", unet_name)
         computing = ComputeOptions(compile, attention)
         parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
         return io.NodeOutput(parallel, parallel.patcher)

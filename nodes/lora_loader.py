@@ -14,6 +14,7 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ModelLink, ParallelModel, parallel_model_output
+from .model.files import model_path
 
 
 class ParallelLoraLoader(io.ComfyNode):
@@ -55,7 +56,7 @@ class ParallelLoraLoader(io.ComfyNode):
         check_links(parallel_model=parallel_model)
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
-        path = folder_paths.get_full_path_or_raise("loras", lora_name)
+        path = model_path("loras", lora_name)
         check_name(path)
         try:
             lora = comfy.utils.load_torch_file(path, safe_load=True)

@@ -6,13 +6,12 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
-from ..parallel_backend.models.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
-from .model.gguf_folder import GGUF_FOLDER
+from .model.files import GGUF_FOLDER, model_names, model_path
 from .model.header_model import open_model
 from .model.parallel_model import make_parallel
 from .model.source import make_spec
@@ -37,7 +36,7 @@ def name_model(
     folder: str, name: str, weight_dtype: str, settings: StrategySettings, compile_mode: str
 ) -> ParallelModel:
     """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
-    path = folder_paths.get_full_path_or_raise(folder, name)
+    path = model_path(folder, name)
     part, options = _FOLDERS[folder], _OPTIONS[weight_dtype]
     return make_parallel(
         open_model(path, part, options),
@@ -50,12 +49,6 @@ def name_model(
 class ParallelModelLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = [
-            name
-            for folder in _FOLDERS
-            for name in folder_paths.get_filename_list(folder)
-            if name.endswith((".safetensors", ".sft", GGUF_SUFFIX))
-        ]
         return io.Schema(
             node_id="ParallelModelLoader",
             display_name="Parallel Model Loader",
@@ -66,7 +59,7 @@ class ParallelModelLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list(dict.fromkeys(names)),
+                    options=model_names(*_FOLDERS),
                     tooltip="A .safetensors file from models/diffusion_models or models/checkpoints, or a .gguf file "
                     "from models/diffusion_models.",
                 ),

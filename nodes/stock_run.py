@@ -7,13 +7,12 @@ import threading
 from collections import OrderedDict
 from contextlib import ExitStack
 
-from comfy_execution.utils import get_executing_context
-
 from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.calls import RunRecord, report_progress
 from .host.progress import rank_bars
 from .host.settings import price_per_gpu_hour
+from .host.shown_node import shown_node
 from .report import summarise, write_report
 from .run_ui import run_ui
 
@@ -66,16 +65,17 @@ def _send(output: Output | None) -> None:
     """To the page that queued the prompt; None: the run begins."""
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 
-    context = get_executing_context()
-    if context is None:
+    shown = shown_node()
+    if shown is None:
         return
+    prompt, node = shown
     if output is not None:
         with _lock:
-            _kept.setdefault(context.prompt_id, {})[context.node_id] = output
+            _kept.setdefault(prompt, {})[node] = output
             while len(_kept) > PROMPTS_KEPT:
                 _kept.popitem(last=False)
     server = getattr(PromptServer, "instance", None)
     client = getattr(server, "client_id", None)
     if client is not None:
-        told = {"prompt_id": context.prompt_id, "node": context.node_id, "output": output}
+        told = {"prompt_id": prompt, "node": node, "output": output}
         server.send_sync(EVENT, told, client)

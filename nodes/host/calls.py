@@ -29,6 +29,7 @@ from ...parallel_backend.trials import Trial
 from .aside import move_aside
 from .memory import memory_flag, taken_room
 from .settings import permitted, setting
+from .shown_node import shown_node
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def report_progress(text: str) -> None:
     log.info("parallel sampling: %s", text)
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 
-    context = get_executing_context()
+    shown = shown_node()
     server = getattr(PromptServer, "instance", None)
-    if context is not None and server is not None:
-        server.send_progress_text(text, context.node_id)
+    if shown is not None and server is not None:
+        server.send_progress_text(text, shown[1])

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from comfy_execution.utils import get_executing_context
-
 from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_progress
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.events import listen
+from .shown_node import shown_node
 
 EVENT = "parallel_sampling.progress"
 PERIOD = 0.5  # s; a load tells nobody how far it is, it has to be looked at
@@ -23,10 +22,10 @@ def rank_bars() -> Iterator[None]:
     empty list at the end."""
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 
-    context = get_executing_context()
+    shown = shown_node()
     server = getattr(PromptServer, "instance", None)
     client = getattr(server, "client_id", None)
-    if context is None or client is None:
+    if shown is None or client is None:
         yield
         return
 
@@ -34,7 +33,7 @@ def rank_bars() -> Iterator[None]:
         return show_progress(sidecar.status() for sidecar in pool.all_sidecars())
 
     def send(ranks: list[Shown], client: str) -> bool:
-        server.send_sync(EVENT, {"node": context.node_id, "ranks": ranks}, client)
+        server.send_sync(EVENT, {"node": shown[1], "ranks": ranks}, client)
         return True
 
     sender = LiveSender(compose, send, period=PERIOD)

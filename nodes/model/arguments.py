@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,27 +27,46 @@ _LATENT_AND_TIMESTEP = 2  # are positional in every call; the rest goes by name
 class ModuleSignature:
     """The arguments of a module class's forward, by which wrappers get them as from the module itself."""
 
-    def __init__(self, forward: Callable[..., object]) -> None:
-        self._signature = inspect.signature(forward)
+    def __init__(self, own: type) -> None:
+        self._signature = inspect.signature(own.forward)
         self._names = [
             name
             for name, parameter in list(self._signature.parameters.items())[1:]
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
+        self._in_place, self._by_name = _handed_to_wrappers(own, self._names)
 
     def positional(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The same call with each argument that forward names in its place, as ComfyUI's modules call wrappers."""
+        """The same call with each argument as the module hands it to wrappers, which may look for it there: in its
+        place, or by its name. What it takes for itself goes along by name: it is the ranks' that take it here."""
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
-        given = tuple(bound.arguments[name] for name in self._names)
-        rest = {name: value for name, value in kwargs.items() if name not in self._names}
-        return given, rest
+        given = tuple(bound.arguments[name] for name in self._in_place)
+        rest = {name: value for name, value in kwargs.items() if name not in self._in_place}
+        return given, {name: bound.arguments[name] for name in self._by_name} | rest
 
     def by_name(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The same call with all but latent and timestep by name."""
-        names = self._names[_LATENT_AND_TIMESTEP : len(args)]
+        """The same call with all but latent and timestep by name; `args` in their places of `positional`."""
+        names = self._in_place[_LATENT_AND_TIMESTEP : len(args)]
         named = dict(zip(names, args[_LATENT_AND_TIMESTEP:], strict=True))
         return args[:_LATENT_AND_TIMESTEP], named | kwargs
+
+
+def _handed_to_wrappers(own: type, names: list[str]) -> tuple[list[str], list[str]]:
+    """Of the arguments that forward names, those that a class hands to wrappers in their places and by their names, as
+    its source tells; all in their places where it does not."""
+    for kind in own.__mro__:
+        forward = vars(kind).get("forward")
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(forward))) if forward else ast.Module([], [])
+        except (OSError, TypeError, SyntaxError):
+            break
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "execute":
+                in_place = [getattr(value, "id", "") for value in call.args]
+                by_name = [one.arg for one in call.keywords if one.arg in names]
+                return (in_place, by_name) if set(in_place) <= set(names) else (names, [])
+    return names, []
 
 
 def module_call(

@@ -89,7 +89,7 @@ class RemoteModule(nn.Module):
         self.file_parameters = ModuleParameters(self)
         self.plans = RunPlans(spec, file)
         self._own = own
-        self._signature = ModuleSignature(own.forward)
+        self._signature = ModuleSignature(own)
         self._options = options
         self._patches = CarriedPatches()
         watch(self, spec)
@@ -129,6 +129,15 @@ class RemoteModule(nn.Module):
             self._forward_on_ranks, self, wrappers
         )
         return executor.execute(*args, **kwargs)
+
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        # Of this module alone: a Control-LoRA asks for that; who wants names asks for the whole model's.
+        if not args and kwargs.get("destination") is None:
+            raise refusal(
+                "what computes with the model's own weights (such as a Control-LoRA)",
+                "take a whole ControlNet instead",
+            )
+        return super().state_dict(*args, **kwargs)
 
     def _forward_on_ranks(self, *args: object, **kwargs: object) -> Tensor | list[Tensor]:
         args, kwargs = self._signature.by_name(args, kwargs)

@@ -18,7 +18,7 @@ from ..preload.tail import Prompt
 from ..prompt_links import loaders_for, source_of, value_of
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .gguf_folder import GGUF_FOLDER
+from .files import GGUF_FOLDER, model_path
 from .header_model import open_model
 from .source import make_spec
 
@@ -49,7 +49,7 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     provider, _, folders = _NAMES.get(source if is_behind else loader, ("", "", ()))
     for folder in folders:
         if name in folder_paths.get_filename_list(folder):
-            path = folder_paths.get_full_path_or_raise(folder, name)
+            path = model_path(folder, name)
             return inspect_model(path, provider) if provider != "comfyui" else _counted(path, _PARTS[folder])
     return ANY_MODEL if is_behind else None
 

@@ -240,6 +240,17 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
+    def clone(self, *args: object, **kwargs: object) -> StepwisePatcher:
+        if kwargs.get("force_deepcopy"):
+            raise refusal("a copy of its weights (such as training takes)", "train a model of stock loaders")
+        return super().clone(*args, **kwargs)
+
+    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
+        # LoraSave asks so, for values; who wants names asks for all.
+        if filter_prefix is not None:
+            raise refusal("extracting a LoRA from its weights", "extract it from a model of stock loaders")
+        return super().model_state_dict()
+
     def get_key_patches(self, filter_prefix: str | None = None) -> NoReturn:
         raise refusal("merging its weights into another model", "merge the files with stock loaders")
 

@@ -9,10 +9,10 @@ import comfy.sd
 import torch
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.models.gguf_file import SUFFIX as GGUF_SUFFIX
 from ...parallel_backend.models.gguf_file import is_gguf
 from ...parallel_backend.requests import ComfyUISource, ModelSpec
 from ..host.comfyui_flags import comfyui_root, numeric_flags
+from .files import is_safetensors
 
 _LOADERS = "Load Diffusion Model or Load Checkpoint, or (also .gguf files) Parallel Model Loader"
 
@@ -39,7 +39,7 @@ def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
 
 def make_spec(path: str, part: str, options: dict) -> ModelSpec:
     """Of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options."""
-    if Path(path).suffix.lower() not in (".safetensors", ".sft", GGUF_SUFFIX):
+    if not (is_safetensors(path) or is_gguf(path)):
         raise RequestError(
             f"{Path(path).name} is no .safetensors or .gguf file, and the devices read no other: a .ckpt or .pt can "
             f"run code. Save it as .safetensors (ModelSave or CheckpointSave), or use another file."

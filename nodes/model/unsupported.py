@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -10,9 +11,9 @@ from ...parallel_backend.errors import RequestError
 
 # Effects that reach the network through transformer_options, in a user's words.
 _OPTION_EFFECTS = {
-    "patches": "a model patch (such as IP-Adapter, a style model or a KV cache)",
-    "patches_replace": "a replaced attention block (such as Perturbed-Attention Guidance)",
-    "optimized_attention_override": "another attention function (such as a Sage Attention patch; {attention})",
+    "patches": "a model patch{by}",
+    "patches_replace": "a replaced attention block{by}",
+    "optimized_attention_override": "another attention function{by} ({attention})",
 }
 # Options of a model that are no word of a user's.
 _OPTIONS_IN_WORDS = {"registered_hooks": "hooks of its prompts"}
@@ -39,13 +40,31 @@ def refuse_effects(options: dict, others: dict, attention: str) -> None:
     """Raises RequestError when a model call carries what the ranks cannot honour. `attention`: where this model's
     attention is chosen instead, in words."""
     effects = [
-        words.format(attention=attention)
+        words.format(attention=attention, by=_by(options.get(key)))
         for key, words in _OPTION_EFFECTS.items()
         if has_entries(options.get(key))
     ]
     effects += [f"the conditioning {key!r}" for key, value in others.items() if value is not None]
     if effects:
         raise refusal(" and ".join(effects))
+
+
+def _by(nested: object) -> str:
+    """Whose functions and objects those are, in words, each once: a node's own functions are named after its class."""
+    found = dict.fromkeys(_makers(nested))
+    return f" by {' and '.join(found)}" if found else ""
+
+
+def _makers(nested: object) -> Iterator[str]:
+    if isinstance(nested, dict):
+        nested = list(nested.values())
+    if isinstance(nested, (list, tuple)):
+        for one in nested:
+            yield from _makers(one)
+    elif nested is not None and not isinstance(nested, (bool, int, float, str, Tensor)):
+        owner = nested.__self__ if inspect.ismethod(nested) else nested
+        name = getattr(owner, "__qualname__", type(owner).__qualname__).split(".")[0]
+        yield owner.__module__ if name == "<lambda>" else name
 
 
 def has_entries(nested: object) -> bool:

@@ -56,20 +56,17 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
     RequestError for what only a run of the prompt can tell."""
     kind, inputs = _node(prompt, node)
     settings = settings_of(prompt, inputs.get("strategy")) or default_settings()
-    try:
-        if kind == "ParallelModel":
-            model = _behind(prompt, inputs.get("model"), settings)
-        elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
-            model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
-        elif kind in _OWN:
-            loader, name, dtypes = _OWN[kind]
-            file = {name: str(_literal(inputs, name))}
-            output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
-            model = next(result for result in output.args if isinstance(result, ParallelModel))
-        else:
-            raise RequestError(f"{kind} names no model for the devices.")
-    except FileNotFoundError as error:
-        raise RequestError(f"Nothing was loaded: {error}") from None
+    if kind == "ParallelModel":
+        model = _behind(prompt, inputs.get("model"), settings)
+    elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
+        model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
+    elif kind in _OWN:
+        loader, name, dtypes = _OWN[kind]
+        file = {name: str(_literal(inputs, name))}
+        output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
+        model = next(result for result in output.args if isinstance(result, ParallelModel))
+    else:
+        raise RequestError(f"{kind} names no model for the devices.")
     return model, settings_of(prompt, _samplers(prompt, node)) or settings
 
 

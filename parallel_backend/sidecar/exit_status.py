@@ -9,6 +9,7 @@ from pathlib import Path
 from ..host_memory import host_memory
 from ..wire.device_faults import known_fault
 
+BUS_ERROR = "killed by SIGBUS"  # what a process dies of that reads behind the end of a file which it maps
 _LINES = 12  # of a rank's output in an error message
 _THROWN = "what():"  # the runtime of C++ writes it before it aborts
 

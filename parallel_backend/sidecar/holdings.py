@@ -284,6 +284,18 @@ class RankHoldings:
         untold, self._untold = tuple(self._untold), []
         return untold
 
+    def check_files(self) -> None:
+        """After a crash: raises CheckpointError for a file that was cut short under the ranks, which map it. Who reads
+        what is gone is killed, by no fault of a device, and would be again."""
+        for held in self._held:
+            device, inode, size, _ = held.identity
+            left = _bytes_now(held.key.spec.path, device, inode)
+            if left is not None and left < size:
+                raise CheckpointError(
+                    f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
+                    f"Download the file again, or choose another one; the devices start again with the next prompt."
+                )
+
     def sleep(self, level: int, lease: Lease) -> SleepInfo:
         """As Sidecar.sleep."""
         if not self._ranks.running or self.asleep >= level:
@@ -340,6 +352,15 @@ class RankHoldings:
         dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
         info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
         return info, dropped
+
+
+def _bytes_now(path: str, device: int, inode: int) -> int | None:
+    """Of this very file; None where another one is there, or none: the ranks keep what they have mapped."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_size if (status.st_dev, status.st_ino) == (device, inode) else None
 
 
 def _read_key(spec: ModelSpec, strategy: ParallelStrategy) -> tuple[ModelKey, int]:

@@ -31,6 +31,7 @@ from ..wire.calibration import Calibration
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .exchange import reports
+from .exit_status import BUS_ERROR
 from .group import RankGroupRunner
 from .holdings import RankHoldings
 from .lease import Lease, ShouldCancel, State
@@ -278,14 +279,23 @@ class Sidecar(VaeRequests):
         survive: Callable[[RankFailed, str | None], str] | None = None,
     ) -> T:
         """`attempt()`, through a crash, and once more without the other models that the ranks hold when memory ends."""
+
+        def read() -> T:
+            try:
+                return attempt()
+            except RankFailed as error:
+                if error.cause.startswith(BUS_ERROR):
+                    self._holdings.check_files()
+                raise
+
         try:
-            return self._ranks.through_a_crash(attempt, lease, survive)
+            return self._ranks.through_a_crash(read, lease, survive)
         except OutOfMemory:
             if not self._holdings.give_way(spec):
                 raise
         lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
         try:
-            return self._ranks.through_a_crash(attempt, lease, survive)
+            return self._ranks.through_a_crash(read, lease, survive)
         except OutOfMemory:
             self._holdings.allow_several()  # they were not in the way
             raise

@@ -42,7 +42,11 @@ def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[t
 @pytest.mark.parametrize(
     ("class_type", "inputs", "words"),
     [
-        ("PerturbedAttentionGuidance", {"scale": 3.0}, "Perturbed-Attention Guidance"),
+        (
+            "PerturbedAttentionGuidance",
+            {"scale": 3.0},
+            "replaced attention block by PerturbedAttentionGuidance",
+        ),
         ("FluxKVCache", {}, "a replaced part of the network"),
     ],
 )
@@ -98,11 +102,52 @@ def test_merging_another_model_into_ours_is_refused(comfy, unet):
         comfy.sample(graph.prompt, sample(graph, [merged, 0]))
 
 
-def test_saving_our_model_is_refused(comfy, unet):
+LORA = {"filename_prefix": "ours", "rank": 4, "lora_type": "standard"}
+TRAINING = {
+    **{"batch_size": 1, "grad_accumulation_steps": 1, "steps": 1, "learning_rate": 1e-4, "rank": 4},
+    **{
+        "optimizer": "AdamW",
+        "loss_function": "MSE",
+        "seed": 0,
+        "training_dtype": "fp32",
+        "lora_dtype": "fp32",
+    },
+    **{
+        "quantized_backward": False,
+        "algorithm": "LoRA",
+        "gradient_checkpointing": False,
+        "checkpoint_depth": 1,
+    },
+    **{"offloading": False, "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": False},
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["Parallel Flux Loader", "Parallel Model"])
+@pytest.mark.parametrize(
+    ("class_type", "inputs", "words"),
+    [
+        ("ModelSave", {"filename_prefix": "ours"}, "saving the model"),
+        # A LoRA without a single weight was written, and nothing said so.
+        ("LoraSave", {**LORA, "bias_diff": False}, "extracting a LoRA from its weights"),
+        ("LoraSave", {**LORA, "bias_diff": True}, "extracting a LoRA from its weights"),
+        ("TrainLoraNode", TRAINING, "a copy of its weights"),
+    ],
+)
+def test_what_wants_our_weights_is_refused(comfy, unet, class_type, inputs, words, behind):
     graph = Graph()
-    graph.add("ModelSave", model=graph.model(OURS, unet), filename_prefix="ours")
-    with pytest.raises(PromptFailed, match="saving the model"):
+    model = graph.model(STOCK if behind else OURS, unet)
+    if behind:
+        model = [graph.add("ParallelModel", model=model, strategy=graph.strategy("cpu:2")), 0]
+    link = {"model_diff" if class_type == "LoraSave" else "model": model}
+    if class_type == "TrainLoraNode":
+        link |= {"latents": graph.latent(draw=3), "positive": graph.text(1)}
+    node = graph.add(class_type, **link, **inputs)
+    if class_type == "TrainLoraNode":
+        graph.add("SaveLoRA", lora=[node, 0], prefix="ours")
+    with pytest.raises(PromptFailed, match=words) as failure:
         comfy.run(graph.prompt)
+    assert (failure.value.node_id, failure.value.exception_type.rpartition(".")[2]) == (node, "RequestError")
+    assert not list(comfy.server.output_directory.glob("ours*"))
 
 
 WRONG = {

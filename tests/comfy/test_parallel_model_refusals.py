@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from any_graphs import MODELS, AnyGraph
 from comfyui_client import PromptFailed, PromptRejected
+from differences import relative_difference
 from graphs import Graph
 
 
@@ -20,7 +23,7 @@ def fails(comfy, graph: Graph, latent: list) -> str:
 @pytest.mark.parametrize(
     ("name", "inputs", "words"),
     [
-        ("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, "replaced attention block"),
+        ("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, "block by SelfAttentionGuidance"),
         ("TestForeignOption", {"name": "my_pack"}, "'my_pack', which holds a SimpleNamespace"),
         ("ModelComputeDtype", {"dtype": "bf16"}, "another dtype to compute in"),
     ],
@@ -129,3 +132,72 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_the_remedy(comfy, half, 
     assert (
         message.startswith(f"{path.name} is refused: ") and words in message and "choose another" in message
     )
+
+
+def test_a_control_lora_which_computes_with_the_models_weights_is_refused(comfy):
+    folder = comfy.server.base_directory / "models" / "controlnet"
+    folder.mkdir(exist_ok=True)
+    tensors = {"lora_controlnet": torch.ones(1), "input_hint_block.0.weight": torch.ones(16, 3, 3, 3)}
+    save_file(tensors, folder / "control_lora.safetensors")
+    graph = AnyGraph(comfy, "unet")
+    positive, negative, latent = graph.request()
+    applied = graph.add(
+        "ControlNetApplyAdvanced",
+        **{"positive": positive, "negative": negative, "strength": 1.0, "start_percent": 0.0},
+        control_net=[graph.add("ControlNetLoader", control_net_name="control_lora.safetensors"), 0],
+        image=[graph.add("EmptyImage", width=48, height=64, batch_size=1, color=0), 0],
+        end_percent=1.0,
+    )
+    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    message = fails(comfy, graph, graph.ksampler(ours, [applied, 0], [applied, 1], latent, steps=1))
+    assert "such as a Control-LoRA" in message and "take a whole ControlNet" in message
+
+
+@pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelLoraLoader"])
+def test_a_link_to_a_file_that_is_gone_is_told_with_the_remedy(comfy, loader):
+    is_lora = loader == "ParallelLoraLoader"
+    folder = comfy.server.base_directory / "models" / ("loras" if is_lora else "diffusion_models")
+    folder.mkdir(exist_ok=True)
+    link = folder / "gone.safetensors"
+    link.symlink_to(folder / "never there.safetensors")
+    graph = AnyGraph(comfy, "flux")
+    if is_lora:
+        parallel = graph.parallel(graph.stock(), ulysses=2)
+        model = graph.add(loader, parallel_model=[parallel, 1], lora_name=link.name, strength=1.0)
+    else:
+        name, dtype = {
+            "ParallelFluxLoader": ("unet_name", "auto"),
+            "ParallelModelLoader": ("model_name", "default"),
+        }[loader]
+        model = graph.add(loader, weight_dtype=dtype, **{name: link.name})
+    slot = int(loader == "ParallelModelLoader")
+    latent = graph.parallel_sampler([model, slot], *graph.request(), steps=1)
+    message = fails(comfy, graph, latent)
+    link.unlink()
+    assert message.startswith("There is no file behind gone.safetensors: ") and "choose another" in message
+
+
+def test_loaders_offer_files_by_any_ending_that_comfyui_lists(comfy):
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    names = ["upper.SAFETENSORS", "short.sft"]
+    for name in names:
+        (folder / name).symlink_to(folder / comfy.write_flux("any_flux.safetensors"))
+    offered = comfy.client.object_info()
+    lists = [
+        offered["ParallelFluxLoader"]["input"]["required"]["unet_name"],
+        offered["ParallelModelLoader"]["input"]["required"]["model_name"],
+    ]
+    for _, options in lists:
+        assert set(names) <= set(options["options"])
+    graph = AnyGraph(comfy, "flux")
+    shared = {"strategy": graph.strategy("cpu:2", ulysses=2)}
+    loader = graph.add("ParallelFluxLoader", unet_name=names[0], weight_dtype="auto", **shared)
+    other = graph.add("ParallelModelLoader", model_name=names[1], weight_dtype="default", **shared)
+    latents = [
+        graph.parallel_sampler([node, slot], *graph.request(), steps=1)
+        for node, slot in ((loader, 0), (other, 1))
+    ]
+    first, second = (comfy.sample(graph.prompt, latent) for latent in latents)
+    assert relative_difference(first, second) < 1e-4
+    for name in names:
+        (folder / name).unlink()

@@ -10,9 +10,11 @@ import torch
 
 import parallel_backend.models.comfyui.proof
 import parallel_backend.wire.arguments  # noqa: F401  the module under test must meet these very ones
+from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.proof import PROVEN_HERE, Verdict
+from parallel_backend.models.comfyui.tiny.cases import CASES
 from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments
 
@@ -75,11 +77,22 @@ def test_a_method_has_the_rows_of_its_first_argument():
     assert (made.method, made.rows, made.tokens) == ("preprocess_text_embeds", 1, ROWS)
 
 
+class Node:
+    """As ComfyUI's nodes make patches: functions in a method."""
+
+    def patch(self):
+        def patched(): ...
+
+        return patched
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"patches": {"double_block": [print]}}, "a model patch"),
-        ({"patches_replace": {"dit": {("double_block", 1): print}}}, "a replaced attention block"),
+        ({"patches": {"double_block": [print, Node().patch()]}}, "a model patch by print and Node yet"),
+        ({"patches": {"a": [Node(), 1.0], "b": [Node().patch]}}, "a model patch by Node yet"),
+        ({"patches_replace": {"dit": {("double_block", 1): print}}}, "a replaced attention block by print"),
+        ({"optimized_attention_override": lambda: 0}, f"another attention function by {__name__} (ComfyUI's"),
         ({"optimized_attention_override": print}, "--use-sage-attention"),
         (
             {"my_pack": {"deep": [SimpleNamespace()]}},
@@ -112,9 +125,35 @@ class _Module:
 
 
 def test_wrappers_get_arguments_where_the_module_would_hand_them_over():
-    signature = arguments.ModuleSignature(_Module.forward)
+    signature = arguments.ModuleSignature(_Module)
     given = {"context": "c", "num_tokens": 3, "transformer_options": {}, "control": None}
     args, kwargs = signature.positional((X, T), given)
     assert args == (X, T, "c", 3, None)
     assert kwargs == {"transformer_options": {}, "control": None}
     assert signature.by_name(args, kwargs) == ((X, T), {**given, "attention_mask": None})
+
+
+@pytest.mark.parametrize(
+    "name", ["LTXVModel", "MiniMaxH3Model", "Kandinsky5", "JoyImageTransformer3DModel", "Flux"]
+)
+def test_wrappers_get_what_comfyuis_own_class_hands_to_them(name):
+    """EasyCache, for one, looks for an argument by its place."""
+    import_comfyui_here()
+    make, inputs = next(iter(CASES[name].values()))
+    module, (args, kwargs), seen = make(), inputs(1, 8, 8), []
+
+    def wrapper(executor, *given, **named):
+        seen.append((given, named))
+        raise StopIteration
+
+    options = {**(kwargs.get("transformer_options") or {}), "wrappers": {"diffusion_model": {"a": [wrapper]}}}
+    kwargs = {**kwargs, "transformer_options": options}
+    with pytest.raises(StopIteration):
+        module(*args, **kwargs)
+    signature = arguments.ModuleSignature(type(module))
+    found = signature.positional(args, kwargs)
+    ((given, named),) = seen
+    assert [type(value) for value in found[0]] == [type(value) for value in given]
+    assert set(found[1]) == set(named)
+    again = signature.by_name(*found)[1]
+    assert all(again[key] is value for key, value in kwargs.items())

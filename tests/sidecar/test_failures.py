@@ -2,10 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from parallel_backend.errors import (
+    CheckpointError,
     OutOfMemory,
     RankFailed,
     TransportError,
@@ -147,6 +149,35 @@ def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, wei
             sidecar.predict(weights, predict_request(), two_ranks())
     sidecar.stop()
     sidecar.predict(weights, predict_request(), two_ranks())
+
+
+def test_a_file_that_is_cut_short_under_the_ranks_is_named_and_blames_no_device(sidecar, weights):
+    def cut(step, of, denoised):
+        if step == 2:
+            path.write_text("good")
+            os.kill(sidecar.pids[0], signal.SIGBUS)  # what reading the rest of it does
+
+    path = Path(weights.path)
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        path.write_text("good 0.5")
+        with pytest.raises(
+            CheckpointError, match=r"good\.safetensors was cut short .* of 8 bytes 4 are left"
+        ):
+            sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=cut)
+    path.write_text("good 0.5")
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    # Another file in its place leaves the ranks what they have: it is a crash like any other.
+    kept = path.with_suffix(".kept")
+
+    def replace(step, of, denoised):
+        if step == 2:
+            path.replace(kept)
+            path.write_text("good")
+            os.kill(sidecar.pids[0], signal.SIGBUS)
+
+    with pytest.raises(RankFailed, match="killed by SIGBUS"):
+        sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=replace)
+    FAILING.clear()
 
 
 def test_errors_that_the_code_raises_count_against_neither_the_group_nor_a_device(

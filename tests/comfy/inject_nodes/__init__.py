@@ -20,6 +20,7 @@ from .inputs import (
     TestNew,
     TestStyle,
 )
+from .loops import TestTwice
 from .model_patches import NODES as MODEL_PATCHES
 from .other_vaes import TestLtxVAE, TestSeed, TestShapeVAE
 from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
@@ -61,6 +62,7 @@ class InjectExtension(ComfyExtension):
             TestSaveText,
             TestScaledVAE,
             TestStyle,
+            TestTwice,
             TestLtxVAE,
             TestSeed,
             TestShapeVAE,
