@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 import nccl_device
-from host_and_device import DEVICE, HostAndDevice
+from host_and_device import DEVICE
 from nccl_device import NcclError
-from nccl_semantics import NCCL_SEMANTICS, NCCL_STREAMS
+from nccl_semantics import NCCL_STREAMS
 from ranks import RankError, run_ranks
 
 SHORT = 2.0  # s after which what must hang is known to
 
 
-def run(fn, *args, backend=NCCL_SEMANTICS):
-    return run_ranks(fn, 2, *args, backend=backend)
+def run(fn, *args, **how):
+    return run_ranks(fn, 2, *args, **how)
 
 
 def _reads_before_the_wait(world):
@@ -252,7 +252,6 @@ def test_what_nccl_does_not_take_is_an_error():
             assert expected in found
 
 
-@HostAndDevice()
 def _on_the_host(world):
     there = torch.zeros(2, device=DEVICE)
     dist.all_reduce(there)
@@ -260,7 +259,7 @@ def _on_the_host(world):
 
 
 def test_what_is_on_the_host_is_an_error():
-    for said in run(_on_the_host):
+    for said in run(_on_the_host, device=DEVICE):
         assert all("tensors must be on the device" in one for one in said) and len(said) == 2
 
 

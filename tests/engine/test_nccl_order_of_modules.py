@@ -9,7 +9,7 @@ import torch
 
 import nccl_device
 from comfy_modules import CASES, import_comfyui_here
-from host_and_device import HostAndDevice, active
+from host_and_device import DEVICE, active
 from module_references import Reference
 from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.attention import queries
@@ -62,7 +62,6 @@ def one_word(b, h, w):
     return args, kwargs | {"context": kwargs["context"][:, :1]}
 
 
-@HostAndDevice()
 def differences(world, references, bands):
     """By strategy and mode, the largest; of each call the same again under a step cache, which leaves blocks out."""
     queries.LEAST_KEYS = FEW_KEYS
@@ -89,7 +88,7 @@ def test_weights_travel_beside_tokens_and_where_a_step_cache_leaves_blocks_out(r
     bands = Reference(
         sdxl, sdxl_controlnet, (1, 32, 8), {"cond_or_uncond": [0], "sigmas": torch.tensor([0.5])}
     )
-    for found in run_ranks(differences, ranks, references, bands):
+    for found in run_ranks(differences, ranks, references, bands, device=DEVICE):
         assert len(found) == 5 * len(LAYOUTS[ranks])
         assert not {name: far for name, far in found.items() if not far <= EXACT}
 

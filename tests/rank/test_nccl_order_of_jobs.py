@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from comfy_modules import import_comfyui_here
-from host_and_device import HostAndDevice
+from host_and_device import DEVICE
 from loop_jobs import loop_job, stock_latent, tiny_model
 from loop_ranks import LoopRanks
 from nccl_semantics import count_connected
@@ -26,7 +26,6 @@ def specs(tmp_path_factory):
     return {"flux": tiny_model(folder), "wan": tiny_wan(folder)}
 
 
-@HostAndDevice()
 def communicators(world, spec, job, strategy):
     """Those of this rank that stand after a job, the first of its process."""
     LoopRanks(world, spec).run(strategy, job)
@@ -45,7 +44,7 @@ def communicators(world, spec, job, strategy):
 )
 def test_the_memory_prediction_counts_the_communicators_that_come_up(specs, family, strategy):
     job = wan_job() if family == "wan" else loop_job()
-    found = run_ranks(communicators, strategy.world_size, specs[family], job, strategy)
+    found = run_ranks(communicators, strategy.world_size, specs[family], job, strategy, device=DEVICE)
     assert found == [count_communicators(strategy, rank) for rank in range(strategy.world_size)]
 
 
@@ -57,7 +56,6 @@ TRIED = (
 )
 
 
-@HostAndDevice()
 def tried(world, spec, job):
     """(latent, the strategies that steps ran under, communicators)."""
     trials = TrialPlan(tuple(map(TrialCandidate, TRIED)), budget=99.0)
@@ -67,7 +65,7 @@ def tried(world, spec, job):
 
 def test_groups_come_up_between_the_steps_of_a_job_that_tries_strategies(specs):
     job = loop_job("dpmpp_2m", steps=30)
-    (latent, ran, count), *others = run_ranks(tried, 4, specs["flux"], job)
+    (latent, ran, count), *others = run_ranks(tried, 4, specs["flux"], job, device=DEVICE)
     expected = stock_latent(specs["flux"].path, job)
     assert (latent - expected).abs().max() <= EXACT * expected.abs().max()
     assert ran == [strategy.describe() for strategy in (USP, *TRIED)]

@@ -7,7 +7,6 @@ and kernels are the CPU's.
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ _MIXES |= {"_has_compatible_shallow_copy_type", "__set__"}  # a module's own way
 _entered: list[HostAndDevice] = []
 
 
-class HostAndDevice(TorchFunctionMode, ContextDecorator):
-    """Within the thread that enters it; as a decorator, within a function."""
+class HostAndDevice(TorchFunctionMode):
+    """Within the thread that enters it."""
 
     def __init__(self) -> None:
         super().__init__()
