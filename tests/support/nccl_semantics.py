@@ -15,10 +15,9 @@ a `device_id`:
 - an error shows at a later call or wait, and ends its communicator.
 
 What NCCL leaves to luck is the strictest here, so that no machine does worse. A rank's device runs the operations of
-*all* its communicators one at a time, in the order in which the rank called them: "operations on different
-communicators should be used at different epochs [and] submitted in the same order across ranks" (NCCL's guide), since
-kernels that wait for their peers may keep the next one from starting. To make a communicator waits for the device, as
-allocating its memory may. `wait` holds the host, where CUDA has only the stream wait.
+*all* its communicators one at a time, in the order in which the rank called them: NCCL's guide wants them in the same
+order on all ranks, since a kernel that waits for its peer may keep the next one from starting. To make a communicator
+waits for the device, as allocating its memory may. `wait` holds the host, where CUDA has only the stream wait.
 """
 
 from __future__ import annotations
