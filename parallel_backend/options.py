@@ -19,6 +19,9 @@ ATTENTION_KERNELS = ("auto", "torch", "cudnn", "flash", "flash_3", "sage")
 COMPILE_BACKEND = "PARALLEL_SAMPLING_COMPILE_BACKEND"
 # What a rank on the CPU may use of its cores while the others wait: what it would have had without them.
 THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
+# CUDA's own: kernels of streams that share a queue wait for each other. Each communicator of NCCL's has a stream, and a
+# stage of PipeFusion sends on one what another rank wants before it answers on the other. 8 are CUDA's default.
+DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 # A variable, `on` or `off`: whether ranks send what attention needs while they compute the rest. Results are the same.
 OVERLAP = "PARALLEL_SAMPLING_OVERLAP"
 APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values

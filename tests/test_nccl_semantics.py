@@ -1,18 +1,23 @@
 """The tests' stand-in for NCCL does what torch documents of it, where gloo forgives."""
 
+import threading
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
-import nccl_semantics
-from nccl_semantics import NCCL_SEMANTICS, NcclError
-from ranks import run_ranks
+import nccl_device
+from host_and_device import DEVICE
+from nccl_device import NcclError
+from nccl_semantics import NCCL_STREAMS
+from ranks import RankError, run_ranks
 
 SHORT = 2.0  # s after which what must hang is known to
 
 
-def run(fn, *args):
-    return run_ranks(fn, 2, *args, backend=NCCL_SEMANTICS)
+def run(fn, *args, **how):
+    return run_ranks(fn, 2, *args, **how)
 
 
 def _reads_before_the_wait(world):
@@ -81,35 +86,31 @@ def test_a_send_ends_when_it_is_received():
 def _error_of(act):
     try:
         act()
-    except NcclError as error:
+    except (NcclError, ValueError) as error:
         return str(error)
     return ""
 
 
 def _alone(world):
     """Gloo would take the message and go on."""
-    nccl_semantics.PATIENCE = SHORT
+    nccl_device.PATIENCE = SHORT
     said = _error_of(lambda: dist.isend(torch.zeros(1), 1)) if world.rank == 0 else ""
     dist.barrier(group=world.control)
     return said
 
 
 def _both_send_first(world, batched):
-    def act():
-        peer, sent, arriving = 1 - world.rank, torch.ones(1), torch.zeros(1)
-        # The pair stands before what must hang begins.
-        (dist.isend if world.rank else dist.irecv)(arriving, peer).wait()
-        if not batched:
-            nccl_semantics.PATIENCE = SHORT
-        if batched:
-            operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, arriving, peer)]
-            works = dist.batch_isend_irecv(operations)
-        else:
-            works = [dist.isend(sent, peer), dist.irecv(arriving, peer)]
-        for work in works:
-            work.wait()
-
-    said = _error_of(act)
+    peer, sent, arriving = 1 - world.rank, torch.ones(1), torch.zeros(1)
+    # The pair stands before what must hang begins.
+    (dist.isend if world.rank else dist.irecv)(arriving, peer).wait()
+    if not batched:
+        nccl_device.PATIENCE = SHORT
+    if batched:
+        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, arriving, peer)]
+        works = dist.batch_isend_irecv(operations)
+    else:
+        works = [dist.isend(sent, peer), dist.irecv(arriving, peer)]
+    said, *_ = [_error_of(work.wait) for work in works]
     dist.barrier(group=world.control)
     return said
 
@@ -145,7 +146,7 @@ def _written_too_early(world):
         (_alone, (), ["nobody else came", ""]),
         (_both_send_first, (False,), ["send to 1", "send to 0"]),
         (_both_send_first, (True,), ["", ""]),
-        (_another_collective, (), ["came with all_reduce, broadcast from 0"] * 2),
+        (_another_collective, (), ["came with all_reduce of 8 bytes of torch.float32, broadcast from 0"] * 2),
         (_written_too_early, (), ["written to before the wait"] * 2),
     ],
     ids=["a first send alone", "sends of a pair cross", "the same as a batch", "two collectives", "written"],
@@ -153,3 +154,119 @@ def _written_too_early(world):
 def test_what_gloo_forgives_is_an_error(act, arguments, words):
     for said, expected in zip(run(act, *arguments), words, strict=True):
         assert expected in said and bool(said) == bool(expected)
+
+
+def _other_orders(world, patience):
+    """Two sums in two groups: which of them comes first is not the same on both ranks."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    nccl_device.PATIENCE = patience
+    in_turn = groups if world.rank else groups[::-1]
+    works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in in_turn]
+    said = [_error_of(work.wait) for work in works]
+    dist.barrier(group=world.control)
+    return "".join(said)
+
+
+def test_an_order_that_needs_kernels_beside_each_other_is_an_error():
+    """All of them wait for a peer whose device is busy with another."""
+    assert any("did not end" in said for said in run(_other_orders, SHORT))
+    assert run(_other_orders, nccl_device.PATIENCE, backend=NCCL_STREAMS) == ["", ""]
+
+
+def _sizes_differ(world):
+    """Of a sum, of a send, of one in a batch, of what an all-to-all brings: each in a group of its own, which ends."""
+
+    def sends(group):
+        return (dist.recv if world.rank else dist.send)(torch.zeros(2 + world.rank), 1 - world.rank, group)
+
+    def batch(group):
+        sent, arriving, peer = torch.zeros(2 + world.rank), torch.zeros(2), 1 - world.rank
+        operations = [
+            dist.P2POp(dist.isend, sent, peer, group),
+            dist.P2POp(dist.irecv, arriving, peer, group),
+        ]
+        return dist.batch_isend_irecv(operations)[0].wait()
+
+    def exchange(group):
+        return dist.all_to_all_single(torch.zeros(3), torch.zeros(2), [1, 2], [1, 1], group=group)
+
+    said = []
+    for act in (
+        lambda group: dist.all_reduce(torch.zeros(2 + world.rank), group=group),
+        sends,
+        batch,
+        exchange,
+    ):
+        group = dist.new_group([0, 1])
+        said.append(_error_of(lambda act=act, group=group: act(group)))
+    return said
+
+
+def test_sizes_that_differ_are_an_error():
+    first, (sums, received, _, exchanged) = run(_sizes_differ)
+    assert "came with all_reduce of 8 bytes of torch.float32, all_reduce of 12 bytes" in sums
+    assert "12 bytes of torch.float32 are expected where 8 bytes" in received
+    assert "8 bytes of torch.float32 are expected where 12 bytes" in first[2]
+    assert "[4, 8] bytes are expected where [4, 4] are sent" in exchanged
+
+
+def _refused(world):
+    """What no communicator takes, and no rank waits for."""
+    whole, said = torch.zeros(4), []
+    thread_said = []
+    for act in (
+        lambda: dist.all_reduce(torch.zeros(2, dtype=torch.int16)),
+        lambda: dist.all_reduce(torch.zeros(2, 2).T),
+        lambda: dist.all_to_all_single(whole, whole),
+        lambda: dist.all_gather([whole[:2], whole[1:3]], torch.zeros(2)),
+        lambda: dist.all_to_all_single(torch.zeros(2), whole, [1, 1], [3, 2]),
+        lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3)),
+    ):
+        said.append(_error_of(act))
+    other = threading.Thread(
+        target=lambda: thread_said.append(_error_of(lambda: dist.all_reduce(torch.zeros(2))))
+    )
+    dist.all_reduce(torch.zeros(2))
+    other.start()
+    other.join()
+    dist.all_gather(
+        list(whole.chunk(2)), whole[2 * world.rank :][:2]
+    )  # in place, where its own share arrives
+    return [*said, *thread_said]
+
+
+def test_what_nccl_does_not_take_is_an_error():
+    words = (
+        "NCCL has no torch.int16",
+        "must be contiguous",
+        "all_to_all: what arrives would lie where something else does",
+        "all_gather: what arrives would lie where something else does",
+        "[3, 2] is no split of 4 rows over 2 ranks",
+        "3 rows do not divide by 2 ranks",
+        "two threads of a rank begin operations",
+    )
+    for said in run(_refused):
+        for found, expected in zip(said, words, strict=True):
+            assert expected in found
+
+
+def _on_the_host(world):
+    there = torch.zeros(2, device=DEVICE)
+    dist.all_reduce(there)
+    return [_error_of(partial(dist.all_reduce, tensor)) for tensor in (there.cpu(), torch.zeros(2))]
+
+
+def test_what_is_on_the_host_is_an_error():
+    for said in run(_on_the_host, device=DEVICE):
+        assert all("tensors must be on the device" in one for one in said) and len(said) == 2
+
+
+def _never_waited(world):
+    dist.all_reduce(torch.zeros(1), async_op=True)
+
+
+def test_what_nobody_waits_for_is_an_error():
+    with pytest.raises(RankError, match="nobody has waited for all_reduce of 4 bytes"):
+        run(_never_waited)

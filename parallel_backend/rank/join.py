@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..cluster.endpoint import MACHINE, PORT, check_name, read_endpoint
 from ..errors import PlatformError, RequestError
+from ..options import DEVICE_QUEUES
 from ..wire.parent_death import die_with_parent
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def join(argv: list[str]) -> tuple[Link, int, int, OwnFiles]:
     os.environ.setdefault(
         "HF_HUB_OFFLINE", "1"
     )  # weights come from the model folders, never from the network
+    os.environ.update(DEVICE_QUEUES)  # before CUDA is looked at
     if "LOCAL_RANK" not in os.environ:
         raise PlatformError(
             "A rank joins a cluster when torchrun starts it; docs/deployment.md has the command."

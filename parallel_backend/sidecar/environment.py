@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..devices import is_cpu
-from ..options import COMPILE_BACKEND, THREADS_ALONE
+from ..options import COMPILE_BACKEND, DEVICE_QUEUES, THREADS_ALONE
 from ..wire.fault_injection import VARIABLE as FAULT
 
 _NAMES = {
@@ -112,7 +112,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
             cache / "compiled"
         )  # torch's own is gone with the next boot
-    fixed = {
+    fixed = DEVICE_QUEUES | {
         THREADS_ALONE: outermost or str(cores),
         "PYTHONPATH": os.pathsep.join(search),
         "GLOO_SOCKET_IFNAME": "lo",

@@ -8,6 +8,7 @@ import torch
 import lora_patches
 from differences import relative_difference
 from flux_requests import CASES, prompt, request
+from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -75,7 +76,7 @@ def sample_both_ways(world, path, strategies):
 def test_they_give_the_same_under_every_strategy_also_after_a_lora_and_compile_once(
     weights, without_inductor
 ):
-    for results in run_ranks(sample_both_ways, 2, weights, STRATEGIES):
+    for results in run_ranks(sample_both_ways, 2, weights, STRATEGIES, backend=NCCL_STREAMS):
         for strategy, (off, graphs, uncompiled) in results.items():
             assert max(off) <= TOLERANCE, f"{strategy}: {off}"
             assert uncompiled == 0, strategy

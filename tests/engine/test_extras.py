@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.extras import ResidualShares, mask_in_order
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -83,7 +84,7 @@ def expected(path) -> torch.Tensor:
     ids=ParallelStrategy.describe,
 )
 def test_every_rank_gives_what_one_gives(path, expected, strategy):
-    for found in run_ranks(_velocity, strategy.world_size, path, strategy, 3):
+    for found in run_ranks(_velocity, strategy.world_size, path, strategy, 3, backend=NCCL_STREAMS):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

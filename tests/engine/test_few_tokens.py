@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from differences import relative_difference
 from flux_requests import CONTEXT, POOLED, prompt, request
+from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_model
 from parallel_backend.engine import compile as compiling
 from parallel_backend.engine.factory import make_forward
@@ -60,7 +61,9 @@ def differences(world, path, strategies, case):
 def assert_equal_to_one_rank(path, world_size, strategies, case):
     for strategy in strategies:
         assert strategy.world_size == world_size
-    for rank, found in enumerate(run_ranks(differences, world_size, path, strategies, case)):
+    for rank, found in enumerate(
+        run_ranks(differences, world_size, path, strategies, case, backend=NCCL_STREAMS)
+    ):
         for strategy, off in zip(strategies, found, strict=True):
             assert off <= TOLERANCE, f"rank {rank}, {strategy.describe()}: {off:.2e}"
 
@@ -111,7 +114,7 @@ def test_pipefusion_2_and_ulysses_2_with_33_patches_on_16_by_16(path, tmp_path):
     case = request((16, 16), 1.0, 1, steps=3)
     strategy = ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=33, warmup_steps=1)
     expected = patchwise_sample(oracle_model(tmp_path, **SIZES), case, 1, (2,) * 31 + (1, 1))
-    for latent in run_ranks(flowing_patches, 4, path, strategy, case):
+    for latent in run_ranks(flowing_patches, 4, path, strategy, case, backend=NCCL_STREAMS):
         assert relative_difference(latent, expected) <= TOLERANCE
 
 
@@ -134,7 +137,7 @@ def test_masks_and_residuals_where_a_rank_has_no_tokens(path):
         ParallelStrategy(ring_degree=2, ulysses_degree=2),
         ParallelStrategy(pipefusion_degree=2, ring_degree=2),
     ]
-    for found in run_ranks(masked_and_added_to, 4, path, strategies):
+    for found in run_ranks(masked_and_added_to, 4, path, strategies, backend=NCCL_STREAMS):
         assert max(found) <= TOLERANCE
 
 

@@ -116,7 +116,7 @@ def twice(world, path, strategy):
 
 @pytest.mark.parametrize("strategy", [ALL[0], ALL[2]], ids=lambda s: s.describe())
 def test_run_to_run_and_rank_to_rank_are_bit_identical(subjects, strategy):
-    ranks = run_ranks(twice, strategy.world_size, subjects.get(2)[0], strategy)
+    ranks = run_ranks(twice, strategy.world_size, subjects.get(2)[0], strategy, backend="gloo")
     latents = [latent for rank in ranks for latent in rank]
     assert all(torch.equal(latents[0], other) for other in latents[1:])
 
@@ -136,9 +136,11 @@ def test_every_layout_and_dtype_is_sharded_bit_by_bit(tmp_path, layout, stored, 
     path = str(write_tiny_flux(tmp_path / "x.safetensors", layout=layout, dtype=stored, **sizes_of(2)))
     name = "odd sides, cfg 4, batch 3"
     strategy = ParallelStrategy(data_degree=2)
-    whole = run_ranks(sample, 2, path, [strategy], [name], "native", wish)[0][f"data 2: {name}"]
+    whole = run_ranks(sample, 2, path, [strategy], [name], "native", wish, backend="gloo")[0][
+        f"data 2: {name}"
+    ]
     strategy = strategy.replace(shard_weights=True)
-    for results in run_ranks(sample, 2, path, [strategy], [name], "native", wish):
+    for results in run_ranks(sample, 2, path, [strategy], [name], "native", wish, backend="gloo"):
         assert torch.equal(results[f"{strategy.describe()}: {name}"], whole)
 
 
@@ -154,7 +156,9 @@ def shares_of(world, path, strategy, wish):
 def test_each_rank_holds_its_rows_of_every_parameter(tmp_path, degree):
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=torch.bfloat16, **sizes_of(2))
     whole = load(ModelSpec(str(path), weight_dtype="float8_e4m3fn"), torch.device("cpu")).transformer
-    ranks = run_ranks(shares_of, degree, str(path), sharded(data_degree=degree), "float8_e4m3fn")
+    ranks = run_ranks(
+        shares_of, degree, str(path), sharded(data_degree=degree), "float8_e4m3fn", backend="gloo"
+    )
     for name, parameter in whole.named_parameters():
         found = [rank[name.replace(".inner", "")] for rank in ranks]
         assert {dtype for _, dtype in found} == {str(parameter.dtype)}
@@ -172,7 +176,7 @@ def sample_with_shares_exchanged(world, path):
 def test_exchanged_shares_are_seen(subjects):
     path, expected = subjects.get(2)
     name = "not dividing, cfg 1, batch 1"
-    results = run_ranks(sample_with_shares_exchanged, 2, path)[0]
+    results = run_ranks(sample_with_shares_exchanged, 2, path, backend="gloo")[0]
     assert relative_difference(results[f"CFG 2, weights sharded: {name}"], expected[name]) > 1000 * TOLERANCE
 
 
@@ -193,7 +197,7 @@ def order_of_gathers(world, path):
 
 def test_a_rank_without_rows_gathers_in_the_same_order(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
-    compute_options, idle = run_ranks(order_of_gathers, 2, str(path))
+    compute_options, idle = run_ranks(order_of_gathers, 2, str(path), backend="gloo")
     assert compute_options == idle and len(compute_options) == 1 + DOUBLE + SINGLE
 
 
@@ -212,7 +216,7 @@ def alone(world, path):
 
 def test_a_group_of_one_rank_works(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
-    (outputs,) = run_ranks(alone, 1, str(path))
+    (outputs,) = run_ranks(alone, 1, str(path), backend="gloo")
     assert relative_difference(*outputs) <= TOLERANCE
 
 
@@ -234,7 +238,7 @@ def refused(world, path, strategy):
 
 def test_a_pipeline_with_sharded_weights_is_refused_on_every_rank(subjects):
     strategy = sharded(pipefusion_degree=2)
-    for message in run_ranks(refused, 2, subjects.get(2)[0], strategy):
+    for message in run_ranks(refused, 2, subjects.get(2)[0], strategy, backend="gloo"):
         assert "pipefusion_degree 2 with shard_weights" in message
 
 

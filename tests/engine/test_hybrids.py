@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
+from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_sample, oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -64,7 +65,9 @@ def subject(tmp_path_factory):
 @pytest.mark.parametrize("world_size", STRATEGIES)
 def test_products_of_axes_equal_one_process(subject, world_size):
     path, expected, _ = subject
-    for results in run_ranks(sample, world_size, path, STRATEGIES[world_size], list(CASES)):
+    for results in run_ranks(
+        sample, world_size, path, STRATEGIES[world_size], list(CASES), backend=NCCL_STREAMS
+    ):
         for strategy in STRATEGIES[world_size]:
             for name, latent in expected.items():
                 difference = (results[f"{strategy.describe()}: {name}"] - latent).abs().max()

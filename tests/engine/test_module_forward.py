@@ -1,24 +1,20 @@
 """Calls of ComfyUI's own modules by several ranks against the same module in one process, for every family."""
 
-import copy
-import functools
-
 import pytest
 import torch
 
 from comfy_modules import CASES, import_comfyui_here
-from nccl_semantics import NCCL_SEMANTICS
+from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.uneven import UnevenAttention
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.table import token_mode
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.video import ltxav, ltxav_inputs, wan, wan_inputs
-from parallel_backend.models.comfyui.tiny.weights import fill, random
-from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -50,40 +46,6 @@ def _comfyui():
     import_comfyui_here()
 
 
-class Reference:
-    """A tiny model, a call of it and its answer in one process, which forked ranks then have too."""
-
-    def __init__(self, build, inputs, size, options=None):
-        self.model = _model(build)
-        self.args, self.kwargs = inputs(*size)
-        self.kwargs["transformer_options"] = dict(options or {})
-        self.rows = size[0]
-        with torch.inference_mode():
-            args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            self.answer = self.model.module(*args, **kwargs)
-
-    @property
-    def mode(self):
-        return token_mode(type(self.model.module).__name__, self.kwargs)
-
-    @torch.inference_mode()
-    def difference(self, forward, tokens):
-        """Of the ranks' answer, relative to the largest value."""
-        args, kwargs = copy.deepcopy((self.args, self.kwargs))
-        answer = forward(ModuleCall(args, kwargs, self.rows, tokens))
-        pairs = zip(_tensors(answer), _tensors(self.answer), strict=True)
-        return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
-
-
-@functools.cache
-def _model(build):
-    return TinyModel(fill(build()))
-
-
-def _tensors(answer):
-    return answer if isinstance(answer, (list, tuple)) else [answer]
-
-
 def _differences(world, strategy, calls):
     """Of each (reference, token mode) in turn."""
     layouts = Layouts(world)
@@ -93,8 +55,8 @@ def _differences(world, strategy, calls):
     ]
 
 
-def _worst(strategy, calls, backend="gloo"):
-    found = run_ranks(_differences, strategy.world_size, strategy, calls, backend=backend)
+def _worst(strategy, calls):
+    found = run_ranks(_differences, strategy.world_size, strategy, calls)
     return max(max(of_rank) for of_rank in found)
 
 
@@ -160,19 +122,12 @@ def test_other_layouts_of_the_sequence_axis(strategy):
     assert _worst(strategy, [(one, tokens) for one in references for tokens in (STAY, BLOCK)]) <= EXACT
 
 
-@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2}, {"cfg_degree": 2}], ids=str)
-def test_modules_communicate_in_an_order_that_nccl_takes(degrees):
-    references = [Reference(*CASES[name], ODD, OPTIONS) for name in ("flux1 + full mask", "wan2.1 i2v")]
-    calls = [(one, tokens) for one in references for tokens in (STAY, BLOCK)]
-    assert _worst(ParallelStrategy(**degrees), calls, NCCL_SEMANTICS) <= EXACT
-
-
 @pytest.mark.parametrize("name", ["ltx, guides of strengths", "ltx-2, guides of strengths"])
 def test_guides_of_other_strengths_show(name):
     """The tolerance tells them from guides of strength 1, and whole guides from those of another rank's queries."""
     one = Reference(*CASES[name], EVEN)
     plain = Reference(*CASES[name.replace("guides of strengths", "2 guides")], EVEN)
-    pairs = list(zip(_tensors(one.answer), _tensors(plain.answer), strict=True))
+    pairs = list(zip(tensors_of(one.answer), tensors_of(plain.answer), strict=True))
     assert ((pairs[0][0] - pairs[0][1]).abs().max() / pairs[0][1].abs().max()).item() > 100 * EXACT
 
     def moved(world):

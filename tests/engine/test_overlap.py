@@ -73,7 +73,8 @@ def fail_after_sending(world, path):
 
 
 def test_a_call_that_failed_leaves_nothing_on_its_way(path):
-    for failure, held in run_ranks(fail_after_sending, 2, path):
+    # Over gloo: what a failed call has sent is dropped, and nobody waits for it.
+    for failure, held in run_ranks(fail_after_sending, 2, path, backend="gloo"):
         assert "not callable" in failure and held == 0
 
 

@@ -86,7 +86,7 @@ def all_results(subjects):
     def get(engine, world_size):
         if (engine, world_size) not in cache:
             cache[engine, world_size] = run_ranks(
-                sample, world_size, subjects[0], STRATEGIES[world_size], engine, list(CASES)
+                sample, world_size, subjects[0], STRATEGIES[world_size], engine, list(CASES), backend="gloo"
             )
         return cache[engine, world_size]
 
@@ -145,7 +145,7 @@ def sample_twice(world, path, strategy):
 def test_run_to_run_and_rank_to_rank_are_bit_identical(subject, strategy):
     latents = [
         latent
-        for rank in run_ranks(sample_twice, strategy.world_size, subject[0], strategy)
+        for rank in run_ranks(sample_twice, strategy.world_size, subject[0], strategy, backend="gloo")
         for latent in rank
     ]
     assert all(torch.equal(latents[0], other) for other in latents[1:])
@@ -169,7 +169,7 @@ def sample_without_a_neighbours_keys(world, path):
 
 def test_dropping_a_neighbours_keys_is_seen(subject):
     expected = subject[1]["odd sides, cfg 1, batch 1"]
-    latent = run_ranks(sample_without_a_neighbours_keys, 2, subject[0])[0]
+    latent = run_ranks(sample_without_a_neighbours_keys, 2, subject[0], backend="gloo")[0]
     assert (latent - expected).abs().max() > 1000 * TOLERANCE * expected.abs().max()
 
 
@@ -186,7 +186,9 @@ def sample_after_another_strategy_with_idle_ranks(world, path):
 
 
 def test_strategies_take_turns_on_xfuser_also_where_ranks_idle(subject):
-    results = run_ranks(sample_after_another_strategy_with_idle_ranks, 4, subject[0], timeout=90)
+    results = run_ranks(
+        sample_after_another_strategy_with_idle_ranks, 4, subject[0], timeout=90, backend="gloo"
+    )
     for latents in results:
         for latent, name in zip(latents, ("cfg 4", "cfg 1", "cfg 1", "cfg 1"), strict=True):
             expected = subject[1][f"odd sides, {name}, batch 1"]

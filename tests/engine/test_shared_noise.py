@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
+from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -52,7 +53,9 @@ def with_like_and_unlike_cards(world, path, strategies):
 
 @pytest.mark.parametrize("world_size", STRATEGIES)
 def test_ranks_that_draw_different_noise_sample_the_first_ones_latent(path, world_size):
-    by_rank = run_ranks(with_like_and_unlike_cards, world_size, path, STRATEGIES[world_size])
+    by_rank = run_ranks(
+        with_like_and_unlike_cards, world_size, path, STRATEGIES[world_size], backend=NCCL_STREAMS
+    )
     for number, strategy in enumerate(STRATEGIES[world_size]):
         expected = by_rank[0][number][0]
         for rank, found in enumerate(by_rank):

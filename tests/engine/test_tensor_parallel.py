@@ -178,7 +178,7 @@ def test_xfuser_falls_back_to_native_by_name(subjects):
     path, expected = subjects.get(4)
     name = "odd sides, cfg 4, batch 3"
     strategy = tensor(2, ulysses_degree=2)
-    for results in run_ranks(sample, 4, path, [strategy], [name], "xfuser"):
+    for results in run_ranks(sample, 4, path, [strategy], [name], "xfuser", backend="gloo"):
         engine, note = results[f"{strategy.describe()}: notes"]
         assert engine == "native"
         assert note.startswith(

@@ -69,7 +69,7 @@ def test_unequal_shares_of_the_tokens_are_exact(subject, world_size):
 def test_xfuser_leaves_unequal_shares_to_native_and_says_so(subject):
     path, expected = subject
     strategy = STRATEGIES[2][1]
-    for results in run_ranks(sample, 2, path, [strategy], "xfuser"):
+    for results in run_ranks(sample, 2, path, [strategy], "xfuser", backend="gloo"):
         engine, note = results[strategy.describe()].split("\n")
         assert engine == "native" and "equal shares" in note
         for name, latent in expected.items():

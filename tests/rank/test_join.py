@@ -17,8 +17,9 @@ from oracle import oracle_model, oracle_sample, oracle_velocity
 from parallel_backend import devices
 from parallel_backend.__main__ import main
 from parallel_backend.cluster import endpoint as endpoints
-from parallel_backend.errors import CheckpointError
+from parallel_backend.errors import CheckpointError, PlatformError
 from parallel_backend.observability.doctor import rank_probe
+from parallel_backend.rank import join as rank_join
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar import clusters
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -103,6 +104,16 @@ def test_two_machines_give_the_latent_of_one_process(strategy, lab, one_process)
     assert [step for step, _, _ in steps] == [1, 2, 3, 4]
     assert is_equal(steps[-1][2], expected)  # the preview travels too
     assert result.info.strategy == strategy and min(result.info.bytes_sent) > 0
+
+
+def test_a_rank_that_joins_has_a_queue_for_each_communicator(monkeypatch):
+    monkeypatch.setattr(rank_join, "die_with_parent", lambda parent: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(PlatformError, match="joins a cluster when torchrun starts it"):
+        rank_join.join(["--join", "head", "--secret-file", "none"])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def test_model_calls_travel_as_they_do_to_local_ranks(lab, one_process):

@@ -56,6 +56,11 @@ def test_ranks_on_the_cpu_see_no_gpu_and_others_see_the_users():
         assert {environment[name] for name in source} == {seen}
 
 
+def test_communicators_never_share_a_devices_queue_whatever_others_recommend():
+    for source in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        assert rank_environment(source, Path("/"), ("cuda:0",))["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_what_is_compiled_outlives_a_boot_where_the_user_said_nothing_else():
     def folder(**source):
         return rank_environment(source, Path("/"), ("cuda:0",)).get("TORCHINDUCTOR_CACHE_DIR")

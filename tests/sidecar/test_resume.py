@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loop_jobs import loop_job
+from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -142,7 +143,7 @@ def test_pipefusion_keeps_whole_latents_and_warms_up_again(tmp_path):
         "euler": replace(base, noise=noise, latent=torch.zeros_like(noise), positive=prompt),
     }
     cases["dpmpp_2m"] = replace(cases["euler"], sampler="dpmpp_2m")
-    first, _ = run_ranks(pipelines, 2, str(path), cases)
+    first, _ = run_ranks(pipelines, 2, str(path), cases, backend=NCCL_STREAMS)
     for name in cases:
         exact, flowing = first[f"{name} {STEPS}"], first[f"{name} 2"]
         assert [int(step) for step in exact["kept"]] == list(range(1, STEPS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from host_and_device import active
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
@@ -48,7 +49,9 @@ class LoopRanks:
 
     def make_forward(self, strategy):
         if strategy.weights not in self.models:
-            self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
+            model = self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
+            if (device := active()) is not None:
+                device.put(model.module)  # mapped weights are the CPU's own
         return make_module_forward(self.models[strategy.weights], self._layouts, Placement(strategy))
 
     def _forward_under(self, strategy):

@@ -9,43 +9,60 @@ a `device_id`:
 - nothing is complete at return: what arrives is not in the output before `wait`, until then filled with what no test
   takes for a result, and what is sent may not be written to before it;
 - a send is complete when its receiver took it;
+- ranks give a collective the same sizes and dtypes, and a send those of its receive;
+- tensors are dense and contiguous, of NCCL's dtypes, and apart: in place is what a sum or a broadcast is, and a gather
+  whose input lies where its own share arrives;
 - an error shows at a later call or wait, and ends its communicator.
 
-One thing is stricter: `wait` holds the host, where CUDA has only the stream wait.
+What NCCL leaves to luck is the strictest here, so that no machine does worse. A rank's device runs the operations of
+*all* its communicators one at a time, in the order in which the rank called them: NCCL's guide wants them in the same
+order on all ranks, since a kernel that waits for its peer may keep the next one from starting. To make a communicator
+waits for the device, as allocating its memory may. `wait` holds the host, where CUDA has only the stream wait.
 """
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import threading
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import combinations, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-NCCL_SEMANTICS = "nccl_semantics"
-PATIENCE = 60.0  # s until an operation that nobody joins is an error; tests that want the error ask for less
-_POISON = 0xFF  # as bytes: NaN in every floating dtype, -1 in signed integers
+from nccl_device import Communicator, NcclError, Stream, Transfer, bytes_of, only_stream, overlap
 
-# Runs in the communicator's thread; gives what arrived for each output.
-Transfer = Callable[[dist.ProcessGroup], Sequence[Tensor]]
+NCCL_SEMANTICS = "nccl_semantics"
+NCCL_STREAMS = (
+    "nccl_streams"  # the same, with a stream for each communicator, which all run beside each other
+)
+_NOTE = 256  # bytes in which ranks tell each other what they came with
 
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def register() -> None:
     """Makes the backend known to torch in this process."""
-    if NCCL_SEMANTICS.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NCCL_SEMANTICS, _create, devices=["cpu"])
+    if dist.batch_isend_irecv is not _batch:
+        dist.Backend.register_backend(NCCL_SEMANTICS, partial(_create, only_stream), devices=["cpu"])
+        dist.Backend.register_backend(NCCL_STREAMS, partial(_create, Stream), devices=["cpu"])
         dist.batch_isend_irecv = _batch
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> NcclSemantics:
-    return NcclSemantics(store, rank, size)
+def count_connected() -> int:
+    """This rank's communicators that stand, of all its groups."""
+    groups = distributed_c10d._world.pg_names
+    return sum(len(group.connected) for group in groups if isinstance(group, NcclSemantics))
+
+
+def _create(
+    stream: Callable[[], Stream], store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> NcclSemantics:
+    return NcclSemantics(stream, store, rank, size)
 
 
 def _batch(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -56,12 +73,13 @@ def _batch(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 
 class NcclSemantics(dist.ProcessGroup):
-    """One rank's end of a group."""
+    """One rank's end of a group. `stream`: that of its next communicator."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, stream: Callable[[], Stream], store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
+        self._stream = stream
         self._store, self._own, self._ranks = store, rank, range(size)
-        self._communicators: dict[str, _Communicator] = {}
+        self._communicators: dict[str, Communicator] = {}
 
     def getBackendName(self) -> str:
         return NCCL_SEMANTICS
@@ -76,34 +94,46 @@ class NcclSemantics(dist.ProcessGroup):
         return set(self._communicators)
 
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None) -> dist.Work:
-        def rows(whole: Tensor, sizes: list[int]) -> list[int]:
-            count = len(self._ranks)
-            return list(sizes) if sizes else [len(whole) // count] * count
+        receive, send = self._split(output, output_sizes), self._split(input, input_sizes)
+        _check_apart("all_to_all", [output], [input])
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
             arrived = torch.empty(output.nbytes, dtype=torch.uint8)
-            receive, send = (
-                [size * (whole[0].nbytes if len(whole) else 0) for size in rows(whole, sizes)]
-                for whole, sizes in ((output, output_sizes), (input, input_sizes))
-            )
+            sent_to_me = [sizes[self._own] for sizes in _everyones(gloo, send)]
+            if sent_to_me != receive:
+                raise NcclError(f"{receive} bytes are expected where {sent_to_me} are sent")
             gloo.alltoall_base(arrived, sent, receive, send, dist.AllToAllOptions()).wait()
             return [arrived]
 
-        sent = _bytes_of(input)
-        return self._collective("all_to_all", [output], [input], transfer)
+        sent = bytes_of(input)
+        return self._collective(f"all_to_all of {input.dtype}", [output], [input], transfer)
 
     alltoall_base = all_to_all_single
 
+    def _split(self, whole: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Bytes for each rank."""
+        count = len(self._ranks)
+        if sizes and (len(sizes) != count or sum(sizes) != len(whole)):
+            raise ValueError(f"all_to_all: {list(sizes)} is no split of {len(whole)} rows over {count} ranks")
+        if not sizes and len(whole) % count:
+            raise ValueError(f"all_to_all: {len(whole)} rows do not divide by {count} ranks")
+        row = whole[0].nbytes if len(whole) else 0
+        return [size * row for size in sizes] if sizes else [len(whole) // count * row] * count
+
     def allgather(self, outputs, inputs, opts=None) -> dist.Work:
         (outputs,), (mine,) = outputs, inputs
+        if [output.nbytes for output in outputs] != [mine.nbytes] * len(self._ranks):
+            raise ValueError(f"all_gather: outputs are of another size than the input's {mine.nbytes} bytes")
+        in_place = mine.data_ptr() == outputs[self._own].data_ptr()
+        _check_apart("all_gather", outputs, [] if in_place else [mine])
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
             arrived = [torch.empty_like(sent) for _ in self._ranks]
             gloo.allgather([arrived], [sent]).wait()
             return arrived
 
-        sent = _bytes_of(mine)
-        return self._collective("all_gather", outputs, [mine], transfer)
+        sent = bytes_of(mine)
+        return self._collective(f"all_gather of {_form(mine)}", outputs, [mine], transfer)
 
     def all_gather_single(self, output, input, opts=None) -> dist.Work:
         return self.allgather([list(output.chunk(len(self._ranks)))], [input])
@@ -119,35 +149,36 @@ class NcclSemantics(dist.ProcessGroup):
             gloo.broadcast([sent], options).wait()
             return [sent]
 
-        sent = _bytes_of(tensor)
-        return self._collective(f"broadcast from {root}", [tensor], [], transfer)
+        sent = bytes_of(tensor)
+        return self._collective(f"broadcast from {root} of {_form(tensor)}", [tensor], [], transfer)
 
     def allreduce(self, tensors, opts) -> dist.Work:
         (tensor,) = tensors
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
             gloo.allreduce([sent], opts).wait()
-            return [_bytes_of(sent)]
+            return [bytes_of(sent)]
 
         sent = tensor.clone()
-        return self._collective("all_reduce", [tensor], [], transfer)
+        return self._collective(f"all_reduce of {_form(tensor)}", [tensor], [], transfer)
 
     def send(self, tensors, to, tag=0) -> dist.Work:
         (tensor,) = tensors
-        sent = _bytes_of(tensor)
+        sent = bytes_of(tensor)
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
-            gloo.send([sent], int(to > self._own), 0).wait()
+            for work in _begin_send(gloo, _form(tensor), sent, int(to > self._own), tag=0):
+                work.wait()
             return []
 
         return self._pair(to).enqueue(f"send to {to}", [], [tensor], transfer)
 
     def recv(self, tensors, source, tag=0) -> dist.Work:
         (tensor,) = tensors
-        arrived = _bytes_of(tensor)
+        arrived = bytes_of(tensor)
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
-            gloo.recv([arrived], int(source > self._own), 0).wait()
+            _begin_receive(gloo, _form(tensor), arrived, int(source > self._own), tag=0)()
             return [arrived]
 
         return self._pair(source).enqueue(f"receive from {source}", [tensor], [], transfer)
@@ -156,131 +187,95 @@ class NcclSemantics(dist.ProcessGroup):
         """All of them at once: one operation of the group's own communicator."""
         sends = [(o.tensor, o.group_peer) for o in operations if o.op is dist.isend]
         receives = [(o.tensor, o.group_peer) for o in operations if o.op is dist.irecv]
-        sent = [_bytes_of(tensor) for tensor, _ in sends]
-        arrived = [_bytes_of(tensor) for tensor, _ in receives]
+        sent = [bytes_of(tensor) for tensor, _ in sends]
+        arrived = [bytes_of(tensor) for tensor, _ in receives]
+        outputs, inputs = [tensor for tensor, _ in receives], [tensor for tensor, _ in sends]
+        _check_apart("a batch of sends and receives", outputs, inputs)
 
         def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
-            works = [gloo.recv([part], peer, 1) for part, (_, peer) in zip(arrived, receives, strict=True)]
-            works += [gloo.send([part], peer, 1) for part, (_, peer) in zip(sent, sends, strict=True)]
-            for work in works:
+            leaving = []
+            for part, (tensor, peer) in zip(sent, sends, strict=True):
+                leaving += _begin_send(gloo, _form(tensor), part, peer, tag=1)
+            coming = [
+                _begin_receive(gloo, _form(tensor), part, peer, tag=1)
+                for part, (tensor, peer) in zip(arrived, receives, strict=True)
+            ]
+            for take in coming:
+                take()
+            for work in leaving:
                 work.wait()
             return arrived
 
-        outputs, inputs = [tensor for tensor, _ in receives], [tensor for tensor, _ in sends]
         return self._whole().enqueue("batched sends and receives", outputs, inputs, transfer)
 
     def _collective(
         self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], transfer: Transfer
     ) -> dist.Work:
         def checked(gloo: dist.ProcessGroup) -> Sequence[Tensor]:
-            _check_same(gloo, name, len(self._ranks))
+            names = _everyones(gloo, name)
+            if len(set(names)) > 1:
+                raise NcclError(f"the ranks came with {', '.join(names)}")
             return transfer(gloo)
 
         return self._whole().enqueue(name, outputs, inputs, checked)
 
-    def _whole(self) -> _Communicator:
+    def _whole(self) -> Communicator:
         return self._communicator("group", self._own, len(self._ranks))
 
-    def _pair(self, other: int) -> _Communicator:
+    def _pair(self, other: int) -> Communicator:
         low, high = sorted((self._own, other))
         return self._communicator(f"{low}-{high}", int(self._own > other), 2)
 
-    def _communicator(self, name: str, rank: int, size: int) -> _Communicator:
+    def _communicator(self, name: str, rank: int, size: int) -> Communicator:
         if name not in self._communicators:
             store = dist.PrefixStore(name, self._store)
-            self._communicators[name] = _Communicator(name, store, rank, size)
+            self._communicators[name] = Communicator(name, store, rank, size, self._stream())
         return self._communicators[name]
 
 
-class _Communicator:
-    """Blocks until all its ranks have made it; then does what they enqueue, one after the other."""
-
-    def __init__(self, name: str, store: dist.Store, rank: int, size: int) -> None:
-        patience = timedelta(seconds=PATIENCE)
-        store.set_timeout(patience)
-        self._name = name
-        self.error: Exception | None = None
-        try:
-            self._gloo = dist.ProcessGroupGloo(store, rank, size, patience)
-        except Exception as error:
-            raise NcclError(f"nobody else came to make communicator {name}: {error}") from error
-        self._waiting: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def enqueue(
-        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], transfer: Transfer
-    ) -> _Work:
-        if self.error is not None:
-            raise self.error
-        if not all(tensor.is_contiguous() for tensor in (*outputs, *inputs)):
-            raise ValueError(f"{name}: tensors must be contiguous")
-        work = _Work(f"{name} of communicator {self._name}", outputs, inputs, transfer)
-        self._waiting.put(work)
-        return work
-
-    def _work(self) -> None:
-        while True:
-            work = self._waiting.get()
-            try:
-                if self.error is not None:
-                    raise self.error
-                work.arrived = work.transfer(self._gloo)
-            except Exception as error:
-                self.error = work.error = NcclError(f"{work.name}: {error}")
-            work.done.set()
+def _check_apart(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    if any(overlap(*both) for both in (*combinations(outputs, 2), *product(outputs, inputs))):
+        raise ValueError(f"{name}: what arrives would lie where something else does")
 
 
-class NcclError(RuntimeError):
-    """An operation failed, or nobody joined it."""
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.nbytes} bytes of {tensor.dtype}"
 
 
-class _Work(dist.Work):
-    def __init__(
-        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], transfer: Transfer
-    ) -> None:
-        super().__init__()
-        self.name, self.transfer = name, transfer
-        self.done = threading.Event()
-        self.arrived: Sequence[Tensor] = ()
-        self.error: Exception | None = None
-        self._outputs = list(outputs)
-        # What lies in an output is overwritten on purpose, as FSDP's input does in its output.
-        self._sent = [(t, _bytes_of(t)) for t in inputs if not any(_overlap(t, out) for out in outputs)]
-        for output in outputs:
-            ctypes.memset(output.data_ptr(), _POISON, output.nbytes)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self.done.wait(PATIENCE):
-            raise NcclError(f"{self.name} did not end")
-        if self.error is not None:
-            raise self.error
-        for tensor, sent in self._sent:
-            if not torch.equal(_bytes_of(tensor), sent):
-                raise NcclError(f"{self.name}: what is sent was written to before the wait")
-        for output, arrived in zip(self._outputs, self.arrived, strict=True):
-            ctypes.memmove(output.data_ptr(), arrived.data_ptr(), output.nbytes)
-        self._outputs, self.arrived, self._sent = [], (), []
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
+def _note(value: Any = None) -> Tensor:
+    """[_NOTE] uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode().ljust(_NOTE)), dtype=torch.uint8)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of what a tensor holds, [nbytes] uint8."""
-    return tensor.detach().clone().reshape(-1).view(torch.uint8)
+def _noted(note: Tensor) -> Any:
+    return json.loads(bytes(note.tolist()))
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    a, b = one.data_ptr(), other.data_ptr()
-    return a < b + other.nbytes and b < a + one.nbytes
+def _everyones(gloo: dist.ProcessGroup, value: Any) -> list[Any]:
+    """What each rank of a communicator came with."""
+    notes = [_note() for _ in range(gloo.size())]
+    gloo.allgather([notes], [_note(value)]).wait()
+    return [_noted(note) for note in notes]
 
 
-def _check_same(gloo: dist.ProcessGroup, name: str, size: int) -> None:
-    """Raises NcclError where the ranks of a communicator came with different operations."""
-    mine = torch.frombuffer(bytearray(name.encode().ljust(32)), dtype=torch.uint8)
-    everyones = [torch.empty_like(mine) for _ in range(size)]
-    gloo.allgather([everyones], [mine]).wait()
-    names = [bytes(other.tolist()).decode().strip() for other in everyones]
-    if len(set(names)) > 1:
-        raise NcclError(f"the ranks came with {', '.join(names)}")
+def _begin_send(gloo: dist.ProcessGroup, form: str, sent: Tensor, peer: int, tag: int) -> list[dist.Work]:
+    return [gloo.send([_note([form, sent.nbytes])], peer, tag), gloo.send([sent], peer, tag)]
+
+
+def _begin_receive(
+    gloo: dist.ProcessGroup, form: str, arrived: Tensor, peer: int, tag: int
+) -> Callable[[], None]:
+    """Call what it gives to wait."""
+    note = _note()
+    noted = gloo.recv([note], peer, tag)
+
+    def wait() -> None:
+        noted.wait()
+        theirs, size = _noted(note)
+        # Gloo ends the process where sizes differ.
+        taken = arrived if size == arrived.nbytes else torch.empty(size, dtype=torch.uint8)
+        gloo.recv([taken], peer, tag).wait()
+        if theirs != form:
+            raise NcclError(f"{form} are expected where {theirs} are sent")
+
+    return wait

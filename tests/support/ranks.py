@@ -8,22 +8,32 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import nccl_semantics
+from host_and_device import DEVICE, HOST, HostAndDevice
+from nccl_device import unwaited
+from nccl_semantics import NCCL_SEMANTICS, register
 from parallel_backend.engine.groups import World
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    backend: str = NCCL_SEMANTICS,
+    device: torch.device = HOST,
 ) -> list[Any]:
     """Results of `fn(world, *args)` in rank order (tensors, numbers, strings, lists, dicts of them).
 
     Ranks are forked, so torch is not imported again. Raises RankError with the traceback of the first rank that
-    failed; a rank that does not answer within `timeout` seconds is ended and named. `backend`: gloo, or NCCL_SEMANTICS.
+    failed; a rank that does not answer within `timeout` seconds is ended and named. `backend`: of what devices send to
+    each other. NCCL's stand-in is the stricter one; gloo where a test is of what only goes over gloo. `device`: DEVICE
+    where its memory is to be another than the host's.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +41,9 @@ def run_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank, args=(fn, rank, world_size, store, pipes[rank][1], args, backend), daemon=True
+                target=_rank,
+                args=(fn, rank, world_size, store, pipes[rank][1], args, backend, device),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -72,15 +84,17 @@ def _collect(pipes, timeout: float) -> list[Any]:
     return results
 
 
-def _rank(fn, rank, world_size, store, writer, args, backend) -> None:
+def _rank(fn, rank, world_size, store, writer, args, backend, device) -> None:
     torch.set_num_threads(1)
     try:
-        nccl_semantics.register()
-        world = World(
-            rank=rank, world_size=world_size, device=torch.device("cpu"), backend=backend, store_path=store
-        )
+        register()
+        world = World(rank=rank, world_size=world_size, device=device, backend=backend, store_path=store)
         buffer = io.BytesIO()
-        torch.save(fn(world, *args), buffer)
+        with HostAndDevice() if device == DEVICE else nullcontext():
+            result = fn(world, *args)
+        torch.save(result, buffer)
+        if backend == NCCL_SEMANTICS and (left := unwaited()):
+            raise RankError(f"nobody has waited for {', '.join(left)}")
         writer.send((False, buffer.getvalue()))
     except BaseException:
         writer.send((True, traceback.format_exc()))

@@ -12,16 +12,11 @@ COMMUNICATOR_BYTES = 100_000_000
 
 
 def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
-    """Those of a job under `strategy` on `rank`; groups of the same ranks share one.
-
-    Not among them is that of all ranks over which ancestral samplers of some hybrids share noise.
-    """
+    """Those of a job under `strategy` on `rank`; groups of the same ranks share one. All ranks have one in any job: for
+    what ComfyUI's loop asks the model for, shared noise, the VAE."""
     split = {axis for axis, name in zip(AXES, DEGREES, strict=True) if getattr(strategy, name) > 1}
-    groups = {
-        frozenset(split.intersection(axes)) for axes in (ROW_AXES, SEQUENCE_AXES, ("ring",), ("ulysses",))
-    }
-    groups |= {frozenset(split & {"tensor"})}
-    count = len(groups - {frozenset()})
+    several = (AXES, ROW_AXES, SEQUENCE_AXES, ("ring",), ("ulysses",), ("tensor",))
+    count = len({frozenset(split.intersection(axes)) for axes in several} - {frozenset()})
     if strategy.shards and split.intersection(ALIKE_AXES):
         count += 1
     if strategy.pipefusion_degree > 1:

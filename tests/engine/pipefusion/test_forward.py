@@ -10,6 +10,7 @@ import torch
 
 from flux_requests import CASES as ALL_CASES
 from flux_requests import CONTEXT, POOLED, TOLERANCE
+from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_subject
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
@@ -92,7 +93,9 @@ def exact_results(subject):
 
     def get(world_size):
         if world_size not in cache:
-            cache[world_size] = run_ranks(sample, world_size, subject[0], STRATEGIES[world_size], list(CASES))
+            cache[world_size] = run_ranks(
+                sample, world_size, subject[0], STRATEGIES[world_size], list(CASES), backend=NCCL_STREAMS
+            )
         return cache[world_size]
 
     return get
@@ -136,7 +139,9 @@ def flowing_results(subject):
 
     def get(world_size):
         if world_size not in cache:
-            cache[world_size] = run_ranks(sample, world_size, subject[0], FLOWING[world_size], list(CASES))
+            cache[world_size] = run_ranks(
+                sample, world_size, subject[0], FLOWING[world_size], list(CASES), backend=NCCL_STREAMS
+            )
         return cache[world_size]
 
     return get
@@ -232,8 +237,8 @@ def sample_with_each_sampler(world, path, strategy):
 def test_one_patch_is_exact_with_every_sampler_masks_and_odd_sides(subject):
     """A single patch attends to nothing old: samplers that run patch by patch then give the whole latent's result."""
     flowing = pipe(2, warmup_steps=1, num_pipeline_patch=1)
-    exact = run_ranks(sample_with_each_sampler, 2, subject[0], pipe(2))[0]
-    patched = run_ranks(sample_with_each_sampler, 2, subject[0], flowing)[0]
+    exact = run_ranks(sample_with_each_sampler, 2, subject[0], pipe(2), backend=NCCL_STREAMS)[0]
+    patched = run_ranks(sample_with_each_sampler, 2, subject[0], flowing, backend=NCCL_STREAMS)[0]
     for name in SAMPLERS:
         assert (patched[name] - exact[name]).abs().max() <= TOLERANCE * exact[name].abs().max(), name
 
@@ -261,7 +266,9 @@ def stop_and_go_on(world, path, strategy, questions):
 def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
     """Twice a patch the ranks may learn of a cancel; messages under way must not reach the next job."""
     questions = 2 * strategy.pipeline_patches * (3 - strategy.warmup_steps) - 1
-    for before, after in run_ranks(stop_and_go_on, strategy.world_size, subject[0], strategy, questions):
+    for before, after in run_ranks(
+        stop_and_go_on, strategy.world_size, subject[0], strategy, questions, backend=NCCL_STREAMS
+    ):
         assert torch.equal(before, after)
 
 
@@ -284,7 +291,7 @@ def blocks_held(world, path, strategy):
 
 def test_each_stage_loads_its_own_blocks_and_no_others(subject):
     whole = sum(p.numel() for p in subject[2].parameters())
-    first, last = run_ranks(blocks_held, 2, subject[0], pipe(2))
+    first, last = run_ranks(blocks_held, 2, subject[0], pipe(2), backend=NCCL_STREAMS)
     assert "x_embedder" in first[1] and "x_embedder" not in last[1]
     assert "proj_out" in last[1] and "norm_out" not in first[1]
     embedders = sum(p.numel() for p in subject[2].time_text_embed.parameters())  # on every stage

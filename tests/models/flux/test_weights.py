@@ -13,6 +13,7 @@ from differences import relative_difference
 from flux_requests import CONTEXT, POOLED
 from lora_files import DIFFUSERS, LAYOUTS
 from lora_patches import BIAS, NORM, H, lora, merge, patch
+from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -177,7 +178,9 @@ def sample_merged(world, path):
     ids=lambda strategy: strategy.describe(),
 )
 def test_every_way_of_holding_weights_gives_the_latent_of_a_merged_file(files, expected, strategy, layout):
-    for rank, found in enumerate(run_ranks(sample_with_loras, 2, files[layout], strategy)):
+    for rank, found in enumerate(
+        run_ranks(sample_with_loras, 2, files[layout], strategy, backend=NCCL_STREAMS)
+    ):
         assert relative_difference(found["during"], expected) <= 1e-5, f"rank {rank}"
         assert relative_difference(found["before"], expected) > 1e-2, "there was something to apply"
         assert found["after"].equal(found["before"])
@@ -190,7 +193,9 @@ def test_every_way_of_holding_weights_gives_the_latent_of_a_merged_file(files, e
 def test_changes_that_need_the_whole_tensor_are_cut_after_them(files, strategy):
     (whole,) = run_ranks(sample_with_loras, 1, files["diffusers"], ParallelStrategy(), entangled)
     assert relative_difference(whole["during"], whole["before"]) > 1e-2
-    for found in run_ranks(sample_with_loras, 2, files["diffusers"], strategy, entangled):
+    for found in run_ranks(
+        sample_with_loras, 2, files["diffusers"], strategy, entangled, backend=NCCL_STREAMS
+    ):
         assert relative_difference(found["during"], whole["during"]) <= 1e-5
         assert found["after"].equal(found["before"])
 

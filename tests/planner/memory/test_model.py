@@ -279,7 +279,7 @@ def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
     """Ulysses, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what they moved."""
     path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
     file, dtypes = inspect_flux(path), ("auto", "bfloat16")
-    held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job)
+    held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")
     for i, dtype in enumerate(dtypes):
         predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
         for measured, rank in zip(held, predicted, strict=True):

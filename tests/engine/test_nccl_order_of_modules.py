@@ -1,0 +1,146 @@
+"""ComfyUI's modules under NCCL's semantics where much meets: weights beside tokens, hybrids, step caches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import nccl_device
+from comfy_modules import CASES, import_comfyui_here
+from host_and_device import DEVICE, active
+from module_references import Reference
+from nccl_semantics import NCCL_STREAMS
+from parallel_backend.engine.attention import queries
+from parallel_backend.engine.byte_sharding import ByteSharding
+from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.module_cache import ModuleCache
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.placing import blocks_of
+from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+ODD = (2, 9, 7)  # rows, latent height and width: tokens that ranks do not divide
+OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
+SHORT = 2.0  # s after which what must hang is known to
+FEW_KEYS = 4  # with which queries are shared out here
+LAYOUTS = {
+    2: [{"ulysses_degree": 2}, {"ring_degree": 2}],
+    4: [
+        {"ring_degree": 2, "ulysses_degree": 2, "device_shares": (1.0, 3.0, 2.0, 1.0)},
+        {"cfg_degree": 2, "ulysses_degree": 2},
+    ],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+def shared_out(layouts, model, strategy):
+    """A copy of a model on the device, of whose blocks each rank has a share."""
+    model = copy.deepcopy(model)
+    model.device = layouts.world.device
+    model.byte_sharding = ByteSharding(
+        layouts.get(strategy).shard, model.device, layouts.traffic, offload=False
+    )
+    model.byte_sharding.shard(model.module, list(blocks_of(model.module)), {})
+    if (device := active()) is not None:
+        device.put(model.module)  # its buffers
+    return model
+
+
+def one_word(b, h, w):
+    args, kwargs = flux_control(b, h, w)
+    return args, kwargs | {"context": kwargs["context"][:, :1]}
+
+
+def differences(world, references, bands):
+    """By strategy and mode, the largest; of each call the same again under a step cache, which leaves blocks out."""
+    queries.LEAST_KEYS = FEW_KEYS
+    layouts, found = Layouts(world), {}
+    for degrees in LAYOUTS[world.world_size]:
+        strategy = ParallelStrategy(**degrees, shard_weights=True)
+        for one in (*references, bands):
+            model = shared_out(layouts, one.model, strategy)
+            for mode in (BANDS,) if one is bands else (STAY, BLOCK, ROWS, ATTENTION):
+                forward, cache = make_module_forward(model, layouts, Placement(strategy)), ModuleCache(0.5)
+                far = [one.difference(forward, mode, cache, prompts=(0,)) for _ in range(2)]
+                assert cache.reused == (mode in (STAY, BLOCK, ATTENTION)), (strategy, mode)
+                name = f"{strategy.describe()} {mode}"
+                found[name] = max(found.get(name, 0.0), *far)
+    return found
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_weights_travel_beside_tokens_and_where_a_step_cache_leaves_blocks_out(ranks):
+    references = [
+        Reference(flux, flux_control, ODD, OPTIONS),
+        Reference(*CASES["krea2 + reference, gqa"], ODD, OPTIONS),
+    ]
+    bands = Reference(
+        sdxl, sdxl_controlnet, (1, 32, 8), {"cond_or_uncond": [0], "sigmas": torch.tensor([0.5])}
+    )
+    for found in run_ranks(differences, ranks, references, bands, device=DEVICE):
+        assert len(found) == 5 * len(LAYOUTS[ranks])
+        assert not {name: far for name, far in found.items() if not far <= EXACT}
+
+
+FEW = [
+    *LAYOUTS[4],
+    {"cfg_degree": 2, "ring_degree": 2},
+    {"ulysses_degree": 4},
+    {"ring_degree": 4},
+]
+
+
+def few_tokens(world, references):
+    layouts, found = Layouts(world), {}
+    for degrees in FEW:
+        strategy = ParallelStrategy(**degrees)
+        for number, one in enumerate(references):
+            forward = make_module_forward(one.model, layouts, Placement(strategy))
+            for mode in (STAY, BLOCK):
+                found[f"{degrees} {number} {mode}"] = one.difference(forward, mode)
+    return found
+
+
+def test_tokens_that_most_ranks_of_a_hybrid_have_none_of():
+    """A token of text, two of an image: ranks without any join the communicators of those that have some."""
+    references = [
+        Reference(wan, lambda b, h, w: wan_inputs(b, h, w, frames=1), (2, 2, 4), OPTIONS),
+        Reference(flux, one_word, (2, 2, 2), OPTIONS),
+        Reference(flux, one_word, ODD, OPTIONS),
+    ]
+    for found in run_ranks(few_tokens, 4, references):
+        assert not {name: far for name, far in found.items() if not far <= EXACT}
+
+
+def in_another_order(world, one, patience):
+    """The second rank gathers a block's weights when it comes to it, behind the tokens of the block before."""
+    layouts, strategy = Layouts(world), ParallelStrategy(ulysses_degree=2, shard_weights=True)
+    model = shared_out(layouts, one.model, strategy)
+    forward = make_module_forward(model, layouts, Placement(strategy))
+    far, nccl_device.PATIENCE = one.difference(forward, STAY), patience
+    if world.rank == 1:
+        ByteSharding._look_ahead = lambda self: None
+    try:
+        return max(far, one.difference(forward, STAY)), ""
+    except nccl_device.NcclError as error:
+        return far, str(error)
+
+
+def test_ranks_whose_exchanges_are_in_different_orders_are_seen():
+    """Where communicators run beside each other, luck has it that both ranks come to the end."""
+    one = Reference(flux, flux_control, ODD, OPTIONS)
+    for far, said in run_ranks(in_another_order, 2, one, SHORT):
+        assert far <= EXACT and "did not end" in said
+    for far, said in run_ranks(in_another_order, 2, one, nccl_device.PATIENCE, backend=NCCL_STREAMS):
+        assert far <= EXACT and not said

@@ -1,0 +1,50 @@
+"""Calls of tiny modules of ComfyUI's own, and what one process answers; ranks that a test forks then have them too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from host_and_device import on_device
+from parallel_backend.models.comfyui.table import token_mode
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.requests import ModuleCall
+
+
+class Reference:
+    """A tiny model, a call of it and its answer in one process. `size`: rows, latent height and width."""
+
+    def __init__(self, build, inputs, size, options=None):
+        self.model = _model(build)
+        self.args, self.kwargs = inputs(*size)
+        self.kwargs["transformer_options"] = dict(options or {})
+        self.rows = size[0]
+        with torch.inference_mode():
+            args, kwargs = copy.deepcopy((self.args, self.kwargs))
+            self.answer = self.model.module(*args, **kwargs)
+
+    @property
+    def mode(self) -> str:
+        return token_mode(type(self.model.module).__name__, self.kwargs)
+
+    @torch.inference_mode()
+    def difference(self, forward, tokens, *cache, prompts=()) -> float:
+        """Of the ranks' answer, relative to the largest value."""
+        args, kwargs = on_device(copy.deepcopy((self.args, self.kwargs)))
+        answer = forward(ModuleCall(args, kwargs, self.rows, tokens, prompts=prompts), *cache)
+        pairs = zip(tensors_of(answer), on_device(tensors_of(self.answer)), strict=True)
+        return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+
+
+@functools.cache
+def _model(build):
+    return TinyModel(fill(build()))
+
+
+def tensors_of(answer: Any) -> list[Tensor]:
+    return answer if isinstance(answer, (list, tuple)) else [answer]
