@@ -38,9 +38,8 @@ class ArenaWriter:
     def __init__(self) -> None:
         self.descriptor = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked: bool | None = (
-            None  # its pages are, for a GPU to write them itself; None: nobody has tried
-        )
+        # Whether its pages are, for a GPU to write them itself; None: nobody has tried.
+        self._locked: bool | None = None
         self._slots: list[_Slot] = []
         self.bytes_written = 0
         self._make_memory(0)  # of which nothing is taken before it is written

@@ -167,9 +167,8 @@ def _sync_debug(mode: str, cuda: Any) -> Iterator[None]:
 
 def describe_profile(averages: Any, wall_s: float, on_gpu: bool, strategy: str) -> Finding:
     """`averages`: of torch.profiler, whose times are microseconds; `wall_s`: the step's, measured around it."""
-    if (
-        on_gpu
-    ):  # kernels only: operators on the host have their time as well, and so have named regions of the device
+    if on_gpu:
+        # Kernels only: operators on the host have their time as well, and so have named regions of the device.
         rows = [
             (e.key, e.self_device_time_total, e.count)
             for e in averages
