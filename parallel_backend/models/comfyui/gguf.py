@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError
 from ..gguf_file import PLAIN, GGUFTensor, read_tensors
 
-_LAYOUT = f"{__package__}.gguf_layout"  # imported where packed weights are: it takes a second, and newer ComfyUIs alone
+LAYOUT = f"{__package__}.gguf_layout"  # imported where packed weights are: it takes a second, and newer ComfyUIs alone
 _UNPACKED = torch.float16  # what a packed tensor unpacks to until its module wants another dtype
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 assert _PLAIN.keys() == PLAIN.keys()
@@ -52,7 +52,7 @@ def unpack_as(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    return _LAYOUT in sys.modules and _layout().is_packed(tensor)
+    return LAYOUT in sys.modules and _layout().is_packed(tensor)
 
 
 def format_of(tensor: Tensor) -> str:
@@ -72,17 +72,17 @@ def _plain(tensor: GGUFTensor) -> Tensor:
 def _packed(tensor: GGUFTensor, path: str) -> Tensor:
     try:
         layout = _layout()
-    except ImportError:
+        _ = import_module("comfy.model_patcher").CoreModelPatcher  # without it loaders copy weights
+    except (ImportError, AttributeError):
         raise CheckpointError(
-            f"{path} holds packed weights (GGUF), for which this ComfyUI is too old: it has no quantised tensors. "
-            f"Update ComfyUI."
+            f"{path} holds packed weights (GGUF), for which this ComfyUI is too old. Update ComfyUI."
         ) from None
     found: Tensor = layout.packed(_mapped_bytes(tensor), tensor.kind, tensor.shape, _UNPACKED)
     return found
 
 
 def _layout() -> Any:
-    return import_module(_LAYOUT)
+    return import_module(LAYOUT)
 
 
 def _mapped_bytes(tensor: GGUFTensor) -> Tensor:

@@ -19,7 +19,7 @@ from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.models.comfyui.gguf import is_packed
+from parallel_backend.models.comfyui.gguf import LAYOUT, is_packed
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model_file import inspect
 from parallel_backend.models.dtypes import BYTES_PER_VALUE, GGUF
@@ -164,6 +164,18 @@ def test_without_the_package_that_reads_it_the_error_says_how_to_get_it(folder, 
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"unread\.gguf is a GGUF file.*pip install gguf"):
         inspect(path)
+
+
+@pytest.mark.parametrize("lacks", ["comfy_kitchen.tensor.base", "CoreModelPatcher"])
+def test_a_comfyui_that_is_too_old_for_it_is_said_to_be(folder, monkeypatch, lacks):
+    path = write(folder / "early.gguf", "Q8_0", blocks=1)
+    if lacks == "CoreModelPatcher":
+        monkeypatch.delattr("comfy.model_patcher.CoreModelPatcher")
+    else:
+        monkeypatch.setitem(sys.modules, lacks, None)
+        monkeypatch.delitem(sys.modules, LAYOUT, raising=False)
+    with pytest.raises(CheckpointError, match=r"early\.gguf holds packed .* too old. Update ComfyUI"):
+        load(spec(path), CPU)
 
 
 def test_what_is_no_diffusion_model_is_said_to_be_none(folder):
