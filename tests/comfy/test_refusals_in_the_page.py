@@ -14,7 +14,7 @@ MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
   node => node.errors.map(error => [error.extra_info.input_name, error.message]))"""
 VALUES = """() => Object.fromEntries(
   app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(w => [w.name, w.value]))"""
-BOXES = """() => ['[data-testid=error-overlay]', '.p-toast-message'].map(
+BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast'].map(
   name => document.querySelector(name).getBoundingClientRect().toJSON())"""
 
 
