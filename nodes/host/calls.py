@@ -80,10 +80,11 @@ class RunRecord:
         if load.switched:
             self.switches.append(load)
         self.dropped += load.notes
-        if load.patched is not None and not load.patched.cached:
-            self.weight_changes.append(load.patched)
-        if self.patched is None or (load.patched is not None and not load.patched.cached):
+        if load.patched is None or load.patched.cached:
+            self.patched = self.patched or load.patched
+        else:
             self.patched = load.patched
+            self.weight_changes.append(load.patched)
 
 
 def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:

@@ -5,6 +5,7 @@ The package `gguf` reads them (https://github.com/ggml-org/ggml/blob/master/docs
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _tensors(reader: Any, name: str) -> Iterator[GGUFTensor]:
         stored = tuple(int(size) for size in reversed(tensor.shape))
         noted = reader.fields.get(_TRUE_SHAPE + tensor.name)
         shape = stored if noted is None else tuple(int(noted.parts[index][0]) for index in noted.data)
-        if len(shape) > _MOST_DIMENSIONS or _count(shape) != _count(stored):
+        if len(shape) > _MOST_DIMENSIONS or math.prod(shape) != math.prod(stored):
             raise _refused(name, f"tensor {tensor.name[:80]!r} has an impossible shape")
         data = tensor.data.reshape(-1).view("uint8")
         if data.nbytes != tensor.n_bytes:
@@ -92,13 +93,6 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         entries[tensor.name] = TensorEntry(tensor.kind, tensor.shape, end, end + size)
         end += size
     return Header(path=os.fspath(path), tensors=entries, file_bytes=Path(path).stat().st_size)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _refused(name: str, reason: str) -> CheckpointError:

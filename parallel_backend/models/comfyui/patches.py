@@ -8,6 +8,7 @@ takes them apart; nothing but the classes named here is made, and no constructor
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -165,7 +166,7 @@ def _part(one: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
     made.training = False
     for name, (is_parameter, dtype, begin, shape) in one["tensors"].items():
         flat = weights[dtype]
-        tensor = flat[begin : begin + _count(shape)].view(shape)
+        tensor = flat[begin : begin + math.prod(shape)].view(shape)
         if is_parameter:
             made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         else:
@@ -173,13 +174,6 @@ def _part(one: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
     for name in one["absent"]:
         made.register_parameter(name, None)
     return made
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
 
 
 def _class(source: str, name: str) -> Any:

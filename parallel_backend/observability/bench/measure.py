@@ -124,9 +124,8 @@ def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
         return (f"{len(machines)} machine(s) of a cluster, {' + '.join(counts)} {what}",)
     if topology.devices:
         return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
-    if not is_cpu(
-        devices
-    ):  # which NVML does not know by the names that CUDA has for them, such as older ones of slices
+    if not is_cpu(devices):
+        # NVML does not know them by the names that CUDA has for them, such as older ones of slices.
         return (f"{len(devices)} GPUs, of which nobody tells more", f"{cores()} cores ({cpu_name()})")
     return (
         f"no GPU, gloo on {cores()} cores ({cpu_name()})",

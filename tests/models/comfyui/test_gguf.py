@@ -68,6 +68,11 @@ def test_every_format_computes_as_its_unpacked_weights_do(folder, kind):
 
 def split_answers(world, path):
     layouts, found = Layouts(world), {}
+    staged = ParallelStrategy(pipefusion_degree=2)
+    forward = make_module_forward(load_under(spec(path), layouts, staged), layouts, Placement(staged))
+    args, kwargs = inputs()
+    with torch.inference_mode():
+        found["stages"] = forward(ModuleCall(args, dict(kwargs), 2, STAY))
     for shards in (False, True):
         strategy = ParallelStrategy(ulysses_degree=2, shard_weights=shards)
         model = load_under(spec(path), layouts, strategy)
@@ -91,7 +96,7 @@ def test_ranks_that_share_it_out_compute_what_one_does(folder, kind):
     one = answer(load(spec(path), CPU).module)
     for found in run_ranks(split_answers, 2, path):
         refused = found.pop("refused")
-        assert len(found) == 6
+        assert len(found) == 7
         for name, split in found.items():
             assert relative_difference(split, one) <= EXACT, name
         assert "another format than the file's" in refused and "turn shard_weights" in refused
