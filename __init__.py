@@ -36,7 +36,6 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.routes import ranks as rank_routes
             from .nodes.routes import runs as runs_route
             from .nodes.routes import strategy as strategy_route
-            from .nodes.routes import together as together_route
             from .parallel_backend.observability.event_log import begin_log
 
             devices_route.add_route(PromptServer.instance.routes)
@@ -44,7 +43,6 @@ async def comfy_entrypoint() -> ComfyExtension:
             rank_routes.add_routes(PromptServer.instance.routes)
             runs_route.add_route(PromptServer.instance.routes)
             strategy_route.add_route(PromptServer.instance.routes)
-            together_route.add_route(PromptServer.instance)
             front_door.add_routes(PromptServer.instance)
             at_launch.begin(PromptServer.instance)
             preload.begin(PromptServer.instance)

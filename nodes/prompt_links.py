@@ -12,7 +12,6 @@ from comfy_execution.utils import get_executing_context
 import nodes
 
 from .preload.tail import LOADERS, Prompt, links, needed
-from .together.queue import running_prompt
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -37,8 +36,17 @@ def current_node() -> tuple[Prompt, str] | None:
     context = get_executing_context()
     if context is None:
         return None
-    prompt = _validated.get() or running_prompt(context.prompt_id)
+    prompt = _validated.get() or _running_prompt(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
+
+
+def _running_prompt(prompt_id: str) -> Prompt | None:
+    """Looks in ComfyUI's queue, and changes nothing there."""
+    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+
+    server = getattr(PromptServer, "instance", None)
+    running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
+    return next((item[2] for item in running if item[1] == prompt_id), None)
 
 
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:

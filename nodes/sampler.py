@@ -12,7 +12,6 @@ from .links import CATEGORY
 from .report import summarise, write_report
 from .run_ui import run_ui
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
-from .together.run import sample
 
 
 class ParallelSampler(io.ComfyNode):
@@ -46,14 +45,10 @@ class ParallelSampler(io.ComfyNode):
         settings = job.settings
         job.check(settings)
         record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())
-        samples, ran = sample(job, settings, record)
-        is_one_of_several, record = ran is not record, ran
+        samples = job.run(settings, record)
         if record.runs:  # nothing runs at denoise 0
             report_progress(summarise(record))
         report = write_report(record)
         file = job.parallel_model.file
-        images = record.plan.job.batch if is_one_of_several else samples.shape[0]
-        shown = run_ui(record, report, settings, file, images=images, has_cfg=job.cfg != 1.0)
-        if is_one_of_several:  # prompts, whose candidates are not of this graph's job
-            shown.pop("parallel_candidates", None)
+        shown = run_ui(record, report, settings, file, images=samples.shape[0], has_cfg=job.cfg != 1.0)
         return io.NodeOutput(job.as_latent(samples), report, ui=shown)

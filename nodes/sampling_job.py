@@ -3,7 +3,6 @@ functions, the loop on the devices where the request is plain enough."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import comfy.model_management
@@ -11,7 +10,6 @@ import comfy.sample
 import comfy.samplers
 import comfy.utils
 import latent_preview
-import torch
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -133,22 +131,14 @@ class SamplingJob:
         check_step_cache(self.reuse_below or 0.0, decision.strategy)
         return decision
 
-    def run(self, settings: StrategySettings, record: RunRecord, others: Sequence[int] = ()) -> Tensor:
-        """The samples that KSampler gives; `record` is filled on the way.
-
-        `others`: seeds for which the same is sampled at once; then of a latent of one image, and a row for each seed.
-        Raises RunsStepwise, before anything runs, where ComfyUI would have to run the loop of several.
-        """
+    def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
+        """The samples that KSampler gives; `record` is filled on the way."""
         model = self.parallel_model.patcher.clone()
         model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
         # Hosts that put this key into a latent also take it here; older ones know neither.
         ratio = [self.latent_image[key] for key in ("downscale_ratio_spacial",) if key in self.latent_image]
         latent = comfy.sample.fix_empty_latent_channels(model, self.latent_image["samples"], *ratio)
-        places = self.latent_image.get("batch_index")
-        noise = comfy.sample.prepare_noise(latent, self.seed, places)
-        if others:
-            rows = [noise, *(comfy.sample.prepare_noise(latent, seed, places) for seed in others)]
-            noise, latent = torch.cat(rows), torch.cat([latent] * len(rows))
+        noise = comfy.sample.prepare_noise(latent, self.seed, self.latent_image.get("batch_index"))
         # KSampler's own arithmetic of steps, scheduler and denoise.
         sigmas = comfy.samplers.KSampler(
             model,
@@ -163,7 +153,7 @@ class SamplingJob:
             model,
             noise,
             self.cfg,
-            ResidentSampler(self.sampler_name, record, falls_back=not others),
+            ResidentSampler(self.sampler_name, record),
             sigmas,
             self.positive,
             self.negative,

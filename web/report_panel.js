@@ -7,7 +7,6 @@ import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
 import { forgetPhase, watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
 import { drawTimeline } from "./lib/timeline.js";
-import { waitingBox } from "./lib/waiting.js";
 import { say } from "./lib/words.js";
 import { translate } from "./lib/said.js";
 
@@ -94,7 +93,6 @@ app.registerExtension({
       const made = button(say("prove"), () => prove(node));
       made.title = say("prove_hint");
       header.append(made);
-      header.after(waitingBox(node));
     }
     addPanel(node, PANEL, panel, MIN_HEIGHT[compares ? "pictures" : "report"]);
     node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);

@@ -43,10 +43,6 @@ app.registerExtension({
       "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held.",
     ),
     setting(
-      "one_image_per_gpu", "Ranks", "One image per GPU for waiting prompts", "boolean", false,
-      "Waiting prompts that differ only by the seed of Parallel Sampler are computed at once. Same pictures, same order, more of them an hour.",
-    ),
-    setting(
       "sleep_after_minutes", "Ranks", "Minutes until idle ranks sleep (0: never)", "number", 0,
       "Gives the devices' memory back; the next prompt loads the weights again.", MINUTES,
     ),

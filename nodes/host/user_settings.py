@@ -68,7 +68,6 @@ SETTINGS = {
     "allow_approximate": Setting(True, _switch),
     "try_strategies": Setting(True, _switch),
     "preload_next": Setting(True, _switch),
-    "one_image_per_gpu": Setting(False, _switch),
     "metrics": Setting(False, _switch),
     "price_per_gpu_hour": Setting(0.0, _price),
 }

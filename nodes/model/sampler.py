@@ -27,15 +27,11 @@ StepCallback = Callable[[int, Tensor, Tensor, int], None]
 
 
 class ResidentSampler(comfy.samplers.Sampler):
-    """Handed to a ComfyUI guider, which has prepared noise, sigmas, masks and conditioning by then.
+    """Handed to a ComfyUI guider, which has prepared noise, sigmas, masks and conditioning by then."""
 
-    `falls_back`: to the stock one; else it raises RunsStepwise.
-    """
-
-    def __init__(self, sampler_name: str, record: RunRecord, *, falls_back: bool = True) -> None:
+    def __init__(self, sampler_name: str, record: RunRecord) -> None:
         self._name = sampler_name
         self._record = record
-        self._falls_back = falls_back
         self._not_reused = ""  # why a step cache that is wanted can do nothing
 
     def sample(
@@ -58,8 +54,6 @@ class ResidentSampler(comfy.samplers.Sampler):
         try:
             request = self._request(model_wrap, *prepared, denoise_mask)
         except RunsStepwise as reason:
-            if not self._falls_back:
-                raise
             self._record.stepwise_because = str(reason)
             report_progress(f"stepwise: {reason}")
             stock = comfy.samplers.sampler_object(self._name)

@@ -14,7 +14,6 @@ DEFAULTS = {
     "default_devices": "all",
     "allow_approximate": True,
     "preload_next": True,
-    "one_image_per_gpu": False,
     "start_at_launch": False,
     "sleep_after_minutes": 0,
     "stop_after_minutes": 0,

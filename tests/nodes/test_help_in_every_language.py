@@ -33,7 +33,6 @@ SHOWN = {
     "prove": "Prove it",
     "preload": "Preload",
     "timeline": "Where the time went",
-    "together_start": "One image per GPU",
     "swap": "Swap KSampler and its loader for the parallel ones",
 }
 

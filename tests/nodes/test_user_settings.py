@@ -39,7 +39,6 @@ def test_sound_values_count():
         "allow_approximate": False,
         "try_strategies": False,
         "preload_next": False,
-        "one_image_per_gpu": True,
         "metrics": True,
         "price_per_gpu_hour": 2.5,
     }

@@ -30,7 +30,6 @@ from .ranks import (
     TestRankStates,
     TestUnload,
     TestUntilHeld,
-    TestUntilWaiting,
     fork_ranks,
 )
 from .text_and_image_coders import (
@@ -71,7 +70,6 @@ class InjectExtension(ComfyExtension):
             TestRankStates,
             TestUnload,
             TestUntilHeld,
-            TestUntilWaiting,
             TestWanVAE,
             TestImageVAE,
             TestImage,

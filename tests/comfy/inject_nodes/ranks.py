@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import comfy.model_management
 from comfy.cli_args import args
 from comfy_api.latest import io
-from server import PromptServer
 
 from .category import CATEGORY
 
@@ -115,32 +114,6 @@ class TestUntilHeld(io.ComfyNode):
         while not any(model.path.endswith(file) for sidecar in _sidecars() for model in sidecar.models):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no ranks hold {file} after {PATIENCE:g} s")
-            time.sleep(0.01)
-        return io.NodeOutput(latent)
-
-
-class TestUntilWaiting(io.ComfyNode):
-    """Passes a LATENT on once as many prompts wait in ComfyUI's queue."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestUntilWaiting",
-            category=CATEGORY,
-            inputs=[
-                io.Latent.Input("latent"),
-                io.Int.Input("prompts", default=1, min=0),
-                io.String.Input("name", default="", tooltip="another one is not in ComfyUI's cache"),
-            ],
-            outputs=[io.Latent.Output()],
-        )
-
-    @classmethod
-    def execute(cls, latent, prompts, name) -> io.NodeOutput:
-        deadline = time.monotonic() + PATIENCE
-        while len(PromptServer.instance.prompt_queue.get_current_queue_volatile()[1]) < prompts:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"fewer than {prompts} prompts wait after {PATIENCE:g} s")
             time.sleep(0.01)
         return io.NodeOutput(latent)
 

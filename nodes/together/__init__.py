@@ -1,1 +1,0 @@
-"""Waiting prompts that differ by their seed alone, computed at once: one image per GPU."""
