@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Entry:
-    """An accepted prompt. `request`: what to send again; `number`: its place in the queue; `left_out`: names of what was
-    sent with it and is not stored; `sending`: it went to another ComfyUI, in that session, and no answer came."""
+    """An accepted prompt. `request`: what to send again; `number`: its place in the queue; `left_out`: names of what
+    came with it and is not stored; `sending`: it went to another ComfyUI, in that session, and no answer came."""
 
     prompt_id: str
     number: float
@@ -127,8 +127,8 @@ class QueueLogFile:
 
 
 class QueueLog:
-    """ComfyUI's side: notes what it accepts, and what is no longer in its queue. Any thread; a disk that fails costs the
-    log and no prompt. `queued`: gives the ids of the prompts that run or wait."""
+    """ComfyUI's side: notes what it accepts, and what has left its queue. Any thread; a disk that fails costs the log
+    and no prompt. `queued`: gives the ids of the prompts that run or wait."""
 
     def __init__(
         self, path: Path, queued: Callable[[], Collection[str]], file_bytes: int = FILE_BYTES
