@@ -29,7 +29,7 @@ def run_ui(
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
     if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows
-    if record.decisions:
+    if record.plans:
         shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
     return shown
 

@@ -49,7 +49,7 @@ def report(calls, tmp_path, monkeypatch):
         job = flux_job(FP8, **asked)
         history = MeasurementHistory(devices, seen)
         plan = plan_execution(StrategySettings(), job, LocalMachine(devices), history, tries=True)
-        run, seconds = TrialRun(plan.decision.strategy, plan.trials, job.steps), []
+        run, seconds = TrialRun(plan.strategy, plan.trials, job.steps), []
         for _ in range(job.steps):
             seconds.append(times[run.strategy])
             run.took(seconds[-1])
