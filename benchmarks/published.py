@@ -11,13 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from catalog import WEIGHT_BYTES, guess_family, split_name
+from catalog_model import CatalogModel
+
 from parallel_backend.errors import RequestError
 from parallel_backend.machine.cards import find_card
-from parallel_backend.models.catalog import WEIGHT_BYTES, guess_family, split_name
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.decide import USABLE_MEMORY
 from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CatalogModel
 from parallel_backend.strategy import ParallelStrategy
 
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"

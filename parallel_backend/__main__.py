@@ -1,4 +1,4 @@
-"""`python -m parallel_backend <command>`: tools that need no ComfyUI: what to expect, whether all is well."""
+"""`python -m parallel_backend <command>`: tools that need no ComfyUI: whether all is well, what is fastest."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from .cluster import command as cluster
 from .errors import ParallelError
 from .observability import costs_command as costs
 from .observability import models_command as models
-from .observability import plan_command as plan
 from .observability import resend_command as resend
 from .observability.bench import command as bench
 from .observability.doctor import command as doctor
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
 COMMANDS = {
-    "plan": plan,
     "doctor": doctor,
     "bench": bench,
     "costs": costs,

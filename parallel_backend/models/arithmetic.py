@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# FLOPs of an image decoder (the SD/Flux autoencoder) per output pixel: about 2.5 TFLOP for 512 x 512.
-IMAGE_DECODER_FLOP = 9.5e6
-
 
 @dataclass(frozen=True)
 class BlockCounts:
@@ -29,9 +26,7 @@ class Family:
     """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `latent_pixels`: pixels of a cell of
     its latent, along a side; `parameters`: of the denoiser.
 
-    `text_encoder`: parameters of the text encoders that run once per request; `decoder_flop`: autoencoder FLOPs per
-    output pixel and frame; `true_cfg`: rows per image in its usual use (2: cond and uncond). `pair_flop`: for
-    families that are not transformers, FLOPs of one call at 1024 x 1024.
+    `image_flop`: FLOPs of one call at 1024 x 1024 for what is no transformer, `image_attention` those of its attention.
     """
 
     name: str
@@ -43,14 +38,8 @@ class Family:
     spatial: int = 16
     temporal: int = 1
     latent_pixels: int = 8
-    text_encoder: float = 4.9e9
-    decoder_flop: float = IMAGE_DECODER_FLOP
-    true_cfg: int = 1
-    default_size: tuple[int, int, int] = (1024, 1024, 1)
-    default_steps: int = 28
     image_flop: float = 0.0
     image_attention: float = 0.0
-    known: bool = True
 
     @property
     def is_transformer(self) -> bool:
@@ -99,9 +88,3 @@ def joint_blocks(
 def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
     """One stream of image and text tokens through the same layers."""
     return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
-
-
-def cross_attention_blocks(count: int, hidden: int, feed_forward: float) -> BlockCounts:
-    """Self-attention on the image (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
-    own = 6.0 * hidden * hidden + 2.0 * hidden * feed_forward
-    return BlockCounts(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)

@@ -10,7 +10,7 @@ from ..errors import RequestError
 from ..wire.heartbeat import BEGUN, heartbeat
 from .model_file import ModelFile
 
-if TYPE_CHECKING:  # predictions for machines that one does not own need no torch
+if TYPE_CHECKING:  # commands that only plan need no torch
     from collections.abc import Sequence
 
     import torch
@@ -23,14 +23,12 @@ if TYPE_CHECKING:  # predictions for machines that one does not own need no torc
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
     and without the library that computes; `load`: in a rank, from a ModelSpec, a device, a ModelPart and the devices of
-    all ranks to a model; `typical`: a ModelFile that stands for the model where nobody knows it; `catalog`: what
-    catalog.py calls the models that it loads."""
+    all ranks to a model; `typical`: a ModelFile that stands for the model where nobody knows it."""
 
     name: str
     inspect: str
     load: str
     typical: str
-    catalog: tuple[str, ...]
 
 
 PROVIDERS = (
@@ -39,14 +37,12 @@ PROVIDERS = (
         inspect="flux.checkpoint:inspect_flux",
         load="flux.load:load",
         typical="flux.checkpoint:PUBLISHED_DEV",
-        catalog=("flux1-dev", "flux1-schnell"),
     ),
     Provider(
         "comfyui",
         inspect="comfyui.model_file:inspect",
         load="comfyui.load:load",
         typical="comfyui.model_file:TYPICAL",
-        catalog=(),
     ),
 )
 
@@ -68,11 +64,6 @@ def inspect_model(path: str, family: str = "") -> ModelFile:
 def typical_model(family: str = "") -> ModelFile:
     """A published model of the family, for rules and predictions where no file is at hand."""
     return imported(provider_of(family).typical)
-
-
-def is_loadable(name: str) -> bool:
-    """Whether some provider loads the family that catalog.py calls `name`."""
-    return any(name in provider.catalog for provider in PROVIDERS)
 
 
 def import_for(spec: ModelSpec, device: torch.device) -> None:

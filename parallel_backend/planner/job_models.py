@@ -1,4 +1,4 @@
-"""The models of jobs: a family of the catalog, about which data sheets tell, and a checkpoint that is at hand."""
+"""A checkpoint as the model of a job."""
 
 from __future__ import annotations
 
@@ -12,45 +12,8 @@ from ..options import DEFAULT_COMPUTE, ComputeOptions
 from ..requests import FP8_FAST
 from ..strategy import ModelShape, ParallelStrategy
 from .job import Job
-from .memory.estimate import estimate_memory
 from .memory.model import predict_memory
 from .memory.rank_memory import RankMemory
-
-
-@dataclass(frozen=True)
-class CatalogModel:
-    """A published family without a file. `storage`: bytes per weight."""
-
-    family: Family
-    storage: float = 2.0
-    compute_options: ComputeOptions = DEFAULT_COMPUTE
-
-    @property
-    def shape(self) -> ModelShape:
-        return ModelShape(self.family.heads, self.family.block_count, self.family.name)
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.family.parameters * self.storage
-
-    @property
-    def uncompiled(self) -> CatalogModel:
-        return self.with_compile("off")
-
-    def with_compile(self, mode: str) -> CatalogModel:
-        return replace(self, compute_options=replace(self.compute_options, compile=mode))
-
-    @property
-    def in_fp8(self) -> CatalogModel | None:
-        return replace(self, storage=1.0) if self.storage > 1 else None
-
-    @property
-    def key(self) -> str:
-        return hashed(self.family.name, str(self.storage), *_options(self.compute_options))
-
-    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        """In closed form, of a rank with as much as any."""
-        return (estimate_memory(job, strategy),)
 
 
 @dataclass(frozen=True)

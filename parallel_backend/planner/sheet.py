@@ -6,7 +6,7 @@ prediction of a time. Nothing here imports torch.
 
 from __future__ import annotations
 
-from ..machine.cards import Card, Interconnect
+from ..machine.cards import Card
 from ..strategy import ParallelStrategy
 from .job import Job
 
@@ -59,9 +59,9 @@ def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
 
 
-def lower_bound(job: Job, strategy: ParallelStrategy, card: Card, link: Interconnect | None = None) -> float:
-    """Seconds below which no step can go: the busiest device computes its share at the card's peak rate, reads its
-    weights, and sends its bytes over the link (where one is given) at its nominal rate, all at the same time.
+def lower_bound(job: Job, strategy: ParallelStrategy, card: Card) -> float:
+    """Seconds below which no step can go: the busiest device computes its share at the card's peak rate and reads its
+    weights at the same time.
 
     Weights of a byte each may be multiplied at twice the rate of bf16.
     """
@@ -69,5 +69,4 @@ def lower_bound(job: Job, strategy: ParallelStrategy, card: Card, link: Intercon
     computing = job.flop * compute_share(job, strategy) / peak
     held = job.model.weight_bytes / (strategy.pipefusion_degree * strategy.tensor_degree)
     reading = held / (card.bandwidth * 1e9)
-    sending = 0.0 if link is None else bytes_sent(job, strategy) / (link.rate * 1e9)
-    return max(computing, reading, sending)
+    return max(computing, reading)

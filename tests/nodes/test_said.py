@@ -104,3 +104,15 @@ def test_each_language_says_each_sentence_once_with_the_same_things_in_it():
         for other in others:
             assert sorted(NAMES.findall(other)) == sorted(NAMES.findall(sentence)), other
             assert other != sentence or sentence.startswith("{a}"), other
+
+
+def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
+    """An entry that nothing asks for any more is a feature that was taken out, and has to go with it."""
+    script = "".join(path.read_text("utf-8") for path in (ROOT / "web").rglob("*.js"))
+    locale = ROOT / "locales" / "en"
+    words = json.loads((locale / "main.json").read_text("utf-8"))["parallel_sampling"]
+    assert [name for name in words if f'"{name}"' not in script] == []
+    commands = json.loads((locale / "commands.json").read_text("utf-8"))
+    assert [
+        name for name in commands if f'"{name.replace("_", ".", 2).replace(".", "_", 1)}"' not in script
+    ] == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs import catalog_job
+from jobs import flux_job, unet_job
 from parallel_backend.errors import StrategyError
 from parallel_backend.planner.candidates import (
     SHOWN,
@@ -14,13 +14,13 @@ from parallel_backend.planner.candidates import (
 )
 from parallel_backend.strategy import ParallelStrategy
 
-FLUX = catalog_job()
+FLUX = flux_job()
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 PIPE = ParallelStrategy(pipefusion_degree=2)
 
 
 def test_every_enumerated_strategy_divides_as_it_must():
-    found = enumerate_candidates(catalog_job(prompts=2, batch=2), 8)
+    found = enumerate_candidates(flux_job(prompts=2, batch=2), 8)
     assert len(set(found)) == len(found) and ONE in found
     for candidate in found:
         s = candidate
@@ -35,7 +35,7 @@ def test_without_cfg_nothing_is_split_by_prompt():
 
 
 def test_a_unet_is_split_by_rows_only():
-    job = catalog_job("sdxl", prompts=2, batch=2)
+    job = unet_job(prompts=2, batch=2)
     assert {c.describe() for c in enumerate_candidates(job, 4)} == {
         "one device",
         "CFG 2",
@@ -45,7 +45,7 @@ def test_a_unet_is_split_by_rows_only():
 
 
 def test_the_rule_is_cfg_then_ulysses_then_ring_on_all_devices():
-    ordered = sorted(enumerate_candidates(catalog_job(prompts=2), 8), key=rule_key, reverse=True)
+    ordered = sorted(enumerate_candidates(flux_job(prompts=2), 8), key=rule_key, reverse=True)
     assert ordered[0] == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
     five = max(enumerate_candidates(FLUX, 5), key=rule_key)
     assert five == ParallelStrategy(ring_degree=5)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import fake_nvml
-from jobs import FP8, catalog_job, flux_job
+from jobs import FP8, flux_job
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.probe import read_topology
@@ -156,5 +156,5 @@ def test_a_card_without_a_data_sheet_has_no_bounds(tmp_path):
     for board in nvml.boards:
         board.name = "NVIDIA Mystery 1"
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
-    found = planned(ULYSSES, catalog_job(storage=1.0), history)
+    found = planned(ULYSSES, flux_job(FP8), history)
     assert found.strategies == (RING, ONE) and {o.at_least_s for o in found.others} == {0.0}

@@ -1,13 +1,13 @@
-"""Jobs to plan for: with a published family, and with Flux files of which only the sizes exist."""
+"""Jobs to plan for, with files of which only the sizes exist."""
 
 from dataclasses import replace
 
-from parallel_backend.models.catalog import find_family
+from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV, FluxFile
 from parallel_backend.models.flux.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CatalogModel, CheckpointModel
+from parallel_backend.planner.job_models import CheckpointModel
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000  # bytes of a published Flux.1
 
@@ -27,6 +27,6 @@ def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job
     return Job(model, **job)
 
 
-def catalog_job(name="flux1-dev", storage=2.0, compiled=False, **job):
-    options = ComputeOptions("blocks" if compiled else "off")
-    return Job(CatalogModel(find_family(name), storage, options), **job)
+def unet_job(**job):
+    """Of a UNet, whose tokens cannot be shared out."""
+    return Job(CheckpointModel(replace(TYPICAL, blocks=(), is_transformer=False, splits_tokens=False)), **job)

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -14,7 +14,6 @@ from ...layout import RankCoordinates
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from ..arithmetic import Family, joint_blocks, single_blocks
-from ..catalog import FAMILIES
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
@@ -88,13 +87,13 @@ class FluxFile:
         """36 h² parameters in a double block, 15 h² in a single one."""
         doubles, singles = self.block_counts
         hidden = self.dims.hidden
-        return replace(
-            FAMILIES["flux1-dev"],
+        return Family(
             name="Flux.1",
             hidden=hidden,
             heads=self.dims.heads,
             blocks=(joint_blocks(doubles, hidden), single_blocks(singles, hidden)),
             parameters=(36.0 * doubles + 15.0 * singles) * hidden * hidden,
+            text_tokens=512,
         )
 
     @property

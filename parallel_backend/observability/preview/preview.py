@@ -6,25 +6,32 @@ from dataclasses import dataclass, replace
 
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
-from ...models.arithmetic import Family
-from ...models.comfyui.model_file import ANY_MODEL
+from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
 from ...planner.decide import find_machine
 from ...planner.job import Job
-from ...planner.job_models import CatalogModel, CheckpointModel
+from ...planner.job_models import CheckpointModel
 from ...planner.memory.fit import MemoryCheck, check_capacity, fits
 from ...planner.memory.rank_memory import fullest_rank
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...sidecar.device_health import left_out
-from ...strategy import ParallelStrategy
+from ...strategy import ModelShape, ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 
 PIXELS = 1024  # sides of the image that memory is told for
-# Any model: zero heads divide by everything, so only the rules that hold for each count. And a request that gives every
-# degree something to do.
-_ANY_MODEL = CatalogModel(Family("the model", hidden=0, heads=0, blocks=(), parameters=0, text_tokens=0))
-_ANY_JOB = Job(_ANY_MODEL, batch=64, prompts=2)
+
+
+@dataclass(frozen=True)
+class _AnyModel(CheckpointModel):
+    """A model of which nothing is known: zero heads divide by everything, so only rules that hold for any count."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(heads=0, blocks=0)
+
+
+_ANY_JOB = Job(_AnyModel(TYPICAL), batch=64, prompts=2)  # gives every degree something to do
 
 
 @dataclass(frozen=True)

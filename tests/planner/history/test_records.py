@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import fake_nvml
-from jobs import catalog_job, flux_file
+from jobs import flux_file, flux_job
 from parallel_backend.machine.fingerprint import Fingerprint, cpu_name, device_key, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -25,7 +25,7 @@ from parallel_backend.planner.history.records import (
 from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.strategy import ParallelStrategy
 
-JOB = catalog_job()
+JOB = flux_job()
 DEVICES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 NOW = 2_000_000_000.0
@@ -104,7 +104,7 @@ def test_warm_up_does_not_count():
 
 
 def test_candidates_are_spelt_as_the_choice_spells_them():
-    listed = set(enumerate_candidates(catalog_job(prompts=2, batch=2), 4))
+    listed = set(enumerate_candidates(flux_job(prompts=2, batch=2), 4))
     assert all(strategy.canonical == strategy for strategy in listed)
     assert ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=2).canonical in listed
     assert ParallelStrategy(ulysses_degree=2, warmup_steps=4).canonical in listed
