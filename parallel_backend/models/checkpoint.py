@@ -12,6 +12,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import CheckpointError
 
@@ -65,9 +66,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     name = Path(path).name
     check_name(path)
     try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise _refused(name, "it is not a regular file")
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
             header_bytes = int.from_bytes(start, "little")
@@ -80,6 +79,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     entries = _parse(name, text)
     _check_layout(name, entries, data_bytes=file_bytes - 8 - header_bytes)
     return Header(path=os.fspath(path), tensors=entries, file_bytes=file_bytes)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file of weights to read. Raises CheckpointError for a folder, a pipe or a device, which could block for
+    ever, and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise _refused(Path(path).name, "it is not a regular file")
 
 
 def check_name(path: str | os.PathLike[str]) -> None:

@@ -1,19 +1,22 @@
 """GGUF files as what they hold: tensors in the formats of llama.cpp, named as the original model names them.
 
-The package `gguf` reads them (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Imports no torch.
+The header is read here and not by the package `gguf`, whose reader takes a file's counts at their word: an array that
+claims 2^40 elements keeps it busy for hours. Formats and their sizes are the package's.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .checkpoint import Header, TensorEntry, check_name
+from .checkpoint import MAX_HEADER_BYTES, Header, TensorEntry, check_name, open_regular
 from .dtypes import GGUF
 
 if TYPE_CHECKING:
@@ -24,7 +27,14 @@ SUFFIX = ".gguf"
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 # Where a file notes the shape that a tensor had before it was flattened for ggml's four dimensions.
 _TRUE_SHAPE = "comfy.gguf.orig_shape."
-_MOST_DIMENSIONS = 8
+_ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32  # bytes
+_MAX_DIMENSIONS = 8
+_VERSIONS = (2, 3)
+# Types of metadata by number, as struct spells them; a bool is a byte.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# Texts in one array are counted one by one. The largest vocabularies have 262,144, and no diffusion model has one.
+_MAX_TEXTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,47 +52,30 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> list[GGUFTensor]:
-    """All tensors, none of which is read. Raises CheckpointError with the file's name, the reason and the remedy."""
+    """Lists all tensors without reading their values. Raises CheckpointError with the file's name, the reason and the
+    remedy."""
     name = Path(path).name
     check_name(path)
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401  (sizes of formats)
     except ImportError:
         raise CheckpointError(
-            f"{name} is a GGUF file, which the Python package gguf reads, and that is not installed. Install it where "
+            f"{name} is a GGUF file, which needs the Python package gguf, and that is not installed. Install it where "
             f"ComfyUI's Python has its packages (pip install gguf) and restart ComfyUI."
         ) from None
+    import numpy
+
     try:
-        return list(_tensors(GGUFReader(os.fspath(path)), name))
-    except CheckpointError:
-        raise
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise _refused(name, "it is empty")
+            data = numpy.memmap(file, mode="r")
     except OSError as error:
         raise _refused(name, f"it cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # the reader checks little: whatever a damaged header makes of it
-        raise _refused(
-            name, f"it is no whole GGUF file ({type(error).__name__}: {str(error)[:80]})"
-        ) from None
-
-
-def _tensors(reader: Any, name: str) -> Iterator[GGUFTensor]:
-    if not reader.tensors:
-        raise _refused(name, "it holds no tensors")
-    for tensor in reader.tensors:
-        kind = tensor.tensor_type.name
-        if kind not in PLAIN and kind not in GGUF:
-            raise CheckpointError(
-                f"{name} is refused: {tensor.name[:80]} is in the format {kind}, which the devices do not compute "
-                f"with. Choose a file in one of {', '.join(GGUF)}."
-            )
-        stored = tuple(int(size) for size in reversed(tensor.shape))
-        noted = reader.fields.get(_TRUE_SHAPE + tensor.name)
-        shape = stored if noted is None else tuple(int(noted.parts[index][0]) for index in noted.data)
-        if len(shape) > _MOST_DIMENSIONS or math.prod(shape) != math.prod(stored):
-            raise _refused(name, f"tensor {tensor.name[:80]!r} has an impossible shape")
-        data = tensor.data.reshape(-1).view("uint8")
-        if data.nbytes != tensor.n_bytes:
-            raise _refused(name, f"tensor {tensor.name[:80]!r} does not fit the bytes it is given")
-        yield GGUFTensor(tensor.name, kind, shape, data)
+    try:
+        return list(_tensors(data, name))
+    except _Damaged as error:
+        raise _refused(name, f"it is no whole GGUF file ({error})") from None
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -93,6 +86,133 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         entries[tensor.name] = TensorEntry(tensor.kind, tensor.shape, end, end + size)
         end += size
     return Header(path=os.fspath(path), tensors=entries, file_bytes=Path(path).stat().st_size)
+
+
+class _Damaged(Exception):
+    """The header contradicts itself or the size of the file."""
+
+
+class _Cursor:
+    """Reads a header from its start; nothing beyond `limit` bytes, and no count that the bytes left cannot hold."""
+
+    def __init__(self, data: numpy.ndarray[Any, Any], limit: int) -> None:
+        self._data, self._limit = data, limit
+        self.position = 0
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        begin = self.position
+        self.skip(size)
+        return bytes(self._data[begin : self.position])
+
+    def skip(self, size: int) -> None:
+        left = self._limit - self.position
+        if size > left:
+            raise _Damaged(f"{size} bytes are announced where {left} are left of the header")
+        self.position += size
+
+    def number(self, form: str) -> Any:
+        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
+
+    def count(self, form: str, least: int) -> int:
+        """A number of things of at least `least` bytes each."""
+        found: int = self.number(form)
+        left = self._limit - self.position
+        if found > left // least:
+            raise _Damaged(f"{found} entries are announced where {left} bytes are left of the header")
+        return found
+
+    def text(self) -> str:
+        try:
+            return self.take(self.number("Q")).decode()
+        except UnicodeDecodeError:
+            raise _Damaged("a name is not valid UTF-8") from None
+
+
+def _tensors(data: numpy.ndarray[Any, Any], name: str) -> Iterator[GGUFTensor]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    cursor = _Cursor(data, min(len(data), MAX_HEADER_BYTES))
+    if cursor.take(4) != b"GGUF":
+        raise _Damaged("it does not begin with GGUF")
+    if (version := cursor.number("I")) not in _VERSIONS:
+        raise _Damaged(f"its version is {version}, and {_VERSIONS[0]} and {_VERSIONS[1]} are known")
+    tensors = cursor.count("Q", least=24)
+    fields = dict(_fields(cursor, cursor.count("Q", least=13)))
+    places = [_place(cursor) for _ in range(tensors)]
+    if not places:
+        raise _refused(name, "it holds no tensors")
+    alignment = fields.get(_ALIGNMENT, (_DEFAULT_ALIGNMENT,))[0]
+    if alignment < 1 or alignment & (alignment - 1):
+        raise _Damaged(f"its alignment is {alignment}, which is no power of two")
+    begin = -(-cursor.position // alignment) * alignment
+    sizes = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    seen: set[str] = set()
+    end = begin
+    for key, stored, number, offset in sorted(places, key=lambda place: place[3]):
+        kind, values, size = sizes.get(number, (f"number {number}", 1, 1))
+        if kind not in PLAIN and kind not in GGUF:
+            raise CheckpointError(
+                f"{name} is refused: {key[:80]} is in the format {kind}, which the devices do not compute "
+                f"with. Choose a file in one of {', '.join(GGUF)}."
+            )
+        shape = fields.get(_TRUE_SHAPE + key, stored)
+        if (
+            len(shape) > _MAX_DIMENSIONS
+            or min((*stored, *shape), default=1) < 1
+            or math.prod(shape) != math.prod(stored)
+            or (stored[-1] if stored else 1) % values
+        ):
+            raise _refused(name, f"tensor {key[:80]!r} has an impossible shape")
+        if key in seen:
+            raise _Damaged(f"{key[:80]!r} occurs twice")
+        seen.add(key)
+        nbytes = math.prod(stored) // values * size
+        if begin + offset < end or begin + offset + nbytes > len(data):
+            raise _Damaged(f"tensor {key[:80]!r} lies over another or beyond the end of the file")
+        end = begin + offset + nbytes
+        yield GGUFTensor(key, kind, shape, data[begin + offset : end])
+
+
+def _fields(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The metadata that is used here; all else is passed over."""
+    for _ in range(count):
+        key, kind = cursor.text(), cursor.number("I")
+        is_used = key == _ALIGNMENT or key.startswith(_TRUE_SHAPE)
+        found = tuple(_values(cursor, kind, keep=is_used))
+        if is_used:
+            if not found or not all(type(value) is int for value in found):
+                raise _Damaged(f"{key[:80]!r} is no number")
+            yield key, found
+
+
+def _values(cursor: _Cursor, kind: int, *, keep: bool) -> Iterator[Any]:
+    """The numbers of one value, where they are to be kept."""
+    count = 1
+    if kind == _ARRAY:
+        kind = cursor.number("I")
+        form = _SCALARS.get(kind)
+        count = cursor.count("Q", least=8 if form is None else struct.calcsize("<" + form))
+    if kind == _STRING:
+        if count > _MAX_TEXTS:
+            raise _Damaged(f"a list of {count} texts, and at most {_MAX_TEXTS} are read")
+        for _ in range(count):
+            cursor.skip(cursor.number("Q"))
+    elif kind not in _SCALARS:
+        raise _Damaged(f"metadata of an unknown type {kind}")
+    elif keep and count <= _MAX_DIMENSIONS:
+        yield from (cursor.number(_SCALARS[kind]) for _ in range(count))
+    else:
+        cursor.skip(count * struct.calcsize("<" + _SCALARS[kind]))
+
+
+def _place(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """(name, shape, number of its format, offset in bytes) of one tensor."""
+    name, dimensions = cursor.text(), cursor.count("I", least=8)
+    if dimensions > _MAX_DIMENSIONS:
+        raise _Damaged(f"{name[:80]!r} has {dimensions} dimensions")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))
+    return name, tuple(reversed(shape)), cursor.number("I"), cursor.number("Q")
 
 
 def _refused(name: str, reason: str) -> CheckpointError:
