@@ -9,7 +9,7 @@ from ..layout import crosses_machines
 from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
 from .candidates import APPROXIMATION, Ranking, queries_pay
-from .job import Job
+from .workload.workload import Job
 
 MODES = ("auto", "manual")
 
