@@ -28,9 +28,10 @@ async def comfy_entrypoint() -> ComfyExtension:
 
             from .nodes import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
+            from .nodes.preload import route as preload
             from .nodes.routes import devices as devices_route
             from .nodes.routes import doctor as doctor_route
-            from .nodes.routes import front_door, preload, queue_log
+            from .nodes.routes import front_door, queue_log
             from .nodes.routes import launch as at_launch
             from .nodes.routes import metrics as metrics_route
             from .nodes.routes import ranks as rank_routes

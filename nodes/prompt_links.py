@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
-from .preload.tail import LOADERS, Prompt, links, needed
+from .host.prompt_graph import LOADERS, Prompt, inputs_of, links, needed
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -54,7 +53,9 @@ def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
     `run`: only those that some output needs."""
     found: dict[str, None] = {}
     for node in needed(prompt, filter(partial(_is_output, prompt), prompt)) if run else prompt:
-        if any(name == "strategy" and origin == selector for name, origin, _ in links(_inputs(prompt, node))):
+        if any(
+            name == "strategy" and origin == selector for name, origin, _ in links(inputs_of(prompt, node))
+        ):
             loader = _loader_of(prompt, node)
             if loader is not None:
                 found[loader] = None
@@ -72,35 +73,5 @@ def _loader_of(prompt: Prompt, node: str) -> str | None:
         seen.add(node)
         if prompt[node].get("class_type") in LOADERS:
             return node
-        node = next((o for name, o, _ in links(_inputs(prompt, node)) if name == "parallel_model"), "")
+        node = next((o for name, o, _ in links(inputs_of(prompt, node)) if name == "parallel_model"), "")
     return None
-
-
-def value_of(prompt: Prompt, node: str, name: str) -> object:
-    """An input's value, also where a node gives it that only holds one; None where a node has to run for it."""
-    value = _inputs(prompt, node).get(name)
-    found = {link: origin for link, origin, _ in links({name: value})}
-    if name not in found:
-        return value
-    origin = found[name]
-    kind = str(prompt.get(origin, {}).get("class_type", ""))
-    held = _inputs(prompt, origin).get("value") if kind.startswith("Primitive") else None
-    return held if isinstance(held, (bool, int, str)) else None
-
-
-def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
-    """(class, inputs) of the loader in front of a Parallel Model, past nodes that change its MODEL; else ("", {})."""
-    seen: set[str] = set()
-    while node in prompt and node not in seen:
-        seen.add(node)
-        inputs = _inputs(prompt, node)
-        if not isinstance(inputs.get("model"), list):
-            return str(prompt[node].get("class_type", "")), inputs
-        node = next((origin for name, origin, _ in links(inputs) if name == "model"), "")
-    return "", {}
-
-
-def _inputs(prompt: Prompt, node: str) -> Mapping[str, Any]:
-    found = prompt.get(node)
-    inputs = found.get("inputs") if isinstance(found, Mapping) else None
-    return inputs if isinstance(inputs, Mapping) else {}

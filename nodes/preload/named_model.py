@@ -21,10 +21,10 @@ from ..demo_loader import MODEL as DEMO_MODEL
 from ..flux_loader import ParallelFluxLoader, load_parallel_model
 from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
+from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
 from ..links import ParallelModel
 from ..parallel_model_loader import DTYPES, ParallelModelLoader, name_model
-from .tail import Prompt, links
 
 # Of loaders that name a file: the input with its name, and the dtypes that it can be read in.
 _OWN = {
@@ -54,10 +54,12 @@ def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[Load
 def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySettings]:
     """What the node's execution would give, and the strategy that its sampler would use. Reads headers only. Raises
     RequestError for what only a run of the prompt can tell."""
-    kind, inputs = _node(prompt, node)
-    settings = settings_of(prompt, inputs.get("strategy")) or default_settings()
+    if node not in prompt:
+        raise RequestError(f"The prompt has no node {node}.")
+    kind, inputs = prompt[node]["class_type"], prompt[node]["inputs"]
+    settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
     if kind == "ParallelModel":
-        model = _behind(prompt, inputs.get("model"), settings)
+        model = _behind(prompt, node, settings)
     elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
         model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
     elif kind in _OWN:
@@ -67,19 +69,15 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
         model = next(result for result in output.args if isinstance(result, ParallelModel))
     else:
         raise RequestError(f"{kind} names no model for the devices.")
-    return model, settings_of(prompt, _samplers(prompt, node)) or settings
+    return model, _settings_of(prompt, _samplers(prompt, node)) or settings
 
 
-def _behind(prompt: Prompt, link: object, settings: StrategySettings) -> ParallelModel:
+def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelModel:
     """The model of one of ComfyUI's own loaders, past nodes that change its MODEL: LoRAs come with the first prompt."""
-    seen: set[str] = set()
-    while isinstance(link, list) and len(link) == 2 and str(link[0]) not in seen:
-        seen.add(str(link[0]))
-        kind, inputs = _node(prompt, str(link[0]))
-        if kind in _STOCK:
-            folder, name = _STOCK[kind]
-            return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, AUTO)
-        link = inputs.get("model")
+    kind, inputs = source_of(prompt, node)
+    if kind in _STOCK:
+        folder, name = _STOCK[kind]
+        return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, AUTO)
     raise RequestError(
         "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or Load "
         "Checkpoint leads to it directly. Its first prompt loads it."
@@ -94,22 +92,16 @@ def _samplers(prompt: Prompt, node: str) -> object:
     return None
 
 
-def settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
+def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
     """Of the Strategy Selector at the other end; None without one. Raises RequestError where only a run can tell."""
     if not (isinstance(link, list) and len(link) == 2):
         return None
-    kind, inputs = _node(prompt, str(link[0]))
-    if kind != "StrategySelector":
-        raise RequestError(f"The strategy comes from {kind}, which has to run first.")
+    selector = prompt.get(str(link[0]), {"class_type": "a node that is not there", "inputs": {}})
+    if selector["class_type"] != "StrategySelector":
+        raise RequestError(f"The strategy comes from {selector['class_type']}, which has to run first.")
+    inputs = selector["inputs"]
     known = {name: _literal(inputs, name) for name in _SELECTOR if name in inputs}
     return read_inputs(json.dumps({"inputs": known}).encode())[0].settings()
-
-
-def _node(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
-    found = prompt.get(node)
-    if found is None:
-        raise RequestError(f"The prompt has no node {node}.")
-    return found["class_type"], found["inputs"]
 
 
 def _literal(inputs: Mapping[str, Any], name: str) -> Any:

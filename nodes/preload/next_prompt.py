@@ -14,8 +14,9 @@ import nodes
 
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.sidecar.group.events import Ended, Event
+from ..host.prompt_graph import Prompt
 from .named_model import preload
-from .tail import Prompt, in_tail, loaders, nodes_on_ranks
+from .tail import in_tail, loaders, nodes_on_ranks
 
 if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's

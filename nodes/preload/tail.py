@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
+from ..host.prompt_graph import LOADERS, Prompt, links, needed
+
 TypesOf = Callable[[str], tuple[str, ...]]  # of a node class's outputs; of one that nobody knows, none
 
-# Nodes that name a model for the ranks, and those that use ranks without one.
-LOADERS = ("ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader")
+# Nodes that use the ranks without a model of theirs.
 WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode")
 # Links on which no model of the ranks travels. Any other may: packs have types of their own.
-_PICTURES = (
-    "LATENT",
-    "IMAGE",
-    "MASK",
-    "VIDEO",
-    "AUDIO",
-    "CLIP_VISION",
-    "VAE",
-    "CONTROL_NET",
-    "CONDITIONING",
-    "CLIP",
+_NO_MODEL = frozenset(
+    (
+        *(
+            "LATENT",
+            "IMAGE",
+            "MASK",
+            "VIDEO",
+            "AUDIO",
+            "CLIP",
+            "CLIP_VISION",
+            "VAE",
+            "CONTROL_NET",
+            "CONDITIONING",
+        ),
+        *("SIGMAS", "NOISE", "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO", "PARALLEL_STRATEGY"),
+    )
 )
-_VALUES = ("SIGMAS", "NOISE", "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO", "PARALLEL_STRATEGY")
-_NO_MODEL = frozenset((*_PICTURES, *_VALUES))
-
-
-def links(inputs: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
-    """(input, id of the node that gives it, which of its outputs) of a node's inputs."""
-    for name, value in inputs.items():
-        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], int):
-            yield name, str(value[0]), value[1]
-
-
-def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
-    """The nodes that have to run for `outputs`, in the order of the prompt."""
-    found, waiting = set(), list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node in prompt and node not in found:
-            found.add(node)
-            waiting += [origin for _, origin, _ in links(prompt[node]["inputs"])]
-    return [node for node in prompt if node in found]
 
 
 def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class Entry:
     """An accepted prompt. `request`: what to send again; `number`: its place in the queue; `left_out`: names of what
-    was sent with it and is not kept; `sending`: it went to another ComfyUI, in that session, and no answer came."""
+    came with it and is not stored; `sending`: it went to another ComfyUI, in that session, and no answer came."""
 
     prompt_id: str
     number: float
@@ -40,9 +40,15 @@ class Entry:
     left_out: tuple[str, ...] = ()
     sending: str | None = None
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """The line that notes it."""
+        facts = {"number": self.number, "left_out": list(self.left_out), "request": self.request}
+        return {"accepted": self.prompt_id, **facts}
+
 
 def read_open(lines: Iterator[bytes]) -> dict[str, Entry]:
-    """Those that have neither ended nor been sent again, by id, in the order in which they would have run."""
+    """Returns the prompts that have neither ended nor been sent again, by id, in the order of the queue."""
     found: dict[str, Entry] = {}
     for line in lines:
         if not line.endswith(b"\n"):
@@ -59,9 +65,7 @@ def read_open(lines: Iterator[bytes]) -> dict[str, Entry]:
             else:
                 found.pop(said.get("ended") or said.get("sent"), None)
         except (ValueError, KeyError, TypeError, RecursionError):
-            log.warning(
-                "parallel sampling: the queue log has a line that makes no sense, which is passed over"
-            )
+            log.warning("parallel sampling: the queue log has a line that makes no sense, which is left out")
     return dict(sorted(found.items(), key=lambda item: item[1].number))
 
 
@@ -77,14 +81,12 @@ class QueueLogFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(self._file, 0o600)  # there are people's prompts in it
-        except BlockingIOError:
+        except OSError as error:
             os.close(self._file)
-            raise RequestError(
-                f"{path} belongs to a ComfyUI that is running, or is being sent; each needs one of its own."
-            ) from None
-        except BaseException:
-            os.close(self._file)
-            raise
+            if not isinstance(error, BlockingIOError):
+                raise
+            owner = "a ComfyUI that is running, or is being sent"
+            raise RequestError(f"{path} belongs to {owner}; each needs one of its own.") from None
 
     @property
     def size(self) -> int:
@@ -95,7 +97,7 @@ class QueueLogFile:
             return read_open(iter(file))
 
     def append(self, *lines: Mapping[str, Any]) -> None:
-        """On the disk when this returns; whole lines or, where the disk is full, nothing that is read again."""
+        """Returns once the lines are on the disk. Where the disk is full, none of them is read again."""
         data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         before = self.size
         try:
@@ -107,81 +109,80 @@ class QueueLogFile:
             os.ftruncate(self._file, before)
             raise
 
+    def replaced_by(self, *lines: Mapping[str, Any]) -> QueueLogFile:
+        """Puts a file with these lines in the place of this one, which has to be closed then."""
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.unlink(missing_ok=True)
+        new = QueueLogFile(part)
+        try:
+            new.append(*lines)
+            new.path = part.replace(self.path)
+        except BaseException:
+            new.close()
+            raise
+        return new
+
     def close(self) -> None:
         os.close(self._file)
 
 
-@dataclass
 class QueueLog:
-    """ComfyUI's side: notes what it accepts, and what is no longer in its queue. `queued()`: ids of the prompts that
-    run or wait. Any thread; a disk that fails costs the log and no prompt."""
+    """ComfyUI's side: notes what it accepts, and what has left its queue. Any thread; a disk that fails costs the log
+    and no prompt. `queued`: gives the ids of the prompts that run or wait."""
 
-    path: Path
-    queued: Callable[[], Collection[str]]
-    file_bytes: int = FILE_BYTES
-    _open: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._more = threading.Event()
-        self._most = self.file_bytes
-        self._file = QueueLogFile(self.path)
+    def __init__(
+        self, path: Path, queued: Callable[[], Collection[str]], file_bytes: int = FILE_BYTES
+    ) -> None:
+        self.path, self._queued = path, queued
+        self._file_bytes = self._most = file_bytes
+        self._open: dict[str, Entry] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._file = QueueLogFile(path)
         if left := self._file.read_open():
             at = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-            kept = self.path.with_name(f"{self.path.name}.{at}")
-            self.path.rename(kept)
+            old = path.rename(path.with_name(f"{path.name}.{at}"))
             self._file.close()
-            self._file = QueueLogFile(self.path)
-            log.warning(
-                "parallel sampling: %d prompts had not ended when ComfyUI did. Send them again with: "
-                "python -m parallel_backend resend %s --to URL",
-                *(len(left), kept),
-            )
+            self._file = QueueLogFile(path)
+            again = f"Send them again with: python -m parallel_backend resend {old} --to URL"
+            log.warning("parallel sampling: %d prompts had not ended when ComfyUI did. %s", len(left), again)
         elif self._file.size:
-            self._rewrite({})
-        self._closing = threading.Event()
+            self._shorten()
         self._follower = threading.Thread(target=self._follow, name="parallel-queue-log", daemon=True)
         self._follower.start()
 
     def accept(self, prompt_id: str, number: float, body: Mapping[str, Any]) -> None:
-        """A prompt is in the queue, and whoever sent it is answered when this returns."""
+        """Notes a prompt that is in the queue; whoever sent it is answered when this returns."""
         extra = body.get("extra_data")
         extra = extra if isinstance(extra, dict) else {}
         request = {name: body[name] for name in _KEPT if body.get(name) is not None}
         request["extra_data"] = {name: extra[name] for name in _KEPT_EXTRA if name in extra}
-        line = {
-            "accepted": prompt_id,
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "number": number,
-            "left_out": sorted(set(extra) - set(_KEPT_EXTRA)),
-            "request": request,
-        }
-        with self._lock:
-            self._write(line)
-            self._open.add(prompt_id)
-        self._more.set()
+        entry = Entry(prompt_id, number, request, tuple(sorted(set(extra) - set(_KEPT_EXTRA))))
+        with self._changed:
+            self._write({**entry.line, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+            self._open[prompt_id] = entry
+            self._changed.notify()
 
     def close(self) -> None:
-        """Notes nothing more. What is open then stays so."""
-        self._closing.set()
-        self._more.set()
+        """Notes nothing more: what is open then stays open."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
         self._follower.join()
         self._file.close()
 
     def _follow(self) -> None:
-        while self._more.wait() and not self._closing.is_set():
-            with self._lock:
+        with self._changed:
+            while not self._is_closed:
                 # Looked up under the lock: what is accepted afterwards is not taken for ended.
-                ended = self._open - set(self.queued())
-                self._open -= ended
+                ended = sorted(self._open.keys() - set(self._queued())) if self._open else []
+                for prompt_id in ended:
+                    del self._open[prompt_id]
                 if ended:
-                    self._write(*({"ended": prompt_id} for prompt_id in sorted(ended)))
+                    self._write(*({"ended": prompt_id} for prompt_id in ended))
                 if self._file.size > self._most:
                     self._shorten()
-                if not (self._open or self._closing.is_set()):
-                    self._more.clear()
-                    continue
-            self._closing.wait(_LOOK_AGAIN)
+                self._changed.wait(_LOOK_AGAIN if self._open else None)
 
     def _write(self, *lines: Mapping[str, Any]) -> None:
         try:
@@ -190,37 +191,18 @@ class QueueLog:
             log.warning("parallel sampling: the queue log %s lacks something: %s", self.path, error)
 
     def _shorten(self) -> None:
+        """Replaces the file by one with the open prompts alone; the old one stays where that fails."""
         try:
-            self._rewrite(self._file.read_open())
+            new = self._file.replaced_by(*(entry.line for entry in self._open.values()))
+            self._file.close()
+            self._file = new
         except OSError as error:
             log.warning("parallel sampling: the queue log %s stays long: %s", self.path, error)
-        self._most = max(self.file_bytes, 2 * self._file.size)
-
-    def _rewrite(self, entries: Mapping[str, Entry]) -> None:
-        """The file anew with these alone; whole or not at all."""
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.unlink(missing_ok=True)
-        new = QueueLogFile(part)
-        try:
-            for entry in entries.values():
-                new.append(
-                    {
-                        "accepted": entry.prompt_id,
-                        "number": entry.number,
-                        "left_out": list(entry.left_out),
-                        "request": entry.request,
-                    }
-                )
-            part.replace(self.path)
-        except BaseException:
-            new.close()
-            raise
-        self._file.close()
-        self._file, new.path = new, self.path
+        self._most = max(self._file_bytes, 2 * self._file.size)
 
 
 def begin(queued: Callable[[], Collection[str]], environ: Mapping[str, str] = os.environ) -> QueueLog | None:
-    """The log that VARIABLE asks for; None without one, or, with a warning, where its file cannot be used."""
+    """Begins the log that VARIABLE asks for. None without one, or, with a warning, where its file cannot be used."""
     target = environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None

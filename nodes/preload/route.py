@@ -12,11 +12,11 @@ from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.wire.strict_json import parse
 from ..host import memory
+from ..host.prompt_graph import Prompt
 from ..host.settings import setting
-from ..preload.named_model import preload
-from ..preload.next_prompt import NextPrompt, uses_ranks
-from ..preload.tail import Prompt
-from .http import NOT_YOURS, is_same_origin, read_body, refuse
+from ..routes.http import NOT_YOURS, is_same_origin, read_body, refuse
+from .named_model import preload
+from .next_prompt import NextPrompt, uses_ranks
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -65,23 +65,19 @@ def begin(server: PromptServer) -> None:
 
 
 def _read(body: bytes) -> tuple[Prompt, str]:
-    """Raises RequestError for anything but a graph and the id of a node."""
-    if len(body) > MOST_BYTES:
-        raise RequestError(f"the body has more than {MOST_BYTES} bytes")
+    """The graph and the id of a node. Raises RequestError for anything else."""
     try:
-        said = parse(body.decode())
+        found = parse(body.decode()) if len(body) <= MOST_BYTES else None
     except (ValueError, RecursionError):
-        raise RequestError("the body is not understood: it is no JSON") from None
-    if not isinstance(said, dict) or set(said) != {"prompt", "node"} or not isinstance(said["node"], str):
-        raise RequestError('the body must be {"prompt": a graph in API format, "node": the id of a loader}')
-    if not isinstance(said["prompt"], dict) or not all(map(_is_node, said["prompt"].values())):
-        raise RequestError("the prompt is no graph in API format")
-    return said["prompt"], said["node"]
+        found = None
+    if isinstance(found, dict) and set(found) == {"prompt", "node"} and isinstance(found["node"], str):
+        prompt = found["prompt"]
+        if isinstance(prompt, dict) and all(map(_is_node, prompt.values())):
+            return prompt, found["node"]
+    form = '{"prompt": a graph in API format, "node": the id of a loader}'
+    raise RequestError(f"the body must be {form}, of at most {MOST_BYTES} bytes")
 
 
 def _is_node(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("class_type"), str)
-        and isinstance(value.get("inputs"), dict)
-    )
+    found = value if isinstance(value, dict) else {}
+    return isinstance(found.get("class_type"), str) and isinstance(found.get("inputs"), dict)

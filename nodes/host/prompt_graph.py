@@ -1,0 +1,59 @@
+"""A prompt of ComfyUI as data: its links, and what they lead to, without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
+
+# Nodes that name a model for the ranks.
+LOADERS = ("ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader")
+
+
+def links(inputs: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
+    """(input, id of the node that gives it, which of its outputs) of a node's inputs."""
+    for name, value in inputs.items():
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], int):
+            yield name, str(value[0]), value[1]
+
+
+def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
+    """The nodes that have to run for `outputs`, in the order of the prompt."""
+    found, waiting = set(), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in prompt and node not in found:
+            found.add(node)
+            waiting += [origin for _, origin, _ in links(prompt[node]["inputs"])]
+    return [node for node in prompt if node in found]
+
+
+def value_of(prompt: Prompt, node: str, name: str) -> object:
+    """An input's value, also where a node gives it that only holds one; None where a node has to run for it."""
+    value = inputs_of(prompt, node).get(name)
+    found = {link: origin for link, origin, _ in links({name: value})}
+    if name not in found:
+        return value
+    origin = found[name]
+    kind = str(prompt.get(origin, {}).get("class_type", ""))
+    held = inputs_of(prompt, origin).get("value") if kind.startswith("Primitive") else None
+    return held if isinstance(held, (bool, int, str)) else None
+
+
+def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
+    """(class, inputs) of the loader in front of a Parallel Model, past nodes that change its MODEL; else ("", {})."""
+    seen: set[str] = set()
+    while node in prompt and node not in seen:
+        seen.add(node)
+        inputs = inputs_of(prompt, node)
+        if not isinstance(inputs.get("model"), list):
+            return str(prompt[node].get("class_type", "")), inputs
+        node = next((origin for name, origin, _ in links(inputs) if name == "model"), "")
+    return "", {}
+
+
+def inputs_of(prompt: Prompt, node: str) -> Mapping[str, Any]:
+    found = prompt.get(node)
+    inputs = found.get("inputs") if isinstance(found, Mapping) else None
+    return inputs if isinstance(inputs, Mapping) else {}
