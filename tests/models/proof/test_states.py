@@ -11,7 +11,7 @@ import pytest
 
 from comfy_harness import require_comfyui
 from comfyui_source import PINNED_VERSION, comfyui_version
-from parallel_backend.models.proof import states as proof
+from parallel_backend.models.proof import states
 from parallel_backend.models.proof.states import (
     PROVEN,
     PROVEN_HERE,
@@ -115,9 +115,9 @@ def test_a_proof_is_of_the_entry_too(root, monkeypatch):
 def test_an_entry_has_one_digest_in_every_process(root):
     """The order of a set of names is another one in each."""
     code = (
-        "import sys; from parallel_backend.models.comfyui import proof, table; "
+        "import sys; from parallel_backend.models.proof import states; from parallel_backend.models.tokens import table; "
         "assert not {'torch', 'comfy'} & set(sys.modules); "
-        "print([proof._written_out(entry) for entry in table.TABLE.values()])"
+        "print([states._written_out(entry) for entry in table.TABLE.values()])"
     )
     told = {
         subprocess.run(
@@ -181,4 +181,4 @@ def test_proofs_are_of_classes_of_the_table_and_in_order():
     assert list(proven) == sorted(proven) and set(proven) == set(TABLE)
     assert all(digests == sorted(set(digests)) for digests in proven.values())
     assert text == json.dumps(proven, indent=2) + "\n"
-    assert proof.is_proven("NoSuchClass", "") is False
+    assert states.is_proven("NoSuchClass", "") is False

@@ -227,7 +227,7 @@ def test_a_rank_sees_its_devices_settings_but_no_secret():
     ],
 )
 def test_ranks_start_with_the_flags_of_comfyuis_own_python(flags, variables, expected):
-    script = "import sys; sys.path[:0] = sys.argv[1:]; from parallel_backend.sidecar import environment as e"
+    script = "import sys; sys.path[:0] = sys.argv[1:]; from parallel_backend.sidecar.process import environment as e"
     script += "; print(*e.interpreter_flags())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
