@@ -115,7 +115,8 @@ def test_a_proof_is_of_the_entry_too(root, monkeypatch):
 def test_an_entry_has_one_digest_in_every_process(root):
     """The order of a set of names is another one in each."""
     code = (
-        "import sys; from parallel_backend.models.proof import states; from parallel_backend.models.tokens import table; "
+        "import sys; from parallel_backend.models.proof import states; "
+        "from parallel_backend.models.tokens import table; "
         "assert not {'torch', 'comfy'} & set(sys.modules); "
         "print([states._written_out(entry) for entry in table.TABLE.values()])"
     )

@@ -164,7 +164,7 @@ def test_each_place_at_which_the_host_waits_is_told():
 
     found = find_waits(call, cuda)
     assert found.status == "slow" and "waits for the device 2 times" in found.finding
-    assert len(found.details) == 2 and "test_gpu_check.py" in found.details[0]
+    assert len(found.details) == 2 and "test_gpu.py" in found.details[0]
     assert cuda.modes == ["error", 0, "warn", 0] and "/" not in found.details[0]
 
 

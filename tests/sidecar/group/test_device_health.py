@@ -6,8 +6,8 @@ import pytest
 
 from fault_injection import fault
 from parallel_backend.errors import RankFailed
-from parallel_backend.sidecar import group, pool
-from parallel_backend.sidecar.group import exchange
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group import exchange, group
 from parallel_backend.sidecar.group.device_health import FAILING, FailingDevices, left_out
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.deadlines import BROKEN_WINDOW
