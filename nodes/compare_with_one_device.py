@@ -37,7 +37,8 @@ class CompareWithOneDevice(io.ComfyNode):
                 io.Image.Output("one_device", tooltip="What one device gives, without a step cache."),
                 io.Image.Output("all_devices", tooltip="What the strategy gives."),
                 io.String.Output(
-                    "report", tooltip="Both times, the speed-up, the largest difference, and what ran."
+                    "report",
+                    tooltip="Both times, what the strategy gains, the largest difference, and what ran.",
                 ),
             ],
         )

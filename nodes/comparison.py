@@ -1,11 +1,10 @@
-"""One job on one device and on all, in numbers and in words: both times, the speed-up, the largest difference."""
+"""One job on one device and on all, in numbers and in words: both times, the gain, the largest difference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import mean
 
-from .report import typical
+from .speed import as_shown, average, compare_with_one_device, typical
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Side:
 
     def step(self, *, on_average: bool) -> float:
         """Seconds of a step; the first one, which pays for what is done once, left out where there are others."""
-        return mean(self.step_seconds[1:] or self.step_seconds) if on_average else typical(self.step_seconds)
+        return average(self.step_seconds) if on_average else typical(self.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,26 @@ class Comparison:
     latent_peak: float
 
     @property
-    def speed_up(self) -> float:
-        """How many times as fast a step is; on average where a step cache answered some."""
+    def step_seconds(self) -> tuple[float, float]:
+        """Seconds of a step on one device and on all; on average where a step cache answered some."""
         one, split = (side.step(on_average=self.split.skipped) for side in (self.one, self.split))
-        return one / split
+        return as_shown(one), as_shown(split)
+
+    @property
+    def compared(self) -> str:
+        """The sentence about both."""
+        one, split = self.step_seconds
+        return compare_with_one_device(split, one)
 
     def headline(self) -> str:
-        """E.g. `Ulysses 2 · 1.8 × one device · 5.43 s instead of 9.81 s · largest difference 0 of 255`."""
+        """E.g. `Ulysses 2 · 1.8 × as fast as one device · 0.31 s instead of 0.558 s per step · largest difference 0 of
+        255`."""
+        one, split = self.step_seconds
         return " · ".join(
             (
                 self.split.title,
-                f"{self.speed_up:.2g} × one device",
-                f"{self.split.seconds:.3g} s instead of {self.one.seconds:.3g} s",
+                self.compared,
+                f"{split:g} s instead of {one:g} s per {self.unit}",
                 f"largest difference {self.levels} of 255",
             )
         )
@@ -61,8 +68,9 @@ class Comparison:
         """One fact each."""
         kind = "exact" if self.split.exact else "approximate"
         lines = [self._line(self.one), self._line(self.split)]
-        lines.append(f"speed-up: {self.speed_up:.2f} × one device")
-        if self.speed_up < 1:
+        one, split = self.step_seconds
+        lines.append(f"speed: {self.compared} ({split:g} s instead of {one:g} s per {self.unit})")
+        if split > one:
             lines.append("note: splitting this job costs more than it gains; one device is the faster")
         lines.append(f"largest difference: {self.levels} of 255 in the pictures ({kind})")
         relative = self.latent / self.latent_peak if self.latent_peak else 0.0
@@ -72,19 +80,21 @@ class Comparison:
         return lines
 
     def _line(self, side: Side) -> str:
-        average = self.split.skipped
+        on_average = self.split.skipped
         count = len(side.step_seconds)
         units = self.unit if count == 1 else f"{self.unit}s"
-        middle = "mean" if average else "median"
-        return f"{side.title}: {count} {units} in {side.seconds:.3f} s, {middle} {side.step(on_average=average):.4f} s"
+        middle = "mean" if on_average else "median"
+        seconds = as_shown(side.step(on_average=on_average))
+        return f"{side.title}: {count} {units} in {side.seconds:.3g} s, {middle} {seconds:g} s"
 
     def as_dict(self) -> dict[str, object]:
         """For the page; one device first."""
         return {
             "headline": self.headline(),
             "titles": [self.one.title, self.split.title],
-            "seconds": [self.one.seconds, self.split.seconds],
-            "speed_up": self.speed_up,
+            "seconds": list(self.step_seconds),
+            "unit": self.unit,
+            "compared": self.compared,
             "levels": self.levels,
             "exact": self.split.exact,
         }

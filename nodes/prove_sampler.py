@@ -30,8 +30,10 @@ class ProveSampler(io.ComfyNode):
         return io.Schema(
             node_id="ProveSampler",
             display_name="Prove Sampler",
-            category=f"{CATEGORY}/proof",
-            description="What Prove it runs in the place of a sampler, whose inputs it takes as they are.",
+            category=CATEGORY,
+            description="Runs the job of any sampler on one device and on all, and shows both pictures. Prove it puts "
+            "it into the place of a sampler; nobody needs to add it.",
+            search_aliases=["prove it", "same picture", "parity", "benchmark", "multi gpu compare"],
             is_output_node=True,
             is_dev_only=True,
             accept_all_inputs=True,
@@ -40,9 +42,12 @@ class ProveSampler(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="Decodes both latents."),
             ],
             outputs=[
-                io.Image.Output("one_device"),
-                io.Image.Output("all_devices"),
-                io.String.Output("report"),
+                io.Image.Output("one_device", tooltip="What one device gives."),
+                io.Image.Output("all_devices", tooltip="What the strategy gives."),
+                io.String.Output(
+                    "report",
+                    tooltip="Both times, what the strategy gains, the largest difference, and what ran.",
+                ),
             ],
         )
 

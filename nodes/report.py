@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ..parallel_backend.observability.cost import amount, money
 from ..parallel_backend.observability.timeline import in_words, joined, timeline
 from ..parallel_backend.options import APPROXIMATE_KERNELS
 from ..parallel_backend.requests import RESIDENT_SAMPLERS
-from ..parallel_backend.trials import BUDGET, GAIN, Trial
+from ..parallel_backend.strategy import ParallelStrategy
+from ..parallel_backend.trials import BUDGET, GAIN
+from .speed import as_shown, compared, step_seconds, tried_seconds
 
 if TYPE_CHECKING:
     from .host.calls import RunRecord
 
-
-def typical(times: Sequence[float]) -> float:
-    """The median without the first, which pays for what is done once: the one number that all words and panels tell."""
-    return median(times[1:] or times)
+CLOSE = "close to the picture of one device"
 
 
 def write_report(record: RunRecord) -> str:
@@ -41,10 +38,11 @@ def write_report(record: RunRecord) -> str:
     times = [seconds for run in runs for seconds in run.step_seconds]
     if times:
         unit = "step" if record.stepwise_because is None else "model call"
-        lines += _foreseen(record, times, unit)
+        lines += _foreseen(record, unit)
         lines += _trials(record, unit)
-        first = "" if len(times) == 1 else f", first {times[0]:.4f} s, {len(times)} in all"
-        lines.append(f"{unit}: median {typical(times):.4f} s{first}")
+        first = "" if len(times) == 1 else f", first {times[0]:.3g} s, {len(times)} in all"
+        middle = "mean" if any(run.reused_calls for run in runs) else "median"
+        lines.append(f"{unit}: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(joined(record.runs)), record.devices)
     lines.append(
         f"load: {_seconds(sum(load.seconds for load in record.loads))}"
@@ -56,7 +54,7 @@ def write_report(record: RunRecord) -> str:
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
     lines += _cost(record)
-    notes = [note for decision in record.decisions for note in decision.notes]
+    notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
     if record.stepwise_because is not None and any(run.strategy.pipefusion_degree > 1 for run in runs):
         notes.append(
@@ -70,50 +68,50 @@ def write_report(record: RunRecord) -> str:
 
 
 def summarise(record: RunRecord) -> str:
-    """One short line for under the node, of a record with at least one run."""
-    times = [seconds for run in record.runs for seconds in run.step_seconds]
-    strategy = record.name_of(record.strategy)
+    """Returns one short line for under the node, of a record with at least one run."""
+    strategy, seconds = record.name_of(record.strategy), step_seconds(record)
     unit = "step" if record.stepwise_because is None else "model call"
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
-        return f"{strategy}: {mean(times):.3f} s a {unit} on average, {reused} of {calls} model calls reused"
-    return f"{strategy}: {typical(times):.3f} s a {unit}"
+        return f"{strategy}: {seconds:.3g} s per {unit} on average, {reused} of {calls} model calls reused"
+    return f"{strategy}: {seconds:.3g} s per {unit}"
 
 
 @dataclass(frozen=True)
 class Badge:
-    """The run in three words. `unit`: what the seconds are of, step or call; `speed_up`: over one device, 0 where that
-    was not measured, None where it ran on one."""
+    """The run in three words. `unit`: what the seconds are of, step or call; `compared`: the sentence about one device,
+    "" where it ran on one."""
 
     strategy: str
     seconds: float
     unit: str
-    speed_up: float | None
+    compared: str
 
 
 def badge(record: RunRecord) -> Badge:
-    """Of a record with at least one run."""
-    seconds = typical([seconds for run in record.runs for seconds in run.step_seconds])
-    speed_up = None if record.strategy.world_size == 1 else (_alone(record) or 0.0) / seconds
+    """Returns the badge of a record with at least one run."""
     unit = "step" if record.stepwise_because is None else "call"
-    return Badge(record.name_of(record.strategy), seconds, unit, speed_up)
+    return Badge(devices_and_way(record), as_shown(step_seconds(record)), unit, compared(record))
 
 
 def headline(record: RunRecord) -> str:
-    """The run in one short line, e.g. `Ulysses 2 · 0.045 s/step · 1.8 × one device · exact`, with `–` where one device
-    was not measured. Of a record with at least one run."""
+    """Returns the run in one short line, of a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
+    1.8 × as fast as one device · same picture as one device`."""
     short = badge(record)
-    exact = "exact" if all(run.exact for run in record.runs) else "approximate"
-    won = f"{short.speed_up:.1f} ×" if short.speed_up else "–"
-    compared = () if short.speed_up is None else (f"{won} one device",)
-    return " · ".join([short.strategy, f"{short.seconds:.3g} s/{short.unit}", *compared, exact])
+    is_exact = all(run.exact for run in record.runs)
+    picture = CLOSE if not is_exact else "same picture as one device" if short.compared else ""
+    parts = (short.strategy, f"{short.seconds:g} s per {short.unit}", short.compared, picture)
+    return " · ".join(filter(None, parts))
 
 
-def _alone(record: RunRecord) -> float | None:
-    """Seconds of a step on one device: tried in this run, else measured before."""
-    tried = [min(t.seconds) for t in record.trials if t.seconds and t.strategy.world_size == 1]
-    seen = record.plan.candidates if record.plan is not None else ()
-    return min(tried, default=next((c.step_s for c in seen if c.strategy.world_size == 1), None))
+def devices_and_way(record: RunRecord) -> str:
+    """Returns the count of devices and how they share the work, e.g. `2 devices (CFG)` or `4 devices (CFG 2 × Ulysses
+    2)`."""
+    name, count = record.name_of(record.strategy), record.strategy.world_size
+    if count == 1:
+        return name
+    way, _, degree = name.rpartition(" ")
+    return f"{count} devices ({way if degree == str(count) else name})"
 
 
 def _result(record: RunRecord) -> str:
@@ -224,7 +222,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _strategy(record: RunRecord) -> str:
-    reasons = "; then ".join(dict.fromkeys(d.reason for d in record.decisions))
+    reasons = "; then ".join(dict.fromkeys(plan.reason for plan in record.plans))
     if not any(trial.seconds for trial in record.trials):
         return reasons or "nothing ran"
     return f"{record.name_of(record.strategy)}: the fastest of those tried in this run, which began with {reasons}"
@@ -232,25 +230,25 @@ def _strategy(record: RunRecord) -> str:
 
 def _trials(record: RunRecord, unit: str) -> list[str]:
     """The strategies that were tried on the way, and what the fastest won."""
-    timed = [trial for trial in record.trials if trial.seconds]
-    if not timed:
+    tried = tried_seconds(record)
+    if not tried:
         return _left_out(record, 0.0) if not record.trials else []
-    first, won = timed[0], next(t for t in timed if t.strategy == record.strategy)
+    first, won = next(iter(tried)), record.strategy.canonical
     images = 1 if record.plan is None else record.plan.job.batch
-    times = ", ".join(f"{record.name_of(t.strategy)} {min(t.seconds):.4f} s" for t in timed)
-    if won is first:
-        result = f"none was faster than {record.name_of(first.strategy)}, with which it began"
+    times = ", ".join(f"{record.name_of(strategy)} {seconds:.3g} s" for strategy, seconds in tried.items())
+    if won == first:
+        result = f"none was faster than {record.name_of(first)}, with which it began"
     else:
-        times_as_fast = min(first.seconds) / min(won.seconds)
+        factor = as_shown(tried[first]) / as_shown(tried[won])
         result = (
-            f"{_named(record, won)} ran the rest, {times_as_fast:.2f} times "
-            f"{'as fast as' if images == 1 else 'the images a second of'} {record.name_of(first.strategy)}"
+            f"{_named(record, won)} ran the rest, {factor:.1f} times "
+            f"{'as fast as' if images == 1 else 'the images a second of'} {record.name_of(first)}"
         )
     if left := [record.name_of(t.strategy) for t in record.trials if not t.seconds]:
         result += f"; behind, or failed: {', '.join(left)}"
     of = "" if images == 1 else f" of {images} images"
-    tried = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
-    return [tried, *_left_out(record, min(won.seconds))]
+    words = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
+    return [words, *_left_out(record, tried[won])]
 
 
 def _left_out(record: RunRecord, best_s: float) -> list[str]:
@@ -268,15 +266,14 @@ def _left_out(record: RunRecord, best_s: float) -> list[str]:
     ]
 
 
-def _named(record: RunRecord, trial: Trial) -> str:
-    strategy = trial.strategy
+def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
     if strategy.world_size == 1:
         return "one device, for which splitting this work costs more than it gains,"
     whole = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
     return f"{record.name_of(strategy)}{whole}"
 
 
-def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
+def _foreseen(record: RunRecord, unit: str) -> list[str]:
     """The expected memory and, where it was measured before, time beside what it took."""
     plan = record.plan
     if plan is None:
@@ -286,7 +283,7 @@ def _foreseen(record: RunRecord, times: list[float], unit: str) -> list[str]:
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:
-        off = round(typical(times) / seen - 1, 2)
+        off = round(step_seconds(record) / seen - 1, 2)
         found = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if off else "the same"
-        lines.append(f"expected: a median of {seen:.4f} s a {unit} (measured before); this one is {found}")
+        lines.append(f"expected: {seen:.3g} s per {unit} (measured earlier); this run took {found}")
     return lines

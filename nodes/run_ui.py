@@ -12,9 +12,9 @@ from ..parallel_backend.observability.timeline import joined, rows_of_timeline, 
 from ..parallel_backend.planner.candidates import Candidate, table
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.planner.workload.rank_memory import in_gib
-from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RunRecord
-from .report import badge, headline, typical
+from .report import badge, headline
+from .speed import compared, step_seconds, tried_seconds
 
 
 def run_ui(
@@ -29,7 +29,7 @@ def run_ui(
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
     if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows
-    if record.decisions:
+    if record.plans:
         shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
     return shown
 
@@ -54,29 +54,30 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
     """One dict per candidate, the one that ran first."""
     if record.plan is None or not record.runs:
         return []
-    tried = {trial.strategy: min(trial.seconds) for trial in record.trials if trial.seconds}
-    times = [seconds for run in record.runs for seconds in run.step_seconds]
-    if times and not any(run.reused_calls for run in record.runs):
-        tried.setdefault(record.strategy.canonical, typical(times))
+    tried = tried_seconds(record)
+    if not any(run.reused_calls for run in record.runs):
+        tried.setdefault(record.strategy.canonical, step_seconds(record))
     seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
     seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))
     shown = table(seen, record.strategy)
-    return [_row(candidate, record.strategy, record.name_of(candidate.strategy)) for candidate in shown]
+    return [_row(record, candidate, now=candidate.strategy in tried) for candidate in shown]
 
 
-def _row(candidate: Candidate, chosen: ParallelStrategy, name: str) -> dict[str, object]:
-    """`inputs`: of Strategy Selector, which set it by hand; `alone`: it is one device."""
+def _row(record: RunRecord, candidate: Candidate, *, now: bool) -> dict[str, object]:
+    """`inputs`: of Strategy Selector, which set it by hand; `alone`: it is one device; `now`: this run timed it."""
     seconds, strategy = candidate.step_s, candidate.strategy
+    is_chosen = strategy == record.strategy.canonical
     inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}
     return {
         "inputs": {"mode": "manual", **inputs},
         "alone": strategy.world_size == 1,
-        "strategy": name,
+        "strategy": record.name_of(strategy),
         "seconds": seconds,
         "step": "" if seconds is None else f"{seconds:.3g} s",
-        "how": "not tried" if seconds is None else "measured",
+        "how": "not tried" if seconds is None else "measured" if now else "measured earlier",
+        "compared": compared(record) if is_chosen else "",
         "memory": f"{in_gib(candidate.memory_bytes)} GiB" if candidate.fits else "does not fit",
         "result": "exact" if strategy.exact else "approximate",
-        "chosen": strategy == chosen.canonical,
+        "chosen": is_chosen,
         "possible": candidate.fits and candidate.permitted,
     }

@@ -94,13 +94,16 @@ def show_comparison(
     report_progress(compared.headline())
     record = two.record
     report = "\n".join([*compared.lines(), "", "the run on all devices", write_report(record)])
+    seconds = compared.step_seconds[1]
     worst = int(peaks.argmax())  # of a batch or a video: where they differ most
     saved = ui.PreviewImage(torch.stack([picture[worst] for picture in pictures]), cls=cls).as_dict()
     shown = run_ui(record, report, two.settings, file, images=len(two.samples), has_cfg=has_cfg) | {
         "parallel_headline": [compared.headline()],
-        "parallel_badge": [asdict(replace(badge(record), speed_up=compared.speed_up))],
-        "parallel_candidates": _rows(record, two.one_record),
-        "parallel_comparison": [{**compared.as_dict(), "pictures": saved["images"]}],
+        "parallel_badge": [asdict(replace(badge(record), seconds=seconds, compared=compared.compared))],
+        "parallel_candidates": _rows(compared, record, two.one_record),
+        "parallel_comparison": [
+            {**compared.as_dict(), "pictures": saved["images"], "devices": len(record.devices)}
+        ],
     }
     return io.NodeOutput(*pictures, report, ui=shown)
 
@@ -119,10 +122,11 @@ def _side(record: RunRecord) -> Side:
     )
 
 
-def _rows(record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
+def _rows(compared: Comparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
     """The candidates of the first run, with what one device took in the second."""
-    one = {**panel_rows(one_record)[0], "chosen": False}
-    return [*(row for row in panel_rows(record) if not row["alone"]), one]
+    one = {**panel_rows(one_record)[0], "chosen": False, "compared": ""}
+    rows = [row for row in panel_rows(record) if not row["alone"]]
+    return [*({**row, "compared": compared.compared if row["chosen"] else ""} for row in rows), one]
 
 
 def _decode(vae: comfy.sd.VAE, samples: Tensor) -> Tensor:

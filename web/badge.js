@@ -1,5 +1,5 @@
 // A badge over a sampler: while it runs without a panel of ours how far each rank is, after a run its strategy, seconds of
-// a step, and how many times as fast that is as one device, "–" until that was measured.
+// a step, and how that compares with one device.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
@@ -24,10 +24,8 @@ function wordsOf(node) {
   const { told, holds, ranks } = runs.get(node) ?? {};
   if (ranks) return progressOf(ranks);
   if (!told || !holds) return "";
-  const { strategy, seconds, unit, speed_up: times } = told;
-  const time = `${Number(seconds.toPrecision(3))} ${say(unit === "step" ? "per_step" : "per_call")}`;
-  const won = times === null ? [] : [times ? `${Number(times.toPrecision(2))} ×` : "–"];
-  return [translate(strategy), time, ...won].join(" · ");
+  const { strategy, seconds, unit, compared } = told;
+  return [strategy, `${seconds} s per ${unit}`, compared].filter(Boolean).map(translate).join(" · ");
 }
 
 const inPercent = (progress) => `${Math.round(100 * progress)} %`;

@@ -108,7 +108,7 @@ class ResidentSampler(comfy.samplers.Sampler):
             if callback is not None:
                 callback(step - 1, noise[:1] if denoised is None else denoised.to(noise.device), noise, steps)
 
-        with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as (sidecar, placement):
+        with ranks_for(plan) as (sidecar, placement):
             result = sidecar.sample(
                 network.spec,
                 request,

@@ -124,7 +124,7 @@ def _placed(model: ParallelModel, settings: StrategySettings) -> tuple[tuple[str
     """(devices, strategy) of a usual job. How weights lie on devices seldom depends on more; where it does, the first
     prompt loads the model anew."""
     plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
-    strategy, devices = plan.decision.strategy, plan.devices
+    strategy, devices = plan.strategy, plan.devices
     warm = pool.running_within(devices) if settings.mode == "auto" else None
     if warm is not None and strategy.weights == ParallelStrategy():  # the same whole weights on each
         devices = warm.devices

@@ -41,7 +41,6 @@ class Ranking:
 
     ranked: tuple[Candidate, ...] = ()
     reason: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..devices import devices_of_a_run, is_cpu
 from ..errors import StrategyError
@@ -14,13 +14,12 @@ from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devic
 from ..requests import RESIDENT_SAMPLERS, SampleRequest
 from ..sidecar.group.device_health import FAILING, left_out
 from ..strategy import ParallelStrategy
-from ..trials import NO_TRIALS, TrialPlan
-from .candidates import Candidate, Describe, Ranking, enumerate_candidates, rank_candidates
+from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
 from .history import MeasurementHistory
-from .rules import Decision, StrategySettings, resolve_strategy
+from .rules import Plan, StrategySettings, resolve_strategy
 from .trials import plan_trials
 from .workload.fit import MemoryCheck, check_capacity, fits
-from .workload.rank_memory import RankMemory, fullest_rank
+from .workload.rank_memory import fullest_rank
 from .workload.workload import Job, JobModel
 
 # Share of a card's memory that `auto` plans with; the rest is fragmentation and the desktop.
@@ -28,19 +27,6 @@ USABLE_MEMORY = 0.94
 _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ExecutionPlan:
-    """`devices`: one per rank, in rank order; `memory`: predicted, of the fullest rank; `candidates`: all that were
-    ranked; `trials`: other strategies that the job tries on its way; `job`: with its options settled (compile)."""
-
-    job: Job
-    decision: Decision
-    devices: tuple[str, ...]
-    memory: RankMemory
-    candidates: tuple[Candidate, ...] = ()
-    trials: TrialPlan = NO_TRIALS
 
 
 def job_from_request(model: JobModel, request: SampleRequest) -> Job:
@@ -89,13 +75,14 @@ def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
     return width * pixels, height * pixels, math.prod(frames)
 
 
-def find_machine(settings: StrategySettings, memory_flag: str = "") -> LocalMachine:
-    """The devices of `settings` in rank order. Raises DeviceError. `memory_flag`: as in LocalMachine."""
-    devices = devices_of_a_run(settings.devices)
-    if settings.mode == "manual" or settings.device_shares:  # each place in a list means a device
-        return LocalMachine(devices, memory_flag=memory_flag)
-    failing = FAILING.among(devices)
-    sound = tuple(device for device in devices if device not in failing)
+def find_machine(devices: str, *, in_order: bool = False, memory_flag: str = "") -> LocalMachine:
+    """The devices of a setting in rank order: as they are listed if they are to stay `in_order`, else with well-joined
+    ones next to each other and without those that fail. Raises DeviceError. `memory_flag`: as in LocalMachine."""
+    named = devices_of_a_run(devices)
+    if in_order:
+        return LocalMachine(named, memory_flag=memory_flag)
+    failing = FAILING.among(named)
+    sound = tuple(device for device in named if device not in failing)
     return LocalMachine(order_devices(sound), failing, memory_flag)
 
 
@@ -106,54 +93,51 @@ def plan_execution(
     history: MeasurementHistory | None,
     *,
     tries: bool = False,
-) -> ExecutionPlan:
+) -> Plan:
     """The plan for `job`. Raises StrategyError before anything is started.
 
     `history`: of the machine's devices; without one the rule decides. `tries`: the job may try other strategies on its
     way.
     """
-    measured, describe = _measured(settings, job, history), job.model.shape.describe
+    engine = "xfuser" if settings.engine == "xfuser" else "native"
+    measured = _measured(job, history, engine)
     count = len(machine.devices)
     automatic = settings.mode == "auto"
-    tries = tries and automatic and not settings.compared
     if automatic and history is not None and not settings.device_shares:
         count = joinable(history.topology, count)
     selected = machine.devices[:count]
-    known = list(_candidates(settings, job, selected, measured))
+    known = list(_candidates(job, selected, settings.engine, measured))
     ranking = Ranking()
     if automatic:
         among = _split(known, count) if settings.compared else known
-        ranking = rank_candidates(among, approximation=settings.approximation, describe=describe)
-    decision = resolve_strategy(settings, job, selected, ranking)
-    if machine.failing:
-        decision = replace(decision, notes=(left_out(machine.failing), *decision.notes))
+        ranking = rank_candidates(
+            among, approximation=settings.approximation, describe=job.model.shape.describe
+        )
+    failing = (left_out(machine.failing),) if machine.failing else ()
+    plan = resolve_strategy(settings, job, selected, ranking, notes=failing)
     if count < len(machine.devices):
-        decision = replace(decision, notes=(*decision.notes, _SLICES))
-    used = machine.devices[: decision.strategy.world_size]
-    check = MemoryCheck(job, decision.strategy, used)
+        plan = plan.note(_SLICES)
     if automatic:
-        decision, check = _economical(decision, check, machine.memory_flag)
-        if not fits(check):
-            decision, check = _offloaded(
-                decision, check, "nothing faster fits in the memory of these devices"
-            )
-    memory = check_capacity(check)
+        plan = _economical(plan, machine.memory_flag)
+        if not fits(plan.check):
+            plan = _offloaded(plan, "nothing faster fits in the memory of these devices")
+    plan = replace(plan, memory=check_capacity(plan.check))
     if settings.compared:
-        used = _compared_devices(check, selected)
-    ranked = ranking.ranked or _by_hand(decision.strategy, memory, measured, known)
-    trials = NO_TRIALS
+        plan = replace(plan, devices=_compared_devices(plan.check, selected))
+    plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
+    tries = tries and automatic and not settings.compared
     if tries and history is not None and history.store.path is not None:
-        first, trials = plan_trials(decision.strategy, ranked, job, history, _engine(settings))
-        decision = _begins_with(first, decision, describe)
-    return ExecutionPlan(job, decision, used, memory, ranked, trials)
+        first, trials = plan_trials(plan.strategy, plan.candidates, job, history, engine)
+        plan = replace(_begins_with(first, plan), trials=trials)
+    return plan
 
 
 def _candidates(
-    settings: StrategySettings, job: Job, devices: tuple[str, ...], measured: Mapping[ParallelStrategy, float]
+    job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
 ) -> Iterator[Candidate]:
     """Every strategy that this version runs on some of `devices`, with what is known of it."""
     for strategy in enumerate_candidates(job, len(devices)):
-        violations = strategy.violations(job.model.shape, len(devices), settings.engine)
+        violations = strategy.violations(job.model.shape, len(devices), engine)
         if violations or crosses_machines(strategy, devices):
             continue
         check = MemoryCheck(job, strategy, devices[: strategy.world_size])
@@ -164,14 +148,16 @@ def _candidates(
         yield Candidate(strategy, memory, seen or fits(check, share=USABLE_MEMORY), seconds)
 
 
-def _begins_with(first: ParallelStrategy, decision: Decision, describe: Describe) -> Decision:
-    if first == decision.strategy:
-        return decision
-    rule = describe(decision.strategy)
+def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:
+    """The plan whose first steps run under `first`, for which the rule's strategy was put off."""
+    if first == plan.strategy:
+        return plan
+    describe = plan.job.model.shape.describe
+    rule = describe(plan.strategy)
     because = f"each device takes whole images, which is no more work than {rule} and sends less"
     if first.world_size == 1:
         because = f"ranks on a CPU share its cores, so {rule} must show first that it gains"
-    return replace(decision, strategy=first, reason=f"{describe(first)}: {because}")
+    return replace(plan, strategy=first, reason=f"{describe(first)}: {because}")
 
 
 def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
@@ -202,58 +188,44 @@ def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str
     return check.devices
 
 
-def _measured(
-    settings: StrategySettings, job: Job, history: MeasurementHistory | None
-) -> Mapping[ParallelStrategy, float]:
+def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapping[ParallelStrategy, float]:
     """Seconds of a step by strategy. Measurements are never the reason why a picture is not made."""
     if history is None:
         return {}
     try:
-        return history.steps(job, _engine(settings))
+        return history.steps(job, engine)
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)
         return {}
 
 
 def _by_hand(
-    strategy: ParallelStrategy,
-    memory: RankMemory,
-    measured: Mapping[ParallelStrategy, float],
-    known: Iterable[Candidate],
+    plan: Plan, measured: Mapping[ParallelStrategy, float], known: Iterable[Candidate]
 ) -> tuple[Candidate, ...]:
     """What is known of a strategy that was set by hand, and of those that could take its place."""
-    own = strategy.canonical
-    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != own)
-    return Candidate(own, memory.private_bytes, step_s=measured.get(own)), *others
+    chosen = plan.strategy.canonical
+    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
+    return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
 
 
-def _engine(settings: StrategySettings) -> str:
-    return "xfuser" if settings.engine == "xfuser" else "native"
-
-
-def _economical(decision: Decision, check: MemoryCheck, flag: str) -> tuple[Decision, MemoryCheck]:
+def _economical(plan: Plan, flag: str) -> Plan:
     """With weights shared out, or in host memory as well, where ComfyUI was started to save memory."""
     if flag == NOVRAM:
-        return _offloaded(decision, check, f"ComfyUI runs with {flag}")
-    if flag != LOWVRAM or not _copies(check.strategy) or is_cpu(check.devices):
-        return decision, check
-    return _kept(decision, check, f"shard_weights is on: ComfyUI runs with {flag}", shard_weights=True)
+        return _offloaded(plan, f"ComfyUI runs with {flag}")
+    if flag != LOWVRAM or not _copies(plan.strategy) or is_cpu(plan.devices):
+        return plan
+    shared = plan.under(plan.strategy.replace(shard_weights=True))
+    return shared.note(f"shard_weights is on: ComfyUI runs with {flag}")
 
 
-def _offloaded(decision: Decision, check: MemoryCheck, because: str) -> tuple[Decision, MemoryCheck]:
+def _offloaded(plan: Plan, because: str) -> Plan:
     """With the weights in host memory, where it fits so."""
-    strategy = check.strategy
-    if strategy.pipefusion_degree > 1 or is_cpu(check.devices):
-        return decision, check
-    note = f"offload_weights is on: {because}"
-    offloaded = _kept(decision, check, note, shard_weights=_copies(strategy) > 0, offload_weights=True)
-    return offloaded if fits(offloaded[1]) else (decision, check)
-
-
-def _kept(decision: Decision, check: MemoryCheck, note: str, **changes: bool) -> tuple[Decision, MemoryCheck]:
-    strategy = check.strategy.replace(**changes)
-    notes = (*decision.notes, note)
-    return replace(decision, strategy=strategy, notes=notes), replace(check, strategy=strategy)
+    strategy = plan.strategy
+    if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
+        return plan
+    held = strategy.replace(shard_weights=_copies(strategy) > 0, offload_weights=True)
+    offloaded = plan.under(held).note(f"offload_weights is on: {because}")
+    return offloaded if fits(offloaded.check) else plan
 
 
 def _copies(strategy: ParallelStrategy) -> int:

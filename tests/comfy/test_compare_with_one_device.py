@@ -44,10 +44,11 @@ def test_an_exact_strategy_gives_the_picture_of_one_device_and_both_times_are_to
     assert shown["exact"] and shown["levels"] == 0
     assert len(shown["pictures"]) == 2 and all(seconds > 0 for seconds in shown["seconds"])
     unit = "steps" if sampler == "euler" else "model calls"
-    one, split, speed_up = report.splitlines()[:3]
+    one, split, speed = report.splitlines()[:3]
     assert re.fullmatch(TIMES.format("one device", STEPS, unit), one)
     assert re.fullmatch(TIMES.format("Ulysses 2", STEPS, unit), split)
-    assert speed_up == f"speed-up: {shown['speed_up']:.2f} × one device"
+    times = f"{shown['seconds'][1]:g} s instead of {shown['seconds'][0]:g} s per {shown['unit']}"
+    assert speed == f"speed: {shown['compared']} ({times})" and shown["devices"] == 2
     assert "\nlargest difference: 0 of 255 in the pictures (exact)\n" in report
     rows = {row["strategy"]: row for row in whole["parallel_candidates"]}
     assert rows["Ulysses 2"]["chosen"] and not rows["one device"]["chosen"]

@@ -11,6 +11,7 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
+from pack_nodes import import_node_module
 
 UNET = "tiny_proved.safetensors"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
@@ -28,6 +29,15 @@ ENDED = """async (seed) => {
   return history.map(({prompt}) => prompt).find(prompt => Object.values(prompt[2]).some(
     n => n.class_type === 'ParallelSampler' && n.inputs.seed === seed));
 }"""
+# [title, time] of each bar.
+TIMES = """() => {
+  const cells = [...document.querySelectorAll('dialog .times > span')].map(cell => cell.innerText);
+  return [cells.slice(0, 2), cells.slice(2)];
+}"""
+BLENDED = """() => [getComputedStyle(document.querySelector('dialog img + img')).mixBlendMode,
+  getComputedStyle(document.querySelector('dialog .both')).filter]"""
+PARTS = """() => Object.fromEntries(['h2', '.pictures', 'figcaption', '.times', '.buttons'].map(
+  part => [part, document.querySelector(`dialog ${part}`).getBoundingClientRect().toJSON()]))"""
 EDGE = "(inside) => getComputedStyle(document.querySelector(`${inside} img + img`)).clipPath"
 
 
@@ -70,6 +80,19 @@ def _words(language: str = "en") -> dict:
     return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
 
 
+def _sentence(split: float, one: float) -> str:
+    """What the two printed times say."""
+    return import_node_module("nodes.speed").compare_with_one_device(split, one)
+
+
+def _shows_all_that_counts(page, height: int) -> None:
+    """The title, both pictures, the facts and Close lie in the window, and the pictures leave room for them."""
+    parts = page.evaluate(PARTS)
+    assert all(part["top"] >= 0 and part["bottom"] <= height for part in parts.values()), parts
+    assert 100 < parts[".pictures"]["height"] <= 0.6 * height
+    assert parts["figcaption"]["bottom"] <= parts[".buttons"]["top"]
+
+
 def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     _show(page, _graph().prompt)
     seed = 100 if drawn_by == "vue" else 200
@@ -87,15 +110,24 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     assert page.evaluate(SEED) == seed + 1  # the next run's
 
     page.get_by_role("button", name="Prove it").click()
-    dialog = page.get_by_role("dialog", name=_words()["proof"])
+    dialog = page.get_by_role("dialog", name=_words()["proof"].format(count=2))
     dialog.wait_for(timeout=120_000)
     assert page.evaluate(COMPARED).count(seed) == 1 and page.evaluate(SEED) == seed + 1
     page.wait_for_function(
         f"() => {{ const s = ({PICTURES})('dialog'); return s.length === 2 && s.every(Boolean); }}"
     )
     words = dialog.inner_text()
-    assert "one device: " in words and "Ulysses 2: " in words
-    assert "largest difference 0 of 255 · exact" in words and "× one device" in words
+    assert words.startswith("Same picture on 2 devices?") and _words()["same_picture"] in words
+    times = page.evaluate(TIMES)
+    assert [title for title, _ in times] == ["one device", "Ulysses 2"]
+    one, split = (float(time.removesuffix(" s per step")) for _, time in times)
+    assert _sentence(split, one) in words and "exact" in words
+    for width, height in ((1366, 768), (1920, 1000), (1920, 1080)):
+        page.set_viewport_size({"width": width, "height": height})
+        _shows_all_that_counts(page, height)
+        if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
+            page.screenshot(path=Path(folder) / f"prove_{drawn_by}_{width}.png")
+    page.set_viewport_size({"width": 1280, "height": 900})
 
     slider = dialog.get_by_role("slider")
     before = page.evaluate(EDGE, "dialog")
@@ -103,7 +135,12 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + box["height"] / 2)
     assert before == "inset(0px 0px 0px 50%)" and int(slider.input_value()) > 80
     assert page.evaluate(EDGE, "dialog") == f"inset(0px 0px 0px {slider.input_value()}%)"
-    dialog.get_by_role("button", name="Close").click()
+    dialog.get_by_role("button", name=_words()["show_difference"]).click()
+    assert page.evaluate(BLENDED) == ["difference", "brightness(10)"] and not slider.is_visible()
+    dialog.get_by_role("button", name=_words()["show_pictures"]).click()
+    assert page.evaluate(BLENDED) == ["normal", "none"] and slider.is_visible()
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
     assert page.evaluate(REPORT).startswith("one device: 3 steps in ")  # the node's latest run
     assert page.evaluate("() => document.querySelector('.parallel-headline').textContent").endswith(" of 255")
 
@@ -125,7 +162,7 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
     page.route("**/api/queue", lambda route: route.fulfill(json=still))
     page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
     page.get_by_role("button", name="Prove it").click()
-    page.get_by_role("dialog", name=_words()["proof"]).wait_for(timeout=120_000)
+    page.get_by_role("dialog", name=_words()["proof"].format(count=2)).wait_for(timeout=120_000)
     page.unroute_all()
     assert page.evaluate(COMPARED).count(300) == 1 and page.evaluate(SEED) == 301
 

@@ -59,7 +59,10 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     _run(page, seed=1)
     _wait_for_report(page, "strategy: ")
     assert page.evaluate(ROWS) > 1
-    assert re.fullmatch(r"[\w ×]+ · [\d.e-]+ s/step · (.+ one device · )?exact", page.evaluate(HEADLINE))
+    said = (
+        r"2 devices \(.+\) · [\d.e-]+ s per step · (.+ one device|not compared) · same picture as one device"
+    )
+    assert re.fullmatch(rf"{said}|one device · [\d.e-]+ s per step", page.evaluate(HEADLINE))
 
     assert page.evaluate(TIMELINE) == ["cpu:0", 3, "cpu:1", 3]
     assert page.evaluate(PHASE) == ""  # in one place, not two

@@ -67,10 +67,10 @@ def test_after_a_loss_settings_measurements_and_workflows_are_as_they_were(run, 
     def behaviour() -> tuple:
         plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(CPUS), open_history(CPUS))
         settings = dict(SettingsFile().read(user / "comfy.settings.json"))
-        return plan.decision, settings, workflow.read_text() if workflow.exists() else ""
+        return plan.summary, settings, workflow.read_text() if workflow.exists() else ""
 
     before = behaviour()
-    assert before[0].strategy == ParallelStrategy() and before[1]["default_devices"] == "cpu:2"
+    assert before[0][0] == ParallelStrategy() and before[1]["default_devices"] == "cpu:2"
     run("To save")
     shutil.rmtree(tmp_path / "ComfyUI")
     shutil.rmtree(tmp_path / "home")

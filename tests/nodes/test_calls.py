@@ -56,7 +56,7 @@ def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch
         ranks = SimpleNamespace(devices=warm, models=models) if warm else None
         monkeypatch.setattr(pool, "running_within", lambda devices: ranks)
         plan = calls.plan_job(StrategySettings(mode, "cpu:2", ONE), job)
-        assert plan.decision.strategy == ONE
+        assert plan.strategy == ONE
         return plan.devices
 
     held = (ModelSpec(job.model.file.path),)
@@ -77,7 +77,7 @@ def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(
         calls.plan_job(by_hand, job),
         calls.plan_by_rule(by_hand, job),
     ):  # the latter also for a preload
-        assert plan.decision.strategy == ONE and plan.devices == CPUS
+        assert plan.strategy == ONE and plan.devices == CPUS
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def first_run(two_real_ranks, tmp_path, monkeypatch):
         settings = tmp_path / "user" / "default" / "comfy.settings.json"
         settings.write_text(json.dumps({} if tries else {"parallel_sampling.try_strategies": False}))
         plan = calls.plan_job(StrategySettings(devices="cpu:2"), job)
-        return two_real_ranks.sample(spec, request, Placement(plan.decision.strategy), trials=plan.trials)
+        return two_real_ranks.sample(spec, request, Placement(plan.strategy), trials=plan.trials)
 
     return run
 

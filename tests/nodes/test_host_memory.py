@@ -160,8 +160,7 @@ def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_
 def plan_of(size, *devices):
     """Of ranks that each take `size` at their fullest moment."""
     strategy = ParallelStrategy(ulysses_degree=len(devices))
-    memory, decision = SimpleNamespace(private_bytes=size), SimpleNamespace(strategy=strategy)
-    return SimpleNamespace(devices=devices, memory=memory, decision=decision)
+    return SimpleNamespace(devices=devices, memory=SimpleNamespace(private_bytes=size), strategy=strategy)
 
 
 def ranks_with(monkeypatch, **by_device):

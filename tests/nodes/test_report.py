@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs import flux_job
 from pack_nodes import import_node_module
-from parallel_backend.planner.rules import Decision
+from parallel_backend.planner.rules import Plan
 from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
 
 report = import_node_module("nodes.report")
+speed = import_node_module("nodes.speed")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
@@ -21,7 +23,7 @@ def record(**changes):
     run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
     plain = {
         "runs": [run],
-        "decisions": [Decision(ULYSSES, "auto", "Ulysses 2: set by hand")],
+        "plans": [Plan(flux_job(), ("cpu:0", "cpu:1"), ULYSSES, reason="Ulysses 2: set by hand")],
         "strategy": ULYSSES,
         "name_of": ParallelStrategy.describe,
         "devices": ("cpu:0", "cpu:1"),
@@ -45,21 +47,62 @@ def lines(**changes) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in report.write_report(record(**changes)).splitlines())
 
 
-def test_all_words_tell_one_median_which_leaves_out_the_first_step():
-    seen = SimpleNamespace(strategy=ULYSSES, step_s=0.04)
-    plan = SimpleNamespace(
-        candidates=[seen],
+def planned(**step_s):
+    """A plan whose candidates were measured earlier, by name."""
+    strategies = {"one": ParallelStrategy(), "ulysses": ULYSSES}
+    return SimpleNamespace(
+        candidates=[SimpleNamespace(strategy=strategies[name], step_s=s) for name, s in step_s.items()],
         trials=NO_TRIALS,
         memory=SimpleNamespace(describe=lambda: "1 GiB"),
         job=SimpleNamespace(batch=1),
     )
-    told = lines(plan=plan)
-    assert told["step"] == "median 0.0500 s, first 0.9000 s, 4 in all"
-    assert told["expected"] == "a median of 0.0400 s a step (measured before); this one is 25% more"
-    seen.step_s = 0.0501
-    assert lines(plan=plan)["expected"].endswith("this one is the same")
-    assert report.summarise(record()) == "Ulysses 2: 0.050 s a step"
-    assert report.typical([0.3]) == 0.3
+
+
+def test_all_words_tell_one_median_which_leaves_out_the_first_step():
+    told = lines(plan=planned(ulysses=0.04))
+    assert told["step"] == "median 0.05 s, first 0.9 s, 4 in all"
+    assert told["expected"] == "0.04 s per step (measured earlier); this run took 25% more"
+    assert lines(plan=planned(ulysses=0.0501))["expected"].endswith("this run took the same")
+    assert report.summarise(record()) == "Ulysses 2: 0.05 s per step"
+    assert speed.typical([0.3]) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "one_device", "words"),
+    [
+        (0.05, 0.09, "1.8 × as fast as one device"),
+        (2.24, 1.88, "16 % slower than one device"),
+        (1.0, 1.06, "6 % faster than one device"),
+        (1.0, 1.015, "as fast as one device"),
+        (1.0, None, "not compared"),
+        (1.0, 0.0, "not compared"),
+        (0.50049, 0.90049, "1.8 × as fast as one device"),
+    ],
+)
+def test_a_speed_is_said_in_one_sentence_by_all(seconds, one_device, words):
+    assert speed.compare_with_one_device(seconds, one_device) == words
+    run = RunInfo("native", ULYSSES, step_seconds=(9.0, seconds))
+    one = () if not one_device else (Trial(ParallelStrategy(), (one_device,)),)
+    ran = record(runs=[run], trials=(Trial(ULYSSES, (seconds,)), *one))
+    assert report.badge(ran).compared == words and report.headline(ran).split(" · ")[2] == words
+
+
+def test_steps_of_other_strategies_that_the_run_tried_are_no_part_of_its_time():
+    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.1, 0.1, 0.1, 0.4, 0.2, 0.2, 0.1, 0.1))
+    trials = (Trial(ULYSSES, (0.1, 0.1, 0.1, 0.1)), Trial(ParallelStrategy(), (0.4, 0.2)))
+    ran = record(runs=[run], trials=trials)
+    assert report.badge(ran).seconds == 0.1
+    assert report.headline(ran).startswith(
+        "2 devices (Ulysses) · 0.1 s per step · 3.0 × as fast as one device"
+    )
+
+
+def test_an_earlier_time_counts_only_while_the_machine_is_as_busy_as_then():
+    calm = record(plan=planned(ulysses=0.051, one=0.09))
+    assert report.badge(calm).compared == "1.8 × as fast as one device"
+    busy = record(plan=planned(ulysses=0.02, one=0.04))
+    assert report.badge(busy).compared == "not compared"
+    assert report.badge(record(plan=planned(one=0.09))).compared == "not compared"
 
 
 def test_where_the_time_went_is_said_of_the_latest_run():
@@ -71,26 +114,19 @@ def test_where_the_time_went_is_said_of_the_latest_run():
     assert "timeline" not in lines()
 
 
-def test_the_headline_says_what_ran_how_fast_and_what_that_won():
-    assert report.headline(record()) == "Ulysses 2 · 0.05 s/step · – one device · exact"
-    one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.09)
-    plan = SimpleNamespace(candidates=[one], trials=NO_TRIALS)
-    assert report.headline(record(plan=plan)) == "Ulysses 2 · 0.05 s/step · 1.8 × one device · exact"
-    tried = (Trial(ULYSSES, (0.05,)), Trial(ParallelStrategy(), (0.2, 0.1)))
-    assert report.headline(record(plan=plan, trials=tried)).split(" · ")[2] == "2.0 × one device"
+def test_the_headline_says_what_ran_how_fast_and_whether_the_picture_is_the_same():
+    words = "2 devices (Ulysses) · 0.05 s per step · not compared · same picture as one device"
+    assert report.headline(record()) == words
+    near = RunInfo("native", ULYSSES, step_seconds=(0.05,), exact=False)
+    assert report.headline(record(runs=[near])).endswith(" · close to the picture of one device")
     alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
     words = report.headline(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x"))
-    assert words == "one device · 0.1 s/call · exact"
+    assert words == "one device · 0.1 s per call"
 
 
-def test_the_badge_knows_a_speed_up_that_was_not_measured_from_a_run_on_one_device():
-    assert report.badge(record()) == report.Badge("Ulysses 2", 0.05, "step", 0.0)
-    one = SimpleNamespace(strategy=ParallelStrategy(), step_s=0.1)
-    plan = SimpleNamespace(candidates=[one], trials=NO_TRIALS)
-    assert report.badge(record(plan=plan)).speed_up == 2.0
-    alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
-    told = report.badge(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x", plan=plan))
-    assert told == report.Badge("one device", 0.1, "call", None)
+def test_strategies_of_several_axes_are_told_with_their_degrees():
+    both = ParallelStrategy(cfg_degree=2, ulysses_degree=2)
+    assert report.devices_and_way(record(strategy=both)) == "4 devices (CFG 2 × Ulysses 2)"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +182,7 @@ def test_in_comfyuis_loop_a_step_cache_tells_what_it_did_and_why_not_more():
 
     text, summary = told("", (1, 0), (1, 1))
     assert "step cache: 1 of 2 model calls reused" in text and "note: step_cache" not in text
-    assert summary == "Ulysses 2: 0.500 s a model call on average, 1 of 2 model calls reused"
+    assert summary == "Ulysses 2: 0.5 s per model call on average, 1 of 2 model calls reused"
     assert (
         "note: step_cache left out nothing of some model calls: it asks twice"
         in told("it asks twice", (1, 0))[0]

@@ -38,7 +38,7 @@ def work(tensor_bytes=BF16, has_cfg=False, side=128, batch=1):
 
 
 def plan(settings, job, memory_flag=""):
-    machine = find_machine(settings, memory_flag)
+    machine = find_machine(settings.devices, in_order=settings.fixes_order, memory_flag=memory_flag)
     return plan_execution(settings, job, machine, open_history(machine.devices), tries=True)
 
 
@@ -64,10 +64,10 @@ def box(tmp_path, monkeypatch, store):
 def test_on_gpus_the_rule_chooses_among_what_fits_and_every_candidate_is_told(box):
     box(fake_nvml.h100_nvswitch())
     decided = plan(StrategySettings(), work(has_cfg=True))
-    assert decided.decision.strategy.world_size == len(decided.devices) == 8
-    assert decided.decision.strategy.cfg_degree == 2
+    assert decided.strategy.world_size == len(decided.devices) == 8
+    assert decided.strategy.cfg_degree == 2
     candidate = decided.candidates[0]
-    assert candidate.strategy == decided.decision.strategy and candidate.fits and candidate.step_s is None
+    assert candidate.strategy == decided.strategy and candidate.fits and candidate.step_s is None
     assert candidate.memory_bytes == decided.memory.private_bytes
     assert ONE in [c.strategy for c in decided.candidates]
 
@@ -78,11 +78,11 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
     for strategy, seconds in ((ONE, 1.0), (ULYSSES, 1.5)):
         seen.record(work(FP8), RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
     decided = plan(StrategySettings(), work(FP8))
-    assert decided.decision.strategy == ONE and decided.devices == ("cuda:0",)
+    assert decided.strategy == ONE and decided.devices == ("cuda:0",)
     assert decided.candidates[0].strategy == ONE and decided.candidates[0].step_s == 1.0
     # By hand it is as asked for, and what was seen of it is told.
     manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))
-    assert manual.decision.strategy == ULYSSES
+    assert manual.strategy == ULYSSES
     assert manual.candidates[0].strategy == ULYSSES and manual.candidates[0].step_s == 1.5
     # So is what else could run in its place.
     assert {c.strategy: c.step_s for c in manual.candidates}[ONE] == 1.0
@@ -93,8 +93,8 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
 def test_weights_that_do_not_fit_are_sharded_exactly(box):
     box(fake_nvml.two_4090())
     decided = plan(StrategySettings(), work())
-    assert decided.decision.strategy.shard_weights or decided.decision.strategy.tensor_degree == 2
-    assert decided.decision.strategy.pipefusion_degree == 1
+    assert decided.strategy.shard_weights or decided.strategy.tensor_degree == 2
+    assert decided.strategy.pipefusion_degree == 1
     assert decided.memory.private_bytes < 24 * 2**30
 
 
@@ -105,35 +105,35 @@ def test_what_was_seen_without_patches_does_not_say_that_they_fit(box):
     assert plan(StrategySettings(devices="0"), work(FP8)).candidates[0].fits
     patched = replace(work(FP8), patch_bytes=14 * 2**30)
     assert not {c.strategy: c.fits for c in plan(StrategySettings(), patched).candidates}[ONE]
-    assert plan(StrategySettings(), patched).decision.strategy.world_size == 2
+    assert plan(StrategySettings(), patched).strategy.world_size == 2
 
 
 def test_one_card_that_is_too_small_offloads_and_says_so(box):
     box(fake_nvml.two_4090())
     decided = plan(StrategySettings(devices="0"), work())
-    assert decided.decision.strategy.offload_weights and decided.devices == ("cuda:0",)
-    assert any("offload_weights is on" in note for note in decided.decision.notes)
+    assert decided.strategy.offload_weights and decided.devices == ("cuda:0",)
+    assert any("offload_weights is on" in note for note in decided.notes)
 
 
 def test_comfyuis_flags_for_little_memory_save_it_in_auto_and_not_by_hand(box):
     box(fake_nvml.h100_nvswitch())
     usual = plan(StrategySettings(), work())
     low = plan(StrategySettings(), work(), LOWVRAM)
-    assert low.decision.strategy == usual.decision.strategy.replace(shard_weights=True)
+    assert low.strategy == usual.strategy.replace(shard_weights=True)
     assert low.memory.weights < usual.memory.weights / 4
-    assert "shard_weights is on: ComfyUI runs with --lowvram" in low.decision.notes
+    assert "shard_weights is on: ComfyUI runs with --lowvram" in low.notes
     lowest = plan(StrategySettings(), work(), NOVRAM)
-    assert lowest.decision.strategy == low.decision.strategy.replace(offload_weights=True)
+    assert lowest.strategy == low.strategy.replace(offload_weights=True)
     assert lowest.memory.weights < low.memory.weights
     by_hand = plan(StrategySettings("manual", "all", ULYSSES), work(), NOVRAM)
-    assert by_hand.decision.strategy == ULYSSES
+    assert by_hand.strategy == ULYSSES
     one = plan(StrategySettings(devices="0"), work(), LOWVRAM)
-    assert one.decision.strategy == ONE  # nobody to share with
+    assert one.strategy == ONE  # nobody to share with
 
 
 def test_the_cpu_has_nothing_to_save(store):
     usual, low = (plan(StrategySettings(devices="cpu:2"), work(), flag) for flag in ("", LOWVRAM))
-    assert low.decision == usual.decision
+    assert low.summary == usual.summary
 
 
 def test_by_hand_what_does_not_fit_is_refused_with_a_remedy(box):
@@ -158,7 +158,7 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
 def test_a_first_job_tries_and_the_next_one_knows(store):
     settings = StrategySettings(devices="cpu:2")
     decided = plan(settings, work(FP8, has_cfg=True, side=8))
-    assert decided.decision.strategy == CFG  # the rule, until something was tried
+    assert decided.strategy == CFG  # the rule, until something was tried
     assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
     assert {other.switch_s for other in decided.trials.others} == {SWITCH_CPU}
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
@@ -166,7 +166,7 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
         info = RunInfo("native", strategy, step_seconds=(9.0, seconds))
         seen.record(work(FP8, has_cfg=True, side=8), info)
     after = plan(settings, work(FP8, has_cfg=True, side=8))
-    assert after.decision.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
+    assert after.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
     assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
     # Another size is another matter.
     assert plan(settings, work(FP8, has_cfg=True, side=16)).trials
@@ -177,11 +177,11 @@ def test_for_a_comparison_auto_splits_and_one_device_keeps_the_group(store):
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
     for strategy, seconds in ((ULYSSES, 0.5), (ONE, 0.4)):
         seen.record(job, RunInfo("native", strategy, step_seconds=(9.0, seconds)))
-    assert plan(StrategySettings(devices="cpu:2"), job).decision.strategy == ONE
+    assert plan(StrategySettings(devices="cpu:2"), job).strategy == ONE
     split = plan(StrategySettings(devices="cpu:2", compared=True), job)
-    assert split.decision.strategy == ULYSSES and not split.trials
+    assert split.strategy == ULYSSES and not split.trials
     alone = plan(StrategySettings("manual", "cpu:2", ONE, compared=True), job)
-    assert alone.decision.strategy == ONE and alone.devices == split.devices == ("cpu:0", "cpu:1")
+    assert alone.strategy == ONE and alone.devices == split.devices == ("cpu:0", "cpu:1")
     assert plan(StrategySettings("manual", "cpu:2", ONE), job).devices == ("cpu:0",)
 
 
@@ -199,7 +199,7 @@ def test_nothing_is_tried_by_hand_on_one_rank_or_where_nothing_is_kept(store, mo
     assert not plan(StrategySettings(devices="cpu"), small).trials
     monkeypatch.setenv(VARIABLE, "off")
     decided = plan(StrategySettings(devices="cpu:2"), small)
-    assert not decided.trials and decided.decision.strategy == ULYSSES
+    assert not decided.trials and decided.strategy == ULYSSES
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
     FAILING.add("cuda:0", 2)
     try:
         decided = plan(StrategySettings(), work(FP8))
-        assert decided.devices == ("cuda:1",) and decided.decision.strategy == ONE
-        assert decided.decision.notes[0].startswith("cuda:0 left out")
+        assert decided.devices == ("cuda:1",) and decided.strategy == ONE
+        assert decided.notes[0].startswith("cuda:0 left out")
         manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))
         assert manual.devices == ("cuda:0", "cuda:1")
     finally:
@@ -261,4 +261,4 @@ def test_a_model_with_one_way_to_run_is_not_tried(store):
     whole = CheckpointModel(replace(TYPICAL, splits_tokens=False))
     job = job_from_latent(whole, (1, 4, 8, 8), text=77, has_cfg=False, steps=20)
     decided = plan(StrategySettings(devices="cpu:2"), job)
-    assert decided.decision.strategy == ONE and not decided.trials
+    assert decided.strategy == ONE and not decided.trials

@@ -59,7 +59,7 @@ export function drawCandidates(into, rows, { apply, measure, progress = "" } = {
     const strategy = translate(r.strategy);
     const name = element("button", "", (r.chosen ? "→ " : "") + strategy);
     name.type = "button";
-    cell(tr, name, translate(r.result));
+    cell(tr, name, [r.result, r.compared].filter(Boolean).map(translate).join(" · "));
     if (r.possible || r.chosen) {
       tr.title = say("apply_row", { strategy });
       tr.addEventListener("click", () => apply?.(r)); // the button's click comes here too
@@ -67,7 +67,7 @@ export function drawCandidates(into, rows, { apply, measure, progress = "" } = {
     const time = cell(tr, r.step, translate(r.how));
     if (r.seconds !== null) {
       const meter = document.createElement("meter");
-      Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: translate(`${r.step} a step`) });
+      Object.assign(meter, { min: 0, max: slowest || 1, value: r.seconds, title: translate(`${r.step} per step`) });
       time.prepend(meter);
     }
     cell(tr, translate(r.memory));

@@ -4,21 +4,23 @@ import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
 
 addStyle(`
-dialog.parallel-doctor { color: var(--input-text); background: var(--comfy-menu-bg); max-width: 95vw; max-height: 90vh;
-  border: 1px solid var(--border-color); border-radius: 8px; }
+dialog.parallel-doctor { color: var(--input-text); background: var(--comfy-menu-bg); width: min(95vw, 900px); max-height: 90vh;
+  box-sizing: border-box; border: 1px solid var(--border-color); border-radius: 8px; overflow: hidden; }
+dialog.parallel-doctor[open] { display: flex; flex-direction: column; gap: 6px; }
+dialog.parallel-doctor h2 { margin: 0; font-size: 16px; flex: 0 0 auto; }
 dialog.parallel-doctor::backdrop { background: rgb(0 0 0 / 50%); }
-dialog.parallel-doctor pre { overflow: auto; max-height: 70vh; font-size: 12px; margin: 8px 0; white-space: pre-wrap; }
-dialog.parallel-doctor .buttons { display: flex; gap: 8px; }
+dialog.parallel-doctor pre { overflow: auto; flex: 0 1 auto; min-height: 0; font-size: 12px; margin: 0; white-space: pre-wrap; }
+dialog.parallel-doctor .buttons { display: flex; gap: 8px; flex: 0 0 auto; }
 `);
 
-// Shown at once: {dialog, text, buttons}. `words`: its first text.
+// Shown at once under its title: {dialog, text, buttons}. `words`: its first text; what is long scrolls, title and buttons stay.
 export function openDialog(label, words) {
   const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", label);
   const text = element("pre", "", words);
   const copy = button(translate("Copy"), () => navigator.clipboard?.writeText(text.textContent));
   const buttons = element("div", "buttons", button(translate("Close"), () => dialog.close()), copy);
-  dialog.append(text, buttons);
+  dialog.append(element("h2", "", label), text, buttons);
   dialog.addEventListener("close", () => dialog.remove());
   dialog.addEventListener("keydown", (event) => {
     event.stopPropagation(); // else ComfyUI takes Escape for one of its shortcuts

@@ -3,8 +3,15 @@ import { app } from "../../../scripts/app.js";
 import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
 import { drawComparison } from "./comparison.js";
 import { openDialog } from "./dialog.js";
+import { addStyle, element } from "./dom.js";
 import { say } from "./words.js";
 import { translate } from "./said.js";
+
+addStyle(`
+.parallel-proof .parallel-comparison { flex: 0 1 auto; }
+.parallel-proof .pictures { flex: 0 1 auto; height: 45vh; max-width: 100%; align-self: center; }
+.parallel-proof details { min-height: 0; overflow: auto; flex: 0 1 auto; }
+`);
 
 function complain(words) {
   app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
@@ -26,8 +33,11 @@ export async function prove(node) {
   }
 }
 
+// The answer, and the report folded away below it, so that a laptop shows all that counts.
 function show({ parallel_comparison: [told], text: [report] }) {
-  const { text } = openDialog(say("proof"), translate(report));
-  text.before(drawComparison(told));
-  text.style.maxHeight = "15vh";
+  const { dialog, text } = openDialog(say("proof", { count: told.devices }), translate(report));
+  dialog.classList.add("parallel-proof");
+  const folded = element("details", "", element("summary", "", say("whole_report")));
+  text.before(drawComparison(told), folded);
+  folded.append(text);
 }

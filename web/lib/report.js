@@ -9,6 +9,8 @@ import { translate } from "./said.js";
 export function openReport(node, output) {
   const { text } = openDialog(`${say("open_report")}: ${node.title}`, translate(output.text.join("\n\n")));
   text.before(element("h3", "parallel-headline", translate(output.parallel_headline?.[0] ?? "")));
-  const timeline = output.parallel_timeline?.[0];
-  if (timeline) text.before(drawTimeline(timeline));
+  const timeline = output.parallel_timeline?.[0] && drawTimeline(output.parallel_timeline[0]);
+  if (!timeline) return;
+  timeline.open = true;
+  text.before(timeline);
 }

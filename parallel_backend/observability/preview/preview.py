@@ -85,7 +85,7 @@ def preview(
     Without, `manual` is held to the rules of any model, `auto` is told for a typical one, and `why` tells no memory.
     `pixels`: sides of the images that the model makes.
     """
-    machine = find_machine(settings)
+    machine = find_machine(settings.devices, in_order=settings.fixes_order)
     model = CheckpointModel(file or typical_model(), weight_dtype)
     subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
     tell = _manual if settings.mode == "manual" else _auto

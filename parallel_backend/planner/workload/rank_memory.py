@@ -56,6 +56,9 @@ class RankMemory:
         return parts
 
 
+NO_MEMORY = RankMemory(0, 0, 0, 0, 0)
+
+
 def in_gib(size: float) -> str:
     """Bytes as GiB, two digits below ten."""
     gib = size / 2**30

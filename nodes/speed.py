@@ -1,0 +1,85 @@
+"""Speed against one device: one time of a step for a run, and one sentence for every panel, badge, table and report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+from ..parallel_backend.strategy import ParallelStrategy
+
+if TYPE_CHECKING:
+    from .host.calls import RunRecord
+
+NOT_COMPARED = "not compared"
+SAME = 0.02  # of a step: below it two times are the same, since steps of one run differ by more
+PLAIN_PERCENT = 1.1  # up to this factor a gain is told in percent: "1.0 ×" would say nothing
+# A time of an earlier run counts only while the machine is as it was then: the strategy that runs now must take what it
+# took then, within this share of a step.
+AS_BUSY = 0.1
+
+
+def typical(times: Sequence[float]) -> float:
+    """Returns the median without the first time, which pays for what is done once."""
+    return median(times[1:] or times)
+
+
+def average(times: Sequence[float]) -> float:
+    """Returns the mean without the first time: for runs in which a step cache answers some steps."""
+    return mean(times[1:] or times)
+
+
+def as_shown(seconds: float) -> float:
+    """Rounds to the three digits that all panels print, so that two printed times give the printed factor."""
+    return float(f"{seconds:.3g}")
+
+
+def compare_with_one_device(seconds: float, one_device: float | None) -> str:
+    """Says how a step of `seconds` compares with one of `one_device` seconds; None or 0: nobody measured it."""
+    seconds = as_shown(seconds)
+    if not one_device or not seconds:
+        return NOT_COMPARED
+    factor = as_shown(one_device) / seconds
+    if abs(factor - 1) <= SAME:
+        return "as fast as one device"
+    if factor < 1:
+        return f"{100 * (1 - factor):.0f} % slower than one device"
+    if factor < PLAIN_PERCENT:
+        return f"{100 * (factor - 1):.0f} % faster than one device"
+    return f"{factor:.1f} × as fast as one device"
+
+
+def step_seconds(record: RunRecord) -> float:
+    """Returns the seconds of a step, or model call, under the strategy that ran last, of a record with a run.
+
+    In a run that tried several strategies only the steps under that one count.
+    """
+    times = [seconds for run in record.runs for seconds in run.step_seconds]
+    if any(run.reused_calls for run in record.runs):
+        return average(times)
+    return tried_seconds(record).get(record.strategy.canonical) or typical(times)
+
+
+def tried_seconds(record: RunRecord) -> dict[ParallelStrategy, float]:
+    """Returns the seconds of a step under each strategy that this run timed on its way."""
+    return {trial.strategy.canonical: median(trial.seconds) for trial in record.trials if trial.seconds}
+
+
+def one_device_seconds(record: RunRecord) -> float | None:
+    """Returns the seconds of a step on one device: tried in this run, else measured earlier on a machine that was as
+    busy as now. None where neither is known."""
+    one = ParallelStrategy()
+    if (tried := tried_seconds(record).get(one)) is not None:
+        return tried
+    earlier = {c.strategy: c.step_s for c in record.plan.candidates} if record.plan is not None else {}
+    then, now = earlier.get(record.strategy.canonical), step_seconds(record)
+    if then is None or abs(now / then - 1) > AS_BUSY:
+        return None
+    return earlier.get(one)
+
+
+def compared(record: RunRecord) -> str:
+    """Says how a record with a run compares with one device; "" where it ran on one."""
+    if record.strategy.world_size == 1:
+        return ""
+    return compare_with_one_device(step_seconds(record), one_device_seconds(record))
