@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,11 +50,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of a file by name; sizes in bytes."""
+    """All tensors of a file by name, and its notes; sizes in bytes."""
 
     path: str
     tensors: dict[str, TensorEntry]
     file_bytes: int
+    metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,9 +77,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise _refused(name, f"it cannot be read ({reason})") from None
-    entries = _parse(name, text)
+    entries, metadata = _parse(name, text)
     _check_layout(name, entries, data_bytes=file_bytes - 8 - header_bytes)
-    return Header(path=os.fspath(path), tensors=entries, file_bytes=file_bytes)
+    return Header(os.fspath(path), entries, file_bytes, metadata)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -119,7 +120,7 @@ def _what_it_is(start: bytes, file_bytes: int) -> str:
     )
 
 
-def _parse(name: str, text: bytes) -> dict[str, TensorEntry]:
+def _parse(name: str, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -131,7 +132,7 @@ def _parse(name: str, text: bytes) -> dict[str, TensorEntry]:
         raise _refused(name, "its metadata is not a table of text")
     if not content:
         raise _refused(name, "it holds no tensors")
-    return {key: _entry(name, key, value) for key, value in content.items()}
+    return {key: _entry(name, key, value) for key, value in content.items()}, metadata
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

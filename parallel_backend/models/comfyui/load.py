@@ -165,7 +165,7 @@ def _load(
     import comfy.model_patcher
     import comfy.sd
 
-    with _parameters_assigned() as built:
+    with _parameters_assigned() as built, _refusing_damage(path):
         if part == "checkpoint":
             found = comfy.sd.load_state_dict_guess_config(
                 tensors, False, False, False, output_model=True, model_options=options, metadata=metadata
@@ -180,8 +180,35 @@ def _load(
             f"ComfyUI does not know what model {path} holds. Check that it is a diffusion model and not a LoRA, VAE or "
             f"text encoder; for a new family of models, update ComfyUI."
         )
+    for name, module in patcher.model.diffusion_model.named_modules():
+        if vars(module).get("weight", module) is None:
+            # ComfyUI leaves a quantised layer without its weight, and says so in the log alone.
+            raise CheckpointError(f"{path} is refused: it has no weight for {name}. Download the file again.")
     patcher = comfy.model_patcher.ModelPatcher(patcher.model, patcher.load_device, patcher.offload_device)
     return patcher, built
+
+
+@contextmanager
+def _refusing_damage(path: str) -> Iterator[None]:
+    """Inside, what ComfyUI's loaders do not accept of a file is a CheckpointError. What torch says of memory and
+    devices stays what it is."""
+    try:
+        yield
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        AssertionError,
+        RuntimeError,
+    ) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise CheckpointError(
+            f"ComfyUI cannot build a model from {path} ({type(error).__name__}: {str(error)[:300]}). Download the file "
+            f"again, or update ComfyUI if it is of a new kind."
+        ) from error
 
 
 @contextmanager

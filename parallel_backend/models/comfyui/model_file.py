@@ -22,6 +22,7 @@ from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
+from .quantised import check_quantised
 
 # Where the diffusion model lies in a file that has other things beside it, the longest first.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "transformer.")
@@ -260,8 +261,11 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     Heads and patches are not in a header, and whether a transformer's tokens can be shared out, or its blocks laid out
     over devices, is known by its class.
     """
-    header = gguf_file.read_header(path) if gguf_file.is_gguf(path) else read_header(path)
+    packed = gguf_file.is_gguf(path)
+    header = gguf_file.read_header(path) if packed else read_header(path)
     prefix = _prefix(header)
+    if not packed:
+        check_quantised(header, prefix)
     own = {k.removeprefix(prefix): e for k, e in header.tensors.items() if k.startswith(prefix)}
     weights = {key: entry for key, entry in own.items() if entry.dtype in _DTYPES}
     if not weights:

@@ -1,0 +1,155 @@
+"""Files whose quantised layers are damaged are refused by their header, before ranks read them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import CPU, FORMATS, OLD, spec, write
+from parallel_backend.errors import CheckpointError
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.comfyui.model_file import inspect
+
+LAYER = "double_blocks.0.img_mlp.0"
+NOTE = f"{LAYER}.comfy_quant"
+NEW = list(FORMATS)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    import_comfyui_here()
+    folder = tmp_path_factory.mktemp("quantised")
+    return {
+        form: write(folder / f"{number}.safetensors", form, blocks=1)
+        for number, form in enumerate([*NEW, OLD])
+    }
+
+
+def damaged(path, folder, change):
+    """A copy of the file with its tensors changed."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, folder / "damaged.safetensors")
+    return folder / "damaged.safetensors"
+
+
+def text(words: str) -> torch.Tensor:
+    return torch.tensor(list(words.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("form", [*NEW, OLD])
+def test_an_intact_file_passes(files, form):
+    assert inspect(files[form]).tensor_bytes > 0
+
+
+@pytest.mark.parametrize("form", [*NEW, OLD])
+def test_a_layer_without_its_weight_is_refused_by_name(files, tmp_path, form):
+    path = damaged(files[form], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight"))
+    with pytest.raises(
+        CheckpointError, match=rf"damaged\.safetensors is refused: .*'{LAYER}' has no weight\."
+    ):
+        inspect(path)
+
+
+def test_a_layer_that_is_missing_altogether_is_refused_by_the_rank_without_a_crash(files, tmp_path):
+    def change(tensors):
+        for key in [key for key in tensors if key.startswith(f"{LAYER}.")]:
+            del tensors[key]
+
+    path = damaged(files["int8"], tmp_path, change)
+    with pytest.raises(CheckpointError, match=rf"it has no weight for {LAYER}"):
+        load(spec(path), CPU)
+
+
+@pytest.mark.parametrize("form", NEW)
+def test_a_layer_without_its_scale_is_refused_by_name(files, tmp_path, form):
+    path = damaged(files[form], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight_scale"))
+    with pytest.raises(CheckpointError, match=rf"'{LAYER}' has no weight_scale"):
+        inspect(path)
+
+
+def test_the_second_scale_of_nvfp4_is_needed_too(files, tmp_path):
+    path = damaged(files["nvfp4"], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight_scale_2"))
+    with pytest.raises(CheckpointError, match="has no weight_scale_2"):
+        inspect(path)
+
+
+@pytest.mark.parametrize("form", NEW)
+def test_a_scale_of_another_shape_is_refused_with_both_sizes(files, tmp_path, form):
+    def change(tensors):
+        scale = tensors[f"{LAYER}.weight_scale"]
+        tensors[f"{LAYER}.weight_scale"] = torch.ones(7, dtype=torch.float32).to(scale.dtype)
+
+    with pytest.raises(
+        CheckpointError, match=r"has 7 values where its weight of shape \[1024, \d+\] needs \d+"
+    ):
+        inspect(damaged(files[form], tmp_path, change))
+
+
+@pytest.mark.parametrize("form", NEW)
+def test_a_weight_without_rows_is_refused(files, tmp_path, form):
+    def change(tensors):
+        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"][:0]
+
+    with pytest.raises(CheckpointError, match=rf"'{LAYER}' has the shape \[0, \d+\]"):
+        inspect(damaged(files[form], tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        (text("{no json"), "is not valid JSON"),
+        (text("[" * 50_000), "is not valid JSON"),
+        (text("[1]"), "is not a JSON object"),
+        (text("{}"), "names no format"),
+        (text('{"format": 3}'), "names no format"),
+        (torch.zeros(3), "is no text of at most 65536 bytes"),
+        (torch.zeros(65_537, dtype=torch.uint8), "is no text of at most 65536 bytes"),
+    ],
+)
+def test_a_note_that_cannot_be_read_is_refused(files, tmp_path, note, words):
+    path = damaged(files["int8"], tmp_path, lambda tensors: tensors.update({NOTE: note}))
+    with pytest.raises(CheckpointError, match=words):
+        inspect(path)
+
+
+@pytest.mark.parametrize("noted", ["{no json", "[]", "{}", '{"layers": {"double_blocks.0.img_mlp.0": 1}}'])
+def test_metadata_that_cannot_be_read_is_refused(files, tmp_path, noted):
+    path = tmp_path / "damaged.safetensors"
+    tensors = {
+        key: found for key, found in load_file(files["int8"]).items() if not key.endswith("comfy_quant")
+    }
+    save_file(tensors, path, {"_quantization_metadata": noted})
+    with pytest.raises(CheckpointError, match=r"_quantization_metadata|names no format"):
+        inspect(path)
+
+
+def test_layers_noted_in_the_metadata_are_checked(files, tmp_path):
+    path = tmp_path / "damaged.safetensors"
+    with safe_open(files["int8"], "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys() if not key.endswith("comfy_quant")}  # noqa: SIM118
+    del tensors[f"{LAYER}.weight_scale"]
+    noted = {"layers": {LAYER: {"format": "int8_tensorwise"}}}
+    save_file(tensors, path, {"_quantization_metadata": json.dumps(noted)})
+    with pytest.raises(CheckpointError, match="has no weight_scale"):
+        inspect(path)
+
+
+def test_a_format_that_this_comfyui_does_not_have_is_refused_by_the_rank_without_a_crash(files, tmp_path):
+    change = {NOTE: text('{"format": "int5_someday"}')}
+    path = damaged(files["int8"], tmp_path, lambda tensors: tensors.update(change))
+    inspect(path)
+    with pytest.raises(CheckpointError, match=r"ComfyUI cannot build a model from .*int5_someday"):
+        load(spec(path), CPU)
+
+
+def test_weights_of_whole_numbers_are_refused(files, tmp_path):
+    change = {"img_in.weight": torch.ones(256, 64, dtype=torch.int32)}
+    path = damaged(files["int8"], tmp_path, lambda tensors: tensors.update(change))
+    with pytest.raises(CheckpointError, match=r"the weight 'img_in.weight' is of whole numbers \(I32\)"):
+        inspect(path)
