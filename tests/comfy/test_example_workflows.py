@@ -175,8 +175,8 @@ def test_no_node_of_an_example_lies_on_another(name):
             assert apart, f"{one} and {other}"
 
 
-# ComfyUI shows a template so that it takes three quarters of the window, with 10 units around it, and draws no text below
-# 8 pixels (0.57 of 14). The window is a laptop's.
+# ComfyUI shows a template so that it takes three quarters of the window, with 10 units around it, and draws no text
+# below 8 pixels (0.57 of 14). The window is a laptop's.
 _WINDOW, _MARGIN, _AROUND, _READABLE = (1366, 768), 0.75, 20, 0.58
 
 

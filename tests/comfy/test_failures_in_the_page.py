@@ -1,5 +1,5 @@
-"""In a real browser: a failure, or a refusal at Run, speaks on the panel of the node that did not run, and the time that a
-run still needs stands where its progress is."""
+"""In a real browser: a failure, or a refusal at Run, speaks on the panel of the node that did not run, and the time
+that a run still needs stands where its progress is."""
 
 from __future__ import annotations
 

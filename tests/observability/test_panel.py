@@ -19,9 +19,12 @@ RANKS = (
 GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", None, "flux.safetensors", 0, 0, (0.25, 0.5), RANKS)
 
 
+NOW = 1000.0  # s, of time.monotonic()
+
+
 def loading(seconds: float, size: int = 0) -> Phase:
     """A load that began so long ago."""
-    return Phase(PhaseKind.LOADING, "flux.safetensors", size, time.monotonic() - seconds)
+    return Phase(PhaseKind.LOADING, "flux.safetensors", size, NOW - seconds)
 
 
 STATES = {
@@ -49,6 +52,11 @@ STATES = {
     "failed": replace(GROUP, state="failed", reason="rank 1 failed: killed"),  # what died still has its page
     "broken": replace(GROUP, state="broken", reason="rank 1 failed: killed", ranks=()),
 }
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: NOW)
 
 
 @pytest.mark.parametrize("words", STATES)
