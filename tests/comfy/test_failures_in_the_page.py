@@ -35,12 +35,14 @@ def _show(page) -> None:
 def test_the_panel_says_what_failed_what_was_refused_and_how_long_a_run_still_takes(page, drawn_by, size):
     page.set_viewport_size({"width": size[0], "height": size[1]})
     _show(page)
-    page.evaluate(SET, ["TestLatent", "channels", 5])
+    for name, value in (("channels", 5), ("draw", 1)):
+        page.evaluate(SET, ["TestLatent", name, value])
     page.evaluate("() => app.queuePrompt(0, 1)")
-    page.wait_for_function(f"() => ({REPORT})().includes('channels')", timeout=120_000)
-    assert "The latest run failed" not in page.evaluate(REPORT)
+    page.wait_for_selector(".parallel-report.problem", timeout=120_000)
+    assert len(page.evaluate(REPORT)) > 30 and page.evaluate(REPORT) != "The latest run failed."
 
-    page.evaluate(SET, ["TestLatent", "channels", 16])
+    for name, value in (("channels", 16), ("draw", -1)):
+        page.evaluate(SET, ["TestLatent", name, value])
     page.evaluate(SET, ["ParallelSampler", "steps", 0])
     page.evaluate("() => app.queuePrompt(0, 1).catch(() => {})")
     page.wait_for_function(f"() => ({REPORT})().startsWith('ComfyUI refused')", timeout=60_000)
