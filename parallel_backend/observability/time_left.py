@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from ..sidecar.lease import State
-from ..sidecar.phases import PhaseKind
+from ..sidecar.group.lease import State
+from ..sidecar.group.phases import PhaseKind
 from ..sidecar.status import GroupStatus
 
 FIRST_START = (

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs import flux_job
 from pack_nodes import import_node_module
-from parallel_backend.planner.rules import Decision
+from parallel_backend.planner.rules import Plan
 from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
@@ -22,7 +23,7 @@ def record(**changes):
     run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
     plain = {
         "runs": [run],
-        "decisions": [Decision(ULYSSES, "auto", "Ulysses 2: set by hand")],
+        "plans": [Plan(flux_job(), ("cpu:0", "cpu:1"), ULYSSES, reason="Ulysses 2: set by hand")],
         "strategy": ULYSSES,
         "name_of": ParallelStrategy.describe,
         "devices": ("cpu:0", "cpu:1"),

@@ -9,13 +9,13 @@ from ...machine.local import LocalMachine
 from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
-from ...planner.decide import find_machine
-from ...planner.job import Job
-from ...planner.job_models import CheckpointModel
-from ...planner.memory.fit import MemoryCheck, check_capacity, fits
-from ...planner.memory.rank_memory import fullest_rank
+from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
-from ...sidecar.device_health import left_out
+from ...planner.workload.checkpoint_model import CheckpointModel
+from ...planner.workload.fit import MemoryCheck, check_capacity, fits
+from ...planner.workload.rank_memory import fullest_rank
+from ...planner.workload.workload import Job
+from ...sidecar.group.device_health import left_out
 from ...strategy import ModelShape, ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 
@@ -85,7 +85,7 @@ def preview(
     Without, `manual` is held to the rules of any model, `auto` is told for a typical one, and `why` tells no memory.
     `pixels`: sides of the images that the model makes.
     """
-    machine = find_machine(settings)
+    machine = find_machine(settings.devices, in_order=settings.fixes_order)
     model = CheckpointModel(file or typical_model(), weight_dtype)
     subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
     tell = _manual if settings.mode == "manual" else _auto
