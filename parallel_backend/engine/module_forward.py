@@ -54,7 +54,7 @@ Answer = Any
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together."""
     strategy, options = placement.strategy, placement.compute_options
-    if strategy.tensor_degree > 1:
+    if strategy.tensor_degree > 1 and not model.splits_layers:
         raise RequestError(
             f"tensor_degree {strategy.tensor_degree} cannot split ComfyUI's own modules; set it to 1. data_degree, "
             f"cfg_degree, ulysses_degree and ring_degree can."

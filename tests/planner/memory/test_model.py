@@ -141,7 +141,7 @@ def test_slices_are_those_that_the_loader_takes(degree, dtype):
 @pytest.mark.parametrize("wish", WEIGHT_DTYPES)
 def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
     dtypes = Dtypes.of(wish, stored, on_cpu)
-    parameters = object.__new__(flux._Parameters)
+    parameters = object.__new__(flux.Parameters)
     parameters._dtypes, parameters._as_stored = flux._dtypes(
         wish, stored, torch.device("cpu" if on_cpu else "cuda")
     )

@@ -1,0 +1,1 @@
+"""diffusers' models behind the signature of ComfyUI's, as modules that the same engine drives."""
