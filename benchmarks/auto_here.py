@@ -28,11 +28,11 @@ from subject import SIZES, finish, random_flux, sample_request
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
-from parallel_backend.planner.decide import ExecutionPlan, find_machine, job_from_request, plan_execution
-from parallel_backend.planner.history.measurement_history import GIVEN_UP, JOBS, open_history, record_run
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
-from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.history import GIVEN_UP, JOBS, open_history, record_run
+from parallel_backend.planner.plan import find_machine, job_from_request, plan_execution
+from parallel_backend.planner.rules import Plan, StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -119,7 +119,7 @@ def run_case(
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
     with empty_history():
         first = plan(job)
-    strategies = sorted({first.decision.strategy, *first.trials.strategies}, key=rule_key)
+    strategies = sorted({first.strategy, *first.trials.strategies}, key=rule_key)
     case = Case(words, {strategy: [] for strategy in strategies}, [], [])
     for strategy in strategies:  # warms up
         groups[strategy.world_size].sample(
@@ -133,13 +133,9 @@ def run_case(
             case.seconds[strategy].append(sum(info.step_seconds))
         with empty_history():
             decided = plan(job)
-            info = (
-                groups[2]
-                .sample(spec, request, Placement(decided.decision.strategy), trials=decided.trials)
-                .info
-            )
+            info = groups[2].sample(spec, request, Placement(decided.strategy), trials=decided.trials).info
             record_run(decided.devices, job, info)
-            case.next = plan(job).decision.strategy
+            case.next = plan(job).strategy
         case.first_s.append(sum(info.step_seconds))
         case.ended.append(info.strategy)
     times = ", ".join(f"{s.describe()} {median(t):.3f} s" for s, t in case.seconds.items())
@@ -157,8 +153,8 @@ def empty_history() -> Iterator[None]:
         yield
 
 
-def plan(job: Job) -> ExecutionPlan:
-    machine = find_machine(SETTINGS)
+def plan(job: Job) -> Plan:
+    machine = find_machine(SETTINGS.devices)
     return plan_execution(SETTINGS, job, machine, open_history(machine.devices), tries=True)
 
 

@@ -54,7 +54,7 @@ def write_report(record: RunRecord) -> str:
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
     lines += _cost(record)
-    notes = [note for decision in record.decisions for note in decision.notes]
+    notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
     if record.stepwise_because is not None and any(run.strategy.pipefusion_degree > 1 for run in runs):
         notes.append(
@@ -201,8 +201,8 @@ def _cost(record: RunRecord) -> list[str]:
     def told(total: str, each: str) -> str:
         return total if images == 1 else f"{total} for {images} images, {each} each"
 
-    spent = told(f"{held:.3f}", f"{held / images:.3f}")
-    lines = [f"device-seconds (GPU-seconds on GPUs, a start and a load included): {spent}"]
+    spent = told(f"{held:.3g} s", f"{held / images:.3g} s")
+    lines = [f"GPU time used: {spent} (starting and loading included)"]
     if record.price_per_hour:
         total = money(held, record.price_per_hour)
         spent = told(amount(total), amount(total / images))
@@ -222,7 +222,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _strategy(record: RunRecord) -> str:
-    reasons = "; then ".join(dict.fromkeys(d.reason for d in record.decisions))
+    reasons = "; then ".join(dict.fromkeys(plan.reason for plan in record.plans))
     if not any(trial.seconds for trial in record.trials):
         return reasons or "nothing ran"
     return f"{record.name_of(record.strategy)}: the fastest of those tried in this run, which began with {reasons}"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
-from ..parallel_backend.planner.job import Job
-from ..parallel_backend.planner.job_models import CheckpointModel
-from ..parallel_backend.planner.rules import Decision, StrategySettings, resolve_strategy
+from ..parallel_backend.planner.rules import Plan, StrategySettings, resolve_strategy
+from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RunRecord
 from .host.settings import permitted
 from .link_checks import check_links
@@ -124,12 +124,12 @@ class SamplingJob:
         chosen = self.strategy or self.parallel_model.patcher.model_options["transformer_options"][SETTINGS]
         return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
 
-    def check(self, settings: StrategySettings) -> Decision:
+    def check(self, settings: StrategySettings) -> Plan:
         """A strategy that cannot work is refused before anything is prepared or started."""
         any_job = Job(CheckpointModel(self.parallel_model.file))
-        decision = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
-        check_step_cache(self.reuse_below or 0.0, decision.strategy)
-        return decision
+        plan = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
+        check_step_cache(self.reuse_below or 0.0, plan.strategy)
+        return plan
 
     def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
         """The samples that KSampler gives; `record` is filled on the way."""

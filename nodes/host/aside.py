@@ -9,9 +9,9 @@ import torch
 from comfy.cli_args import args
 
 from ...parallel_backend.devices import machine_of
-from ...parallel_backend.planner.decide import ExecutionPlan
-from ...parallel_backend.planner.memory import memory_in_use
-from ...parallel_backend.planner.memory.rank_memory import in_gib
+from ...parallel_backend.planner.rules import Plan
+from ...parallel_backend.planner.workload import in_use as memory_in_use
+from ...parallel_backend.planner.workload.rank_memory import in_gib
 from .memory import stands_for_ranks
 
 # Modules of text encoders, by their names: no sampler needs one while it runs, nor a VAE. Whatever else ComfyUI has in
@@ -19,13 +19,13 @@ from .memory import stands_for_ranks
 _ENCODERS = ("comfy.text_encoders.", "comfy.sd1_clip", "comfy.sdxl_clip", "comfy.clip_vision")
 
 
-def move_aside(plan: ExecutionPlan) -> tuple[str, ...]:
+def move_aside(plan: Plan) -> tuple[str, ...]:
     """Has ComfyUI make the room on each device that its rank is predicted to take; what went, in words.
 
     ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
     """
     notes, short = [], False
-    for name in plan.devices[: plan.decision.strategy.world_size]:
+    for name in plan.devices[: plan.strategy.world_size]:
         device = own_gpu(name)
         if device is None:
             continue

@@ -13,16 +13,15 @@ from comfy_execution.utils import get_executing_context
 from ...parallel_backend.errors import Cancelled, OutOfMemory
 from ...parallel_backend.machine.local import LocalMachine, topology_of
 from ...parallel_backend.machine.probe import visible_topology
-from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.compile_choice import CompileChoice
-from ...parallel_backend.planner.decide import ExecutionPlan, find_machine, plan_execution
-from ...parallel_backend.planner.history.measurement_history import open_history
-from ...parallel_backend.planner.job import Job
-from ...parallel_backend.planner.job_models import CheckpointModel
-from ...parallel_backend.planner.rules import Decision, StrategySettings
+from ...parallel_backend.planner.history import open_history
+from ...parallel_backend.planner.plan import find_machine, plan_execution
+from ...parallel_backend.planner.rules import Plan, StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.lease import PROMPT_ID
+from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
@@ -40,8 +39,8 @@ _COMPILE_CHOICE = CompileChoice()  # ranks and what they compiled last as long a
 class RunRecord:
     """The record of a sampling run, collected call by call for the report."""
 
-    decisions: list[Decision] = field(default_factory=list)
-    plan: ExecutionPlan | None = None  # the latest, with what was foreseen
+    plans: list[Plan] = field(default_factory=list)  # that differ in what there is to say of them
+    plan: Plan | None = None  # the latest, with what was foreseen
     loads: list[LoadInfo] = field(default_factory=list)
     switches: list[LoadInfo] = field(default_factory=list)  # to a model that was held beside others
     dropped: list[str] = field(default_factory=list)  # the models that gave way, and why
@@ -65,11 +64,11 @@ class RunRecord:
         """A strategy in words, by what it shares out of this run's model."""
         return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
 
-    def add_run(self, plan: ExecutionPlan, info: RunInfo) -> None:
+    def add_run(self, plan: Plan, info: RunInfo) -> None:
         """A request of this run has ended well; `info` tells a load before it too."""
         self.plan, self.devices = plan, plan.devices
-        if not self.decisions or self.decisions[-1] != plan.decision:
-            self.decisions.append(plan.decision)
+        if not self.plans or self.plans[-1].summary != plan.summary:
+            self.plans.append(plan)
         self.runs.append(info)
         self.trials = info.trials or self.trials
         load = info.load
@@ -87,10 +86,10 @@ class RunRecord:
             self.weight_changes.append(load.patched)
 
 
-def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
+def plan_job(settings: StrategySettings, job: Job) -> Plan:
     """The plan for `job`, with the strategies that it tries on its way."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
-    machine = find_machine(settings, memory_flag())
+    machine = _machine_of(settings)
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
     job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))
@@ -98,45 +97,43 @@ def plan_job(settings: StrategySettings, job: Job) -> ExecutionPlan:
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
-    notes = (*([told] if told else ()), *taken_room(), *move_aside(plan))
-    if not notes:
-        return plan
-    return replace(plan, decision=replace(plan.decision, notes=(*plan.decision.notes, *notes)))
+    return plan.note(*([told] if told else ()), *taken_room(), *move_aside(plan))
 
 
-def _does_alone(warm: Sidecar, plan: ExecutionPlan) -> bool:
+def _machine_of(settings: StrategySettings) -> LocalMachine:
+    return find_machine(settings.devices, in_order=settings.fixes_order, memory_flag=memory_flag())
+
+
+def _does_alone(warm: Sidecar, plan: Plan) -> bool:
     """Whether the first of these ranks can run a plan for one device while the others wait: to start another one takes
     longer than most jobs on one device, and the next job may want them all again."""
     model = plan.job.model
     holds = isinstance(model, CheckpointModel) and model.file.path in {spec.path for spec in warm.models}
-    return holds and plan.decision.strategy.world_size == 1 and warm.devices[:1] == plan.devices
+    return holds and plan.strategy.world_size == 1 and warm.devices[:1] == plan.devices
 
 
-def plan_by_rule(settings: StrategySettings, job: Job) -> ExecutionPlan:
+def plan_by_rule(settings: StrategySettings, job: Job) -> Plan:
     """The plan for `job` without measurements."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
-    machine = find_machine(settings, memory_flag())
+    machine = _machine_of(settings)
     return _of_as_many_ranks(plan_execution(settings, job, machine, history=None), settings, machine)
 
 
-def _of_as_many_ranks(
-    plan: ExecutionPlan, settings: StrategySettings, machine: LocalMachine
-) -> ExecutionPlan:
+def _of_as_many_ranks(plan: Plan, settings: StrategySettings, machine: LocalMachine) -> Plan:
     """With the ranks that degrees set by hand ask for also where these mean nothing to this call, for want of CFG say:
     the first one computes, and the run's next call may want them all."""
     wanted = settings.strategy.world_size
-    if settings.mode == "manual" and wanted > 1 and plan.decision.strategy == ParallelStrategy():
+    if settings.mode == "manual" and wanted > 1 and plan.strategy == ParallelStrategy():
         return replace(plan, devices=machine.devices[:wanted])
     return plan
 
 
 @contextmanager
-def ranks_for(
-    decision: Decision, devices: tuple[str, ...], compute_options: ComputeOptions = DEFAULT_COMPUTE
-) -> Iterator[tuple[Sidecar, Placement]]:
-    """The sidecar of these devices, started or not; inside, the ranks' errors become the ones ComfyUI knows."""
+def ranks_for(plan: Plan) -> Iterator[tuple[Sidecar, Placement]]:
+    """The sidecar of its devices, started or not; inside, the ranks' errors become the ones ComfyUI knows."""
     with errors_as_comfyuis():
-        yield pool.get_sidecar(devices), Placement(decision.strategy, decision.engine, compute_options)
+        placement = Placement(plan.strategy, plan.engine, plan.job.model.compute_options)
+        yield pool.get_sidecar(plan.devices), placement
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from torch import Tensor
 from ...parallel_backend.errors import OutOfMemory, RankFailed
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.decide import ExecutionPlan, job_from_latent
-from ...parallel_backend.planner.history.measurement_history import record_run
-from ...parallel_backend.planner.job import Job
-from ...parallel_backend.planner.job_models import CheckpointModel
-from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.history import record_run
+from ...parallel_backend.planner.plan import job_from_latent
+from ...parallel_backend.planner.rules import Plan, StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import ModelSpec, Placement, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.trials import Trial, TrialRun
@@ -37,17 +37,17 @@ class _Run:
     settings: StrategySettings
     job: Job
     sigmas: Tensor | None
-    plan: ExecutionPlan
+    plan: Plan
     trials: TrialRun | None = None
     seconds: list[float] = field(default_factory=list)
     reused: int = 0  # of its calls, by a step cache
 
     @property
-    def plan_now(self) -> ExecutionPlan:
+    def plan_now(self) -> Plan:
         """The plan with the strategy that the next call runs under."""
         if self.trials is None:
             return self.plan
-        return replace(self.plan, decision=replace(self.plan.decision, strategy=self.trials.strategy))
+        return self.plan.under(self.trials.strategy)
 
     def took(self, info: RunInfo) -> RunInfo:
         """A call has ended well. Nobody tells when a run is over: what was tried is kept when that is settled, and what
@@ -70,7 +70,7 @@ class _Run:
         trials = self.trials
         if trials is None or trials.is_settled or not trials.current:
             return
-        tried = RunInfo("native", self.plan.decision.strategy, trials=(Trial(trials.strategy),))
+        tried = RunInfo("native", self.plan.strategy, trials=(Trial(trials.strategy),))
         trials.settle()
         record_run(self.plan.devices, self.plan.job, tried)
 
@@ -83,7 +83,7 @@ class RunPlans:
         self._spec = spec
         self._file = file
         self._runs: list[_Run] = []
-        self.latest: ExecutionPlan | None = None
+        self.latest: Plan | None = None
 
     def run(
         self,
@@ -96,7 +96,7 @@ class RunPlans:
         patch_bytes: int = 0,
         once: bool = False,
         step_cache: bool = False,
-    ) -> tuple[Answer, ExecutionPlan, RunInfo]:
+    ) -> tuple[Answer, Plan, RunInfo]:
         """Makes a call with these transformer_options, of a latent of this `shape` with its rows first, on the ranks.
 
         `text`: tokens of the prompt; `references`: shapes of the latents of reference images; `patch_bytes`: as of
@@ -104,7 +104,7 @@ class RunPlans:
         """
         run = self._of_call(options, shape, text, references, patch_bytes, once, step_cache)
         plan = run.plan_now
-        with ranks_for(plan.decision, plan.devices, plan.job.model.compute_options) as ranks:
+        with ranks_for(plan) as ranks:
             try:
                 answer, info = call(*ranks)
             except (RankFailed, OutOfMemory):  # a cancel or a refused prompt says nothing of a strategy
@@ -142,7 +142,7 @@ class RunPlans:
         if once:
             return _Run(settings, job, sigmas, plan_by_rule(settings, job))
         plan = plan_job(settings, job)
-        trials = TrialRun(plan.decision.strategy, plan.trials, job.steps) if plan.trials else None
+        trials = TrialRun(plan.strategy, plan.trials, job.steps) if plan.trials else None
         run = _Run(settings, job, sigmas, plan, trials)
         self._runs = [*(other for other in self._runs if other.sigmas is sigmas), run][-_RUNS_KEPT:]
         self.latest = plan

@@ -10,9 +10,10 @@ from ..devices import MAX_CPU_RANKS, is_cpu, machine_of, memory_elsewhere, resol
 from ..errors import DeviceError
 from ..machine.fingerprint import cores
 from ..machine.probe import visible_topology
-from ..planner.memory.rank_memory import in_gib
-from ..sidecar import clusters, device_lock
-from ..sidecar.lease import State
+from ..planner.workload.rank_memory import in_gib
+from ..sidecar.cluster import head as clusters
+from ..sidecar.group.lease import State
+from ..sidecar.process import device_lock
 from ..sidecar.status import GroupStatus
 from .gauges import DeviceGauges
 from .panel import Shown, group_words
@@ -20,10 +21,7 @@ from .panel import Shown, group_words
 _AT_WORK = (State.STARTING.value, State.RUNNING.value)
 _THERE = (*_AT_WORK, State.READY.value, State.ASLEEP.value)
 _SMALL = 64 * 2**20  # bytes of another program that are not worth a word: a desktop's, say
-NO_GPU = (
-    "No GPU that torch can use. Ranks on the CPU share its cores and its memory: they show how it works, and seldom "
-    "gain time."
-)
+NO_GPU = "No usable GPU. On the CPU you can see how it works; it will not be faster."
 
 
 def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:

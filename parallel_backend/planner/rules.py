@@ -1,15 +1,19 @@
-"""Picks a strategy for a job and says why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
+"""From settings to the plan of a job, and why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..errors import StrategyError
 from ..layout import crosses_machines
 from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
-from .candidates import APPROXIMATION, Ranking, queries_pay
-from .job import Job
+from ..trials import NO_TRIALS, TrialPlan
+from .candidates import APPROXIMATION, Candidate, Ranking, queries_pay
+from .workload.fit import MemoryCheck
+from .workload.rank_memory import NO_MEMORY, RankMemory
+from .workload.workload import Job
 
 MODES = ("auto", "manual")
 
@@ -32,6 +36,11 @@ class StrategySettings:
     approximation: str = "if_needed"
     compared: bool = False
 
+    @property
+    def fixes_order(self) -> bool:
+        """True if each place in a list of devices means a device."""
+        return self.mode == "manual" or bool(self.device_shares)
+
     def __post_init__(self) -> None:
         for name, known in (("mode", MODES), ("engine", ENGINES), ("approximation", APPROXIMATION)):
             if (value := getattr(self, name)) not in known:
@@ -40,45 +49,76 @@ class StrategySettings:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The strategy that will run, the engine wished for, the reason in words, and what was resolved on the way."""
+class Plan:
+    """What a job runs as. `devices`: one per rank, in rank order; `engine`: as requested; `reason`: why this strategy,
+    in words; `notes`: what was resolved on the way; `memory`: predicted, of the fullest rank, once it was checked;
+    `candidates`: all that were ranked; `trials`: other strategies that the job tries on its way; `job`: with its
+    options settled (compile)."""
 
+    job: Job
+    devices: tuple[str, ...]
     strategy: ParallelStrategy
-    engine: str
-    reason: str
+    engine: str = "auto"
+    reason: str = ""
     notes: tuple[str, ...] = ()
+    memory: RankMemory = NO_MEMORY
+    candidates: tuple[Candidate, ...] = ()
+    trials: TrialPlan = NO_TRIALS
+
+    def note(self, *words: str) -> Plan:
+        """Adds notes."""
+        return replace(self, notes=(*self.notes, *words))
+
+    def under(self, strategy: ParallelStrategy) -> Plan:
+        """The same job under another strategy."""
+        return replace(self, strategy=strategy)
+
+    @property
+    def summary(self) -> tuple[ParallelStrategy, str, str, tuple[str, ...]]:
+        """What a report tells of it."""
+        return self.strategy, self.engine, self.reason, self.notes
+
+    @cached_property
+    def check(self) -> MemoryCheck:
+        """Its memory, to be checked against that of its devices."""
+        return MemoryCheck(self.job, self.strategy, self.devices)
 
 
 def resolve_strategy(
-    settings: StrategySettings, job: Job, devices: tuple[str, ...], ranking: Ranking | None = None
-) -> Decision:
-    """The strategy for `job` on `devices`. Raises StrategyError with every rule that a manual one breaks.
+    settings: StrategySettings,
+    job: Job,
+    devices: tuple[str, ...],
+    ranking: Ranking | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan for `job` on the first of `devices`, with its memory unchecked. Raises StrategyError with every rule
+    that a strategy set by hand breaks.
 
-    `ranking`: what fits and what was measured of this job; where it says nothing `auto` follows the rule.
+    `ranking`: what fits and what was measured of this job; where it says nothing `auto` follows the rule. `notes`: the
+    plan's first ones.
     """
     shares, describe = read_shares(settings.device_shares, devices), job.model.shape.describe
+    plan = Plan(job, devices, settings.strategy, settings.engine, notes=notes)
     if settings.mode == "auto":
         strategy, reason = _by_rule(job, len(devices))
         if ranking is not None and ranking.ranked:
             same = strategy == ranking.best.strategy and not ranking.reason
             strategy = ranking.best.strategy
-            reason = (
-                reason if same else ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
+            if not same:
+                reason = ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
+        plan = _remark(_with_shares(plan.under(strategy), shares))
+    else:
+        plan = _resolve_weights(plan)
+        plan.strategy.check(job.model.shape, len(devices), settings.engine, as_set=settings.strategy)
+        plan = _remark(_with_shares(_resolve_conflicts(plan), shares))
+        count, used = len(devices), plan.strategy.world_size
+        reason = f"{describe(plan.strategy)}: set by hand"
+        if used < count:
+            plan = plan.note(
+                f"{count - used} of the {count} selected devices have nothing to do: {describe(plan.strategy)} uses "
+                f"{used}."
             )
-        said = [] if ranking is None else list(ranking.notes)
-        strategy, notes = _with_shares(strategy, shares)
-        return Decision(strategy, settings.engine, reason, tuple(said + notes + _remarks(strategy, devices)))
-    strategy, notes = _resolve_weights(settings.strategy)
-    strategy.check(job.model.shape, len(devices), settings.engine, as_set=settings.strategy)
-    strategy, moved = _resolve_conflicts(strategy, job)
-    strategy, shared = _with_shares(strategy, shares)
-    notes += moved + shared + _remarks(strategy, devices)
-    if strategy.world_size < len(devices):
-        notes.append(
-            f"{len(devices) - strategy.world_size} of the {len(devices)} selected devices have nothing to "
-            f"do: {describe(strategy)} uses {strategy.world_size}."
-        )
-    return Decision(strategy, settings.engine, f"{describe(strategy)}: set by hand", tuple(notes))
+    return replace(plan, reason=reason, devices=devices[: plan.strategy.world_size])
 
 
 def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
@@ -132,81 +172,83 @@ def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
 
 
-def _resolve_weights(strategy: ParallelStrategy) -> tuple[ParallelStrategy, list[str]]:
+def _resolve_weights(plan: Plan) -> Plan:
     """Ways to hold the weights that do not go together: the one that saves more stays."""
-    notes = []
+    strategy = plan.strategy
     if strategy.pipefusion_degree > 1 and strategy.shards:
-        notes.append(
+        strategy = strategy.replace(shard_weights=False, offload_weights=False)
+        plan = plan.under(strategy).note(
             f"shard_weights and offload_weights are off: with pipefusion_degree {strategy.pipefusion_degree} each "
             f"device holds its own blocks only, whole."
         )
-        strategy = strategy.replace(shard_weights=False, offload_weights=False)
     if strategy.pipefusion_degree > 1 and strategy.tensor_degree > 1:
         freed = strategy.tensor_degree
-        notes.append(
-            f"tensor_degree {freed} became part of pipefusion_degree {strategy.pipefusion_degree * freed}: layers are "
-            f"not split within the stages of a pipeline."
+        stages = strategy.pipefusion_degree * freed
+        plan = plan.under(strategy.replace(tensor_degree=1, pipefusion_degree=stages)).note(
+            f"tensor_degree {freed} became part of pipefusion_degree {stages}: layers are not split within the stages "
+            f"of a pipeline."
         )
-        strategy = strategy.replace(tensor_degree=1, pipefusion_degree=strategy.pipefusion_degree * freed)
-    return strategy, notes
+    return plan
 
 
-def _with_shares(strategy: ParallelStrategy, shares: tuple[float, ...]) -> tuple[ParallelStrategy, list[str]]:
+def _with_shares(plan: Plan, shares: tuple[float, ...]) -> Plan:
     """`shares` name a share for each selected device; the strategy may use fewer."""
-    strategy = strategy.replace(device_shares=shares[: strategy.world_size])
+    strategy = plan.strategy.replace(device_shares=shares[: plan.strategy.world_size])
     if not strategy.device_shares or strategy.sequence_degree * strategy.pipefusion_degree > 1:
-        return strategy, []
-    note = (
-        f"device_shares changes nothing for {strategy.replace(device_shares=()).describe()}: whole images and layers "
-        f"are split evenly; Ulysses, Ring and PipeFusion follow the shares."
+        return plan.under(strategy)
+    even = strategy.replace(device_shares=())
+    if even.world_size == 1:
+        return plan.under(even)
+    return plan.under(even).note(
+        f"device_shares changes nothing for {even.describe()}: whole images and layers are split evenly; Ulysses, Ring "
+        f"and PipeFusion follow the shares."
     )
-    return strategy.replace(device_shares=()), [note] if strategy.world_size > 1 else []
 
 
-def _remarks(strategy: ParallelStrategy, devices: tuple[str, ...]) -> list[str]:
-    """Remarks on what a strategy that can run will do worse than its owner may think."""
-    remarks = []
+def _remark(plan: Plan) -> Plan:
+    """Notes what a strategy that can run will do worse than its owner may think."""
+    strategy = plan.strategy
     if strategy.pipefusion_degree > strategy.pipeline_patches:
-        remarks.append(
+        plan = plan.note(
             f"num_pipeline_patch {strategy.pipeline_patches} is less than pipefusion_degree "
             f"{strategy.pipefusion_degree}: some devices wait at every step; "
             f"{strategy.pipefusion_degree} or more keep all busy."
         )
-    if crosses_machines(strategy, devices):
-        remarks.append(
+    if crosses_machines(strategy, plan.devices):
+        plan = plan.note(
             "Ulysses, Ring or tensor parallelism crosses machines, and each block waits for the link between them; "
             "these inside, and CFG, data or PipeFusion across machines, send far less."
         )
-    if not strategy.device_shares and (remark := unequal_remark(devices[: strategy.world_size])):
-        remarks.append(remark)
-    return remarks
+    used = plan.devices[: strategy.world_size]
+    if not strategy.device_shares and (remark := unequal_remark(used)):
+        plan = plan.note(remark)
+    return plan
 
 
-def _resolve_conflicts(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, list[str]]:
-    """Degrees that this request gives nothing to do are moved to the sequence, so that no device idles."""
-    notes = []
+def _resolve_conflicts(plan: Plan) -> Plan:
+    """Moves degrees that this request gives nothing to do to the sequence, so that no device idles."""
+    job, shape = plan.job, plan.job.model.shape
     images = "1 image" if job.batch == 1 else f"{job.batch} images"
+    no_cfg = plan.strategy.cfg_degree > 1 and not job.has_cfg
     for name, useless, why in (
-        (
-            "cfg_degree",
-            strategy.cfg_degree > 1 and not job.has_cfg,
-            "has no CFG (cfg 1.0 ignores the negative prompt)",
-        ),
-        ("data_degree", strategy.data_degree > job.batch, f"has {images}"),
+        ("cfg_degree", no_cfg, "has no CFG (cfg 1.0 ignores the negative prompt)"),
+        ("data_degree", plan.strategy.data_degree > job.batch, f"has {images}"),
     ):
         if not useless:
             continue
+        strategy = plan.strategy
         freed = getattr(strategy, name)
         ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
-        shape = job.model.shape
         if strategy.pipefusion_degree > 1 and not shape.tokens_in_stages:  # there is no place for them
-            notes.append(f"{name} {freed} gains nothing: this request {why}. Set it to 1 to free devices.")
+            plan = plan.note(
+                f"{name} {freed} gains nothing: this request {why}. Set it to 1 to free devices."
+            )
             continue
         if shape.splits_tokens:
             ulysses, ring = shape.split_sequence(strategy.sequence_degree * freed)
-        before = shape.describe(strategy)
-        strategy = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
-        notes.append(
-            f"{before} became {shape.describe(strategy)}: this request {why}, so {name} {freed} would idle."
+        moved = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)
+        plan = plan.under(moved).note(
+            f"{shape.describe(strategy)} became {shape.describe(moved)}: this request {why}, so {name} {freed} would "
+            f"idle."
         )
-    return strategy, notes
+    return plan

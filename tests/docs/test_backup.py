@@ -13,9 +13,9 @@ from jobs import FP8, flux_job
 from pack_nodes import import_node_module
 from parallel_backend.machine.cache_files import FOLDER, VARIABLE
 from parallel_backend.machine.local import LocalMachine
-from parallel_backend.planner.decide import plan_execution
-from parallel_backend.planner.history import measurement_history
-from parallel_backend.planner.history.measurement_history import open_history, record_run
+from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner.history import open_history, record_run
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
@@ -67,10 +67,10 @@ def test_after_a_loss_settings_measurements_and_workflows_are_as_they_were(run, 
     def behaviour() -> tuple:
         plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(CPUS), open_history(CPUS))
         settings = dict(SettingsFile().read(user / "comfy.settings.json"))
-        return plan.decision, settings, workflow.read_text() if workflow.exists() else ""
+        return plan.summary, settings, workflow.read_text() if workflow.exists() else ""
 
     before = behaviour()
-    assert before[0].strategy == ParallelStrategy() and before[1]["default_devices"] == "cpu:2"
+    assert before[0][0] == ParallelStrategy() and before[1]["default_devices"] == "cpu:2"
     run("To save")
     shutil.rmtree(tmp_path / "ComfyUI")
     shutil.rmtree(tmp_path / "home")

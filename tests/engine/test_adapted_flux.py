@@ -7,19 +7,19 @@ import torch
 
 from adapted_flux import CALLS, SIZES, WIDTH, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
-from parallel_backend.engine.byte_sharding import ByteSharding
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.kept_keys import KeptKeys
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.engine.module_stages import Patch
-from parallel_backend.engine.packed_answers import pack
+from parallel_backend.engine.sharding import ByteSharding
+from parallel_backend.engine.stages.owners import pack
+from parallel_backend.engine.stages.stages import Patch
+from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.models.base import ModelPart
-from parallel_backend.models.comfyui.table import token_mode
-from parallel_backend.models.flux.load import load as load_token_model
+from parallel_backend.models.diffusers.load import load as load_token_model
+from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import BLOCK, STAY, Conditioning, ModelSpec, ModuleCall, Placement, Rows
-from parallel_backend.sampling.element_patches import ElementPatches
+from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes

@@ -13,14 +13,14 @@ from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.observability.bench.rounds import random_request
-from parallel_backend.planner.decide import job_from_request
-from parallel_backend.planner.history import measurement_history
-from parallel_backend.planner.history.measurement_history import record_run
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner.history import record_run
+from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement, RunInfo
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
@@ -56,7 +56,7 @@ def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch
         ranks = SimpleNamespace(devices=warm, models=models) if warm else None
         monkeypatch.setattr(pool, "running_within", lambda devices: ranks)
         plan = calls.plan_job(StrategySettings(mode, "cpu:2", ONE), job)
-        assert plan.decision.strategy == ONE
+        assert plan.strategy == ONE
         return plan.devices
 
     held = (ModelSpec(job.model.file.path),)
@@ -77,7 +77,7 @@ def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(
         calls.plan_job(by_hand, job),
         calls.plan_by_rule(by_hand, job),
     ):  # the latter also for a preload
-        assert plan.decision.strategy == ONE and plan.devices == CPUS
+        assert plan.strategy == ONE and plan.devices == CPUS
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def first_run(two_real_ranks, tmp_path, monkeypatch):
         settings = tmp_path / "user" / "default" / "comfy.settings.json"
         settings.write_text(json.dumps({} if tries else {"parallel_sampling.try_strategies": False}))
         plan = calls.plan_job(StrategySettings(devices="cpu:2"), job)
-        return two_real_ranks.sample(spec, request, Placement(plan.decision.strategy), trials=plan.trials)
+        return two_real_ranks.sample(spec, request, Placement(plan.strategy), trials=plan.trials)
 
     return run
 

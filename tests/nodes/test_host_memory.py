@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pack_nodes import import_node_module
-from parallel_backend.planner import decide  # noqa: F401  the module under test must meet these very ones
-from parallel_backend.planner.memory import memory_in_use
+from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must meet these very ones
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload import in_use as memory_in_use
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
@@ -160,8 +160,7 @@ def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_
 def plan_of(size, *devices):
     """Of ranks that each take `size` at their fullest moment."""
     strategy = ParallelStrategy(ulysses_degree=len(devices))
-    memory, decision = SimpleNamespace(private_bytes=size), SimpleNamespace(strategy=strategy)
-    return SimpleNamespace(devices=devices, memory=memory, decision=decision)
+    return SimpleNamespace(devices=devices, memory=SimpleNamespace(private_bytes=size), strategy=strategy)
 
 
 def ranks_with(monkeypatch, **by_device):

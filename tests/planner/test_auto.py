@@ -7,18 +7,18 @@ import torch
 
 import fake_nvml
 from jobs import FP8, flux_file, flux_job
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.observability.bench.rounds import random_request
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.options import CompileStats, ComputeOptions
-from parallel_backend.planner.decide import job_from_request, plan_execution
-from parallel_backend.planner.history import measurement_history as module
-from parallel_backend.planner.history.measurement_history import MeasurementHistory, record_run
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner import history as module
+from parallel_backend.planner.history import MeasurementHistory, record_run
+from parallel_backend.planner.plan import job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
@@ -41,7 +41,7 @@ def plan(history, what, engine="auto", **options):
 
 
 def chosen(*arguments, **options):
-    return plan(*arguments, **options).decision.strategy
+    return plan(*arguments, **options).strategy
 
 
 def run(strategy, seconds, engine="native"):
@@ -61,15 +61,13 @@ def cpus(tmp_path, monkeypatch):
 
 
 def test_measured_times_overrule_the_rule_and_the_reason_says_so(gpus):
-    before = plan(gpus, job()).decision
+    before = plan(gpus, job())
     assert before.strategy == ULYSSES and "measured" not in before.reason
     assert gpus.record(job(), run(ONE, 0.8))
     assert gpus.record(job(), run(ULYSSES, 1.1))
     after = plan(gpus, job())
-    assert after.decision.strategy == ONE and after.devices == ("cuda:0",)
-    assert after.decision.reason == (
-        "one device: measured before, a step takes one device 0.8 s, Ulysses 2 1.1 s"
-    )
+    assert after.strategy == ONE and after.devices == ("cuda:0",)
+    assert after.reason == ("one device: measured before, a step takes one device 0.8 s, Ulysses 2 1.1 s")
 
 
 def test_another_model_dtype_engine_sampler_size_or_device_is_another_matter(gpus, tmp_path):
@@ -116,16 +114,16 @@ def test_a_path_does_not_matter(gpus):
 
 def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     first = plan(cpus, job(), tries=True)
-    assert first.decision.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
+    assert first.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
     assert first.devices == CPUS  # the other rank is there for the trials
-    assert first.decision.reason == (
+    assert first.reason == (
         "one device: ranks on a CPU share its cores, so Ulysses 2 must show first that it gains"
     )
     trials = (Trial(ONE, (1.6, 1.7, 1.8)), Trial(ULYSSES, (1.0, 1.2, 1.1)), Trial(RING, (0.8, 0.8)))
     assert cpus.record(job(), RunInfo("native", RING, (9.0, 1.0), trials=trials))
     second = plan(cpus, job(), tries=True)
-    assert second.decision.strategy == RING and second.trials == NO_TRIALS
-    assert second.decision.reason.endswith("a step takes Ring 2 0.8 s, Ulysses 2 1.1 s, one device 1.7 s")
+    assert second.strategy == RING and second.trials == NO_TRIALS
+    assert second.reason.endswith("a step takes Ring 2 0.8 s, Ulysses 2 1.1 s, one device 1.7 s")
 
 
 def test_a_run_that_must_not_try_does_not(cpus, monkeypatch):
@@ -157,7 +155,7 @@ def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_w
     request = random_request(file, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
     asked = job_from_request(CheckpointModel(file), request)
     first = plan(cpus, asked, tries=True)
-    assert first.decision.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)
+    assert first.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)
     result = two_real_ranks.sample(spec, request, Placement(CFG), trials=first.trials)
     assert torch.isfinite(result.latent).all() and cpus.record(asked, result.info)
     assert len(result.info.trials) > 1
@@ -166,4 +164,4 @@ def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_w
     second = plan(cpus, asked)
     medians = {c.strategy: c.step_s for c in second.candidates if c.step_s is not None}
     assert set(medians) == set(timed)
-    assert medians[second.decision.strategy] <= 1.03 * min(medians.values())
+    assert medians[second.strategy] <= 1.03 * min(medians.values())

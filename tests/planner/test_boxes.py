@@ -7,8 +7,8 @@ from jobs import BF16, FP8, flux_job
 from parallel_backend.machine import device_shares
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
-from parallel_backend.planner.decide import plan_execution
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner.history import MeasurementHistory
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
@@ -49,8 +49,8 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
     box = read_topology(shape(), sys_root=tmp_path)
     job = flux_job(weights, prompts=2 if has_cfg else 1)
     found = planned(box, job)
-    best, reason = found.candidates[0], found.decision.reason
-    assert best.fits and best.strategy.exact and best.strategy == found.decision.strategy
+    best, reason = found.candidates[0], found.reason
+    assert best.fits and best.strategy.exact and best.strategy == found.strategy
     assert best.memory_bytes <= 0.94 * min(device.memory for device in box.devices)
     if strategy is None:
         # 24 GB of weights on 24 GB cards: what is chosen splits them over both.
@@ -69,9 +69,9 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
 def test_cards_that_differ_and_slices_of_one_gpu_are_noted(tmp_path, planned):
     job = flux_job(FP8)
     mixed = planned(read_topology(fake_nvml.mixed_4080_4090(), sys_root=tmp_path), job)
-    assert any("the smallest sets the pace" in note for note in mixed.decision.notes)
+    assert any("the smallest sets the pace" in note for note in mixed.notes)
     sliced = planned(read_topology(fake_nvml.mig(), sys_root=tmp_path), job)
-    assert any("NCCL does not join MIG slices of one GPU" in note for note in sliced.decision.notes)
+    assert any("NCCL does not join MIG slices of one GPU" in note for note in sliced.notes)
     assert sliced.devices == ("cuda:0",)
 
 
@@ -80,7 +80,7 @@ def test_slices_of_two_gpus_work_together(tmp_path, planned):
     for board in nvml.boards:
         board.slices = [("3g.40gb", 39.5)]
     found = planned(read_topology(nvml, sys_root=tmp_path), flux_job(FP8))
-    assert found.decision.strategy.world_size == 2
+    assert found.strategy.world_size == 2
 
 
 def test_a_card_without_a_data_sheet_is_planned_by_its_memory(tmp_path, planned):
@@ -88,10 +88,10 @@ def test_a_card_without_a_data_sheet_is_planned_by_its_memory(tmp_path, planned)
     for board in nvml.boards:
         board.name = "NVIDIA Mystery 1"
     found = planned(read_topology(nvml, sys_root=tmp_path), flux_job(BF16))
-    assert found.candidates[0].fits and found.decision.strategy.world_size == 2
+    assert found.candidates[0].fits and found.strategy.world_size == 2
 
 
 def test_one_card_of_a_large_box_is_one_card(tmp_path, planned):
     box = read_topology(fake_nvml.h100_nvswitch(), sys_root=tmp_path)
     found = planned(box.select([box.devices[5].uuid]), flux_job(BF16))
-    assert found.decision.strategy == ParallelStrategy() and found.decision.reason == "one device is selected"
+    assert found.strategy == ParallelStrategy() and found.reason == "one device is selected"

@@ -5,7 +5,7 @@ import pytest
 from jobs import BF16, flux_job
 from parallel_backend.layout import crosses_machines
 from parallel_backend.machine.local import LocalMachine
-from parallel_backend.planner.decide import plan_execution
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
@@ -32,7 +32,7 @@ def auto(devices, **job):
 )
 def test_auto_keeps_tokens_and_layers_inside_a_machine(devices, job, expected):
     plan = auto(devices, **job)
-    assert plan.decision.strategy == expected
+    assert plan.strategy == expected
     assert plan.devices == devices[: expected.world_size]
     assert not any(crosses_machines(candidate.strategy, devices) for candidate in plan.candidates)
 
@@ -40,7 +40,7 @@ def test_auto_keeps_tokens_and_layers_inside_a_machine(devices, job, expected):
 def test_by_hand_everything_runs_and_is_remarked_on():
     def notes(strategy, devices):
         settings = StrategySettings("manual", strategy=strategy)
-        return plan_execution(settings, flux_job(BF16), LocalMachine(devices), None).decision.notes
+        return plan_execution(settings, flux_job(BF16), LocalMachine(devices), None).notes
 
     across = ParallelStrategy(ulysses_degree=4)
     assert any(CROSSES in note for note in notes(across, FOUR))

@@ -7,10 +7,10 @@ import pytest
 
 from jobs import flux_file, flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 
 
@@ -62,7 +62,7 @@ def test_a_manual_strategy_is_taken_as_it_is():
 
 def test_a_manual_strategy_that_breaks_a_rule_is_refused():
     settings = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
-    with pytest.raises(StrategyError, match="needs 4 devices and 1 is selected"):
+    with pytest.raises(StrategyError, match="needs 4 devices; 1 is selected"):
         resolve_strategy(settings, flux_job(), _devices(1))
 
 

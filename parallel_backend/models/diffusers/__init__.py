@@ -1,1 +1,1 @@
-"""diffusers' models behind the signature of ComfyUI's, as modules that the same engine drives."""
+"""Flux.1: what its files hold, how a rank loads them into diffusers' transformer, and what its layers take."""

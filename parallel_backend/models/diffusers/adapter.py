@@ -12,9 +12,9 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from torch import Tensor, nn
 
 from ...errors import RequestError
-from ..comfyui.table import unusual_options
-from ..flux.module import PooledAtTime
-from ..flux.packing import image_ids, pack, text_ids, unpack
+from ..tokens.table import unusual_options
+from .module import PooledAtTime
+from .packing import image_ids, pack, text_ids, unpack
 from .reference_places import reference_places
 
 # Keyword arguments of ComfyUI's Flux beside those that its forward names.

@@ -11,10 +11,10 @@ from torch import nn
 
 from ...requests import ModuleCall
 from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
-from ..comfyui.regions import Region
-from ..comfyui.table import entry_of
-from ..flux.patch_diffusers import attention_by
+from ..tokens.regions import Region
+from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
+from .compat_diffusers import attention_by
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...errors import RequestError
-from ..flux.packing import token_grid
+from .packing import token_grid
 
 _AT_TIMESTEP_ZERO = "index_timestep_zero"  # two times in one call, which diffusers' blocks do not take
 

@@ -10,11 +10,12 @@ from flux_requests import request
 from parallel_backend import devices
 from parallel_backend.errors import ParallelError
 from parallel_backend.models.registry import inspect_model
-from parallel_backend.planner.decide import find_machine, job_from_request, plan_execution
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.plan import find_machine, job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sidecar import clusters, pool
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.wire import deadlines
 from waiting import wait_until
 
@@ -31,9 +32,9 @@ def sample(path, latent):
     spec = ModelSpec(path)
     settings = StrategySettings(devices="cluster:lab")
     job = job_from_request(CheckpointModel(inspect_model(path)), JOB)
-    plan = plan_execution(settings, job, find_machine(settings), None)
-    answer(devices=plan.devices, strategy=plan.decision.strategy.describe(), notes=plan.decision.notes)
-    placement = Placement(plan.decision.strategy)
+    plan = plan_execution(settings, job, find_machine(settings.devices, in_order=settings.fixes_order), None)
+    answer(devices=plan.devices, strategy=plan.strategy.describe(), notes=plan.notes)
+    placement = Placement(plan.strategy)
     result = pool.get_sidecar(plan.devices).sample(spec, JOB, placement, lambda step, *_: answer(step=step))
     torch.save(result.latent, latent)
     answer(done=result.info.notes)

@@ -1,0 +1,74 @@
+"""The predicted memory of one rank at its fullest moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A CUDA context and the allocator's slack, on each GPU, beside communicators: an allowance, not measured here.
+GPU_BASE_BYTES = 1_500_000_000
+# Private memory of an idle rank on the CPU, torch and diffusers imported (benchmarks/memory.py measures it).
+CPU_BASE_BYTES = 295_000_000
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted bytes of one rank at its fullest moment.
+
+    `weights`: in the rank's own memory, gathered ones included; `activations`, `buffers`: what a model call holds, and
+    what lies beside it or travels; `base`: the process itself. `mapped`: weights used in place in the mapped file that
+    all ranks share (CPU only); `host`: weights kept in pinned host memory (offload). `fullest`: where the peak is.
+    """
+
+    rank: int
+    weights: int
+    activations: int
+    buffers: int
+    base: int
+    mapped: int = 0
+    host: int = 0
+    fullest: str = ""
+
+    @property
+    def private_bytes(self) -> int:
+        """The memory of this rank that no other can share: on a GPU its device memory."""
+        return self.weights + self.activations + self.buffers + self.base
+
+    @property
+    def growth(self) -> int:
+        """The same beyond the process itself: what a job adds to an idle rank."""
+        return self.private_bytes - self.base
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.mapped
+
+    def in_short(self, where: str) -> str:
+        """Returns one sentence: what each `where`, GPU or process, needs, and what the machine needs once."""
+        each = f"Needs about {in_gib(self.private_bytes)} GiB per {where}"
+        return f"{each}, plus {in_gib(self.mapped)} GiB of memory once." if self.mapped else f"{each}."
+
+    def describe(self) -> str:
+        """In words, e.g. `26.1 GiB (weights 22.2, activations 0.6, buffers 1.9, the process itself 1.4)`."""
+        parts = (
+            f"{in_gib(self.private_bytes)} GiB (weights {in_gib(self.weights)}, activations "
+            f"{in_gib(self.activations)}, buffers {in_gib(self.buffers)}, the process itself {in_gib(self.base)})"
+        )
+        if self.mapped:
+            parts += f"; once for all ranks, {in_gib(self.mapped)} GiB of the model's file"
+        if self.host:
+            parts += f"; and {in_gib(self.host)} GiB of host memory"
+        return parts
+
+
+NO_MEMORY = RankMemory(0, 0, 0, 0, 0)
+
+
+def in_gib(size: float) -> str:
+    """Bytes as GiB, two digits below ten."""
+    gib = size / 2**30
+    return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"
+
+
+def fullest_rank(memories: Sequence[RankMemory]) -> RankMemory:
+    return max(memories, key=lambda memory: memory.private_bytes)

@@ -1,0 +1,50 @@
+"""The phase of a request that is under way, as data; its text is for the person who waits."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+class PhaseKind(enum.Enum):
+    """The value is the text, with room for what the phase is about."""
+
+    STARTING = "starting {}"
+    WAKING = "waking the ranks"
+    LOADING = "loading {}"
+    LOADED = "loaded in {} s"
+    DROPPED = "{}"  # a model, and why
+    SWITCHED = "switched to {}"
+    APPLYING_LORAS = "applying LoRAs"
+    REMOVING_LORAS = "taking LoRAs out"
+    FIRST_STEP = "first step"
+    COMPILING = "compiling for {}; this step takes longer"
+    TRYING = "trying {}"  # a strategy, and which one of how many
+    SAMPLING = "sampling"
+    SENDING_VAE = "sending the VAE to the ranks"
+    DECODING = "decoding"
+    ENCODING = "encoding"
+    MEASURING = "measuring the links"
+    RECOVERING = "{}"  # from a crash
+    MAKING_ROOM = "memory ended; going on without the other models"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase and what it is about, such as a file's name; how far a load is stands in each rank's heartbeat. `size`:
+    bytes of the file that it reads, 0 for none; `begun`: time.monotonic() of its beginning."""
+
+    kind: PhaseKind
+    about: str = ""
+    size: int = 0
+    begun: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def text(self) -> str:
+        return self.kind.value.format(self.about)
+
+
+OnPhase = Callable[[Phase], None]
+ShowPhase = Callable[[str], None]
