@@ -1,5 +1,6 @@
 """xfuser's attention in the blocks of every family: exact where it computes, native and a note where it cannot."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -8,12 +9,13 @@ from comfy_modules import CASES, UNETS, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
 from parallel_backend.requests import BLOCK, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
 EXACT = 1e-5  # of the largest value
-EVEN, ODD = (2, 8, 8), (2, 9, 7)  # tokens that divide, and that do not
+EVEN, ODD = (1, 8, 8), (2, 9, 7)  # tokens of one row that divide, and of two that do not
 # What xfuser computes of each, under any strategy.
 BY_XFUSER = [
     "flux1",
@@ -24,10 +26,15 @@ BY_XFUSER = [
     "qwen-image",
     "sd3.5 medium",
 ]
+# What it leaves to native, on so many ranks, and why.
 BY_NATIVE = {
-    "flux1 + full mask": "it computes no attention masks",
-    "krea2 + reference, gqa": "its Ulysses needs heads that divide",
-    "sdxl": "the blocks of UNetModel are not described",
+    "a mask": (CASES["flux1 + full mask"], 2, "it computes no attention masks"),
+    "heads that do not divide": (
+        (partial(wan, num_heads=2), wan_inputs),
+        3,
+        "its Ulysses needs heads that divide",
+    ),
+    "a UNet": (UNETS["sdxl"], 2, "the blocks of UNetModel are not described"),
 }
 STRATEGIES = [
     ParallelStrategy(ulysses_degree=2),
@@ -64,21 +71,18 @@ def test_xfuser_gives_what_one_process_gives_in_each_family(strategy):
         assert max(far for far, *_ in of_rank) <= EXACT
 
 
-def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so():
-    cases = CASES | UNETS
-    references = [Reference(*cases[name], EVEN if name in UNETS else ODD) for name in BY_NATIVE]
-    strategy = ParallelStrategy(ulysses_degree=2)
-    for of_rank in run_ranks(_notes, 2, strategy, references, backend="gloo"):
-        for (far, engine, notes), reason in zip(of_rank, BY_NATIVE.values(), strict=True):
-            assert far <= EXACT and engine == "native"
-            assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
+@pytest.mark.parametrize("what", BY_NATIVE)
+def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
+    case, ranks, reason = BY_NATIVE[what]
+    strategy, reference = ParallelStrategy(ulysses_degree=ranks), Reference(*case, EVEN)
+    for ((far, engine, notes),) in run_ranks(as_it_is, ranks, strategy, reference, backend="gloo"):
+        assert far <= EXACT and engine == "native"
+        assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
 
 
-def _notes(world, strategy, references):
-    layouts = Layouts(world)
-    forwards = [make_module_forward(one.model, layouts, Placement(strategy, "xfuser")) for one in references]
-    pairs = zip(references, forwards, strict=True)
-    return [(one.difference(forward, one.mode), forward.engine, forward.notes) for one, forward in pairs]
+def as_it_is(world, strategy, reference):
+    forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
+    return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
 
 
 def taking_turns(world, reference):
