@@ -139,7 +139,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     holder = page.evaluate("() => app.graph.nodes.find(n => n.subgraph).title")
     _command(page, "parallel_sampling.make_parallel")
     where = _words()["inside"].replace("{names}", holder)
-    said = _words()["made_one_parallel"].replace("{count}", "1").replace("{where}", where)
+    said = _words()["made_parallel"].replace("{count}", "2").replace("{where}", where)
     page.get_by_text(said).wait_for(timeout=10_000)
     made, inside = page.evaluate(LINKS)
     assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]

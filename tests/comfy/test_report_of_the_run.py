@@ -70,12 +70,12 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     _run(page, seed=2, steps=4000)
     _wait_for_report(page, "Running")
     assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == "" and page.evaluate(TIMELINE) == []
-    page.reload()
-    _wait_for_report(page, "Running")
     page.wait_for_function(PHASE, timeout=60_000)
     page.wait_for_function(
         "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000
     )
+    page.reload()
+    _wait_for_report(page, "Running")
     page.evaluate("() => app.api.interrupt()")
     _wait_for_report(page, "The latest run was cancelled")
     page.wait_for_function(f"() => ({PHASE})() === ''", timeout=20_000)
