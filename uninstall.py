@@ -22,7 +22,7 @@ def remove_measurements(folder: Path | None) -> int:
     found = [file for pattern in patterns for file in folder.glob(pattern)]
     for file in found:
         file.unlink(missing_ok=True)
-    shutil.rmtree(folder / "compiled", ignore_errors=True)  # sidecar/environment.py
+    shutil.rmtree(folder / "compiled", ignore_errors=True)  # sidecar/process/environment.py
     with contextlib.suppress(OSError):  # somebody else's files are in it
         folder.rmdir()
     return len(found)

@@ -26,7 +26,7 @@ from subject import finish
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import inputs, write
-from parallel_backend.engine.groups import Layouts, World
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_inputs

@@ -28,11 +28,11 @@ from subject import SIZES, finish, random_flux, sample_request
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
-from parallel_backend.planner.decide import find_machine, job_from_request, plan_execution
-from parallel_backend.planner.history.measurement_history import GIVEN_UP, JOBS, open_history, record_run
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.history import GIVEN_UP, JOBS, open_history, record_run
+from parallel_backend.planner.plan import find_machine, job_from_request, plan_execution
 from parallel_backend.planner.rules import Plan, StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy

@@ -24,7 +24,7 @@ from subject import finish
 
 from counted_flux import FLUX_DEV_1024, Size, diffusers_call, flux_forward, step_counted
 from dispatch_counter import Counts
-from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import OVERLAP
 from parallel_backend.strategy import ParallelStrategy
 

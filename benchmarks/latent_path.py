@@ -63,7 +63,7 @@ def notes(parent: int, rank: int) -> Path:
 def be_a_rank() -> None:
     """A rank as any other that writes down the files of its latest job."""
     from parallel_backend.rank.__main__ import main
-    from parallel_backend.rank.worker import RankWorker
+    from parallel_backend.rank.work.worker import RankWorker
 
     class TracedWorker(RankWorker):
         def sample(self, *args, **others):

@@ -20,7 +20,7 @@ from statistics import median
 import torch
 from subject import finish, prompt, random_flux
 
-from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy

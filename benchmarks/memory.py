@@ -9,7 +9,7 @@ so that imports, threads and first uses of libraries are in the baseline:
   files nothing: what libraries count for a rank changes whenever any process that has them starts or ends;
 - weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
   the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
-- prediction: most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/memory. The
+- prediction: most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/workload. The
   ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is what
   the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
   and glibc keeps freed memory in its heap.
@@ -28,9 +28,9 @@ import torch
 from subject import SIZES, finish, prompt, random_flux, sample_request
 
 from parallel_backend.models.registry import inspect_model
-from parallel_backend.planner.decide import job_from_request
-from parallel_backend.planner.job_models import CheckpointModel
-from parallel_backend.planner.memory.rank_memory import CPU_BASE_BYTES
+from parallel_backend.planner.plan import job_from_request
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.rank_memory import CPU_BASE_BYTES
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy

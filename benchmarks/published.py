@@ -17,8 +17,8 @@ from catalog_model import CatalogModel
 from parallel_backend.errors import RequestError
 from parallel_backend.machine.cards import find_card
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.decide import USABLE_MEMORY
-from parallel_backend.planner.job import Job
+from parallel_backend.planner.plan import USABLE_MEMORY
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"

@@ -17,7 +17,7 @@ from statistics import mean
 from published import DATA, Group, Row, find_groups, read_rows, time_of
 
 from parallel_backend.planner.candidates import Candidate, rank_candidates, rule_key
-from parallel_backend.planner.memory.rank_memory import fullest_rank
+from parallel_backend.planner.workload.rank_memory import fullest_rank
 
 # Regret of choosing what ran out of memory: the run has to be done again, at the least.
 FAILED = 1.0

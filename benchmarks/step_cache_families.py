@@ -23,11 +23,11 @@ from subject import finish, torch
 from torch import Tensor
 
 from comfy_modules import CASES, import_comfyui_here
+from parallel_backend.engine.blocks.step_cache import ModuleCache
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
-from parallel_backend.engine.groups import Layouts, World
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.module_cache import ModuleCache
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from subject import SIZES, TEXT_TOKENS, finish, random_flux, sample_request
 
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims
 from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import comfy.model_management
 
 from ..parallel_backend.devices import use_only_cpu
-from ..parallel_backend.sidecar import clusters
+from ..parallel_backend.sidecar.cluster import head as clusters
 from .compare_with_one_device import CompareWithOneDevice
 from .demo_loader import ParallelDemoLoader
 from .flux_loader import ParallelFluxLoader

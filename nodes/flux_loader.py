@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import devices_of_a_run
-from ..parallel_backend.models.flux.checkpoint import inspect_flux
+from ..parallel_backend.models.diffusers.checkpoint import inspect_flux
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec

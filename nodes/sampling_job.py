@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
-from ..parallel_backend.planner.job import Job
-from ..parallel_backend.planner.job_models import CheckpointModel
 from ..parallel_backend.planner.rules import Plan, StrategySettings, resolve_strategy
+from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RunRecord
 from .host.settings import permitted
 from .link_checks import check_links

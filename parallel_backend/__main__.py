@@ -6,13 +6,10 @@ import argparse
 import os
 import sys
 
-from .cluster import command as cluster
+from .commands import cluster, costs, models, resend
+from .commands import doctor_command as doctor
+from .commands.bench import command as bench
 from .errors import ParallelError
-from .observability import costs_command as costs
-from .observability import models_command as models
-from .observability import resend_command as resend
-from .observability.bench import command as bench
-from .observability.doctor import command as doctor
 
 # Each command is a module with add_arguments(parser) and run(args) -> exit status.
 COMMANDS = {

@@ -112,7 +112,8 @@ def devices_of_a_run(text: str) -> tuple[str, ...]:
     import torch
 
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if other is None or other.type in ("cuda", "mps"):  # macOS is told otherwise (sidecar/supervisor.py)
+    # macOS is told otherwise (sidecar/group/supervisor.py)
+    if other is None or other.type in ("cuda", "mps"):
         return found
     raise _refuse(
         f"{text!r}: ranks compute on GPUs of NVIDIA (CUDA) and AMD (ROCm), and ComfyUI computes on "

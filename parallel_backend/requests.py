@@ -235,7 +235,7 @@ class PredictRequest:
 
 # How a call shares out the tokens of one image or video over a sequence axis: they stay apart from the first block to
 # the last; each block gathers what it gives; each rank has a band of the image's rows (UNets); only the queries of
-# attention are; or nothing is, whole rows of the batch only (models/comfyui/table.py).
+# attention are; or nothing is, whole rows of the batch only (models/tokens/table.py).
 STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "attention", "rows")
 
 

@@ -2,7 +2,8 @@
 
 All exact strategies give the same latent, so a job's own steps tell which is the fastest: a few under the first
 strategy, a few under each other one, and the rest under the winner. One process decides from its own times and tells
-the others: rank 0 for a loop on the ranks (rank/switching.py), ComfyUI's for a loop of its own (nodes/model/plans.py).
+the others: rank 0 for a loop on the ranks (rank/work/switching.py), ComfyUI's for a loop of its own
+(nodes/model/plans.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from parallel_backend.models.comfyui.table import state_of
+from parallel_backend.models.tokens.table import state_of
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES
 
 ROOT = Path(__file__).resolve().parents[1]

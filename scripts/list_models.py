@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfyui_source import comfyui_version, find_comfyui
 from parallel_backend.engine.attention.queries import LEAST_KEYS
-from parallel_backend.models.comfyui.proof import entry_digest, is_proven
-from parallel_backend.models.comfyui.reuse import why_not_reused
-from parallel_backend.models.comfyui.table import TABLE, has_stages, state_of
+from parallel_backend.models.proof.states import entry_digest, is_proven
+from parallel_backend.models.tokens.cached_outputs import why_not_reused
+from parallel_backend.models.tokens.table import TABLE, has_stages, state_of
 from parallel_backend.requests import ATTENTION, ROWS, STAY
 from steps import SetupError
 
@@ -67,7 +67,7 @@ be split, and that depends on the module class that computes it.
 | **rows** | none: whole images and prompts only | yes |
 
 **By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
-`comfy/ldm` that it imports (`models/comfyui/proven.json`). With any other version of ComfyUI the class is tested before
+`comfy/ldm` that it imports (`models/proof/proven.json`). With any other version of ComfyUI the class is tested before
 it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
 finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where
 only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.

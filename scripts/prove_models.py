@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfyui_source import comfyui_version, find_comfyui
-from parallel_backend.models.comfyui.proof import PROVEN, PROVEN_HERE, entry_digest, verdict_of
-from parallel_backend.models.comfyui.table import TABLE
+from parallel_backend.models.proof.states import PROVEN, PROVEN_HERE, entry_digest, verdict_of
+from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.sidecar.self_test import run_self_tests
 from steps import SetupError
 

@@ -30,9 +30,9 @@ from workflow_to_api import WorkflowError, workflow_to_api
 sys.path.insert(0, str(ROOT))
 from parallel_backend.devices import resolve_devices
 from parallel_backend.models.registry import inspect_model
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import DEGREES
 
 WORKFLOW = ROOT / "example_workflows" / "Try it without a download.json"

@@ -15,7 +15,7 @@ import pytest
 
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
-from parallel_backend.sidecar import supervisor
+from parallel_backend.sidecar.group import supervisor
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 

@@ -10,7 +10,7 @@ const WAIT = "Examining the installation and the devices; this takes about half 
 
 const INDENT = "    ";
 
-// As observability/doctor/verdict.py has it: verdicts by group, each with its remedy and the rows of its table.
+// As commands/doctor/report.py has it: verdicts by group, each with its remedy and the rows of its table.
 function inWords({ verdicts, summary }) {
   const lines = [];
   let last = null;

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forked_ranks import ForkedSubprocess
-from parallel_backend.sidecar import supervisor
-from parallel_backend.sidecar.supervisor import get_supervisor
+from parallel_backend.sidecar.group import supervisor
+from parallel_backend.sidecar.group.supervisor import get_supervisor
 from scripted import is_running, ranks_of
 
 PATIENCE = 5.0  # s that dying processes and the kernel get

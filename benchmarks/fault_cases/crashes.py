@@ -21,8 +21,8 @@ from fault_injection import (
 )
 from parallel_backend.errors import DeviceError, OutOfMemory, RankFailed
 from parallel_backend.requests import SamplerState
-from parallel_backend.sidecar import restart_policy
-from parallel_backend.sidecar.lease import State
+from parallel_backend.sidecar.group import restart_policy
+from parallel_backend.sidecar.group.lease import State
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.payloads import state_tensors
 from parallel_backend.wire.transport import pack_tensors

@@ -19,7 +19,7 @@ from fault_injection import (
     fault,
 )
 from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_heartbeat, parse_payload
-from parallel_backend.sidecar import exchange, restart_policy
+from parallel_backend.sidecar.group import exchange, restart_policy
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire import deadlines
 from scripted import SLOW, ranks_of, scripted_request, scripted_sidecar

@@ -9,9 +9,9 @@ import torch
 from comfy.cli_args import args
 
 from ...parallel_backend.devices import machine_of
-from ...parallel_backend.planner.memory import memory_in_use
-from ...parallel_backend.planner.memory.rank_memory import in_gib
 from ...parallel_backend.planner.rules import Plan
+from ...parallel_backend.planner.workload import in_use as memory_in_use
+from ...parallel_backend.planner.workload.rank_memory import in_gib
 from .memory import stands_for_ranks
 
 # Modules of text encoders, by their names: no sampler needs one while it runs, nor a VAE. Whatever else ComfyUI has in

@@ -14,14 +14,14 @@ from ...parallel_backend.errors import Cancelled, OutOfMemory
 from ...parallel_backend.machine.local import LocalMachine, topology_of
 from ...parallel_backend.machine.probe import visible_topology
 from ...parallel_backend.planner.compile_choice import CompileChoice
-from ...parallel_backend.planner.decide import find_machine, plan_execution
-from ...parallel_backend.planner.history.measurement_history import open_history
-from ...parallel_backend.planner.job import Job
-from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.planner.history import open_history
+from ...parallel_backend.planner.plan import find_machine, plan_execution
 from ...parallel_backend.planner.rules import Plan, StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.lease import PROMPT_ID
+from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial

@@ -14,12 +14,12 @@ from comfy_execution.utils import get_executing_context
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.machine.local import LOWVRAM, NOVRAM
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.planner.memory.rank_memory import in_gib
 from ...parallel_backend.planner.rules import Plan, StrategySettings
+from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.events import Ended, Event
-from ...parallel_backend.sidecar.held_models import share_of_file
+from ...parallel_backend.sidecar.group.events import Ended, Event
+from ...parallel_backend.sidecar.model_room import share_of_file
 
 # Networks that stand for models on the ranks, by what they stand for: several may share one.
 _networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

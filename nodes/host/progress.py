@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_progress
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.events import listen
+from ...parallel_backend.sidecar.group.events import listen
 from .shown_node import shown_node
 
 EVENT = "parallel_sampling.progress"

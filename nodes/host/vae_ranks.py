@@ -12,7 +12,7 @@ from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.lease import State
+from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
 from .aside import own_gpu, release_cache

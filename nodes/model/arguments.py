@@ -13,7 +13,7 @@ from torch import Tensor
 from ...parallel_backend.models.comfyui import calls
 from ...parallel_backend.models.comfyui.calls import HOST_ONLY, OPTIONS, row_count, without_made
 from ...parallel_backend.models.comfyui.patches import ARGUMENT
-from ...parallel_backend.models.comfyui.proof import Verdict
+from ...parallel_backend.models.proof.states import Verdict
 from ...parallel_backend.requests import ROWS, ModuleCall
 from ...parallel_backend.wire.arguments import Tree
 from .options import OWN_OPTIONS

@@ -1,7 +1,7 @@
 """Which model calls of ComfyUI's own loop go by a step cache: those of which it is certain which ones they are like.
 
-In a job of their own loop the ranks know that (engine/module_cache.py). Here ComfyUI's process makes the calls, and
-says with each one which prompts it is for and at which noise level. Where that does not tell calls apart, they are
+In a job of their own loop the ranks know that (engine/blocks/step_cache.py). Here ComfyUI's process makes the calls,
+and says with each one which prompts it is for and at which noise level. Where that does not tell calls apart, they are
 computed whole.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...parallel_backend.errors import RankFailed
 from ...parallel_backend.machine.self_tests import SelfTestStore
-from ...parallel_backend.models.comfyui.proof import (
+from ...parallel_backend.models.proof.states import (
     PROVEN_HERE,
     UNKNOWN,
     Verdict,
@@ -17,7 +17,7 @@ from ...parallel_backend.models.comfyui.proof import (
     untested,
     verdict_of,
 )
-from ...parallel_backend.models.comfyui.table import TABLE
+from ...parallel_backend.models.tokens.table import TABLE
 from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
 from ...parallel_backend.wire.self_test import SelfTest
 

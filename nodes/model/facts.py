@@ -11,9 +11,9 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel
 from torch import nn
 
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, by_stages, inspect
-from ...parallel_backend.models.comfyui.proof import Verdict, trusted_mode
-from ...parallel_backend.models.comfyui.table import stage_lists
 from ...parallel_backend.models.dtypes import ITEMSIZE
+from ...parallel_backend.models.proof.states import Verdict, trusted_mode
+from ...parallel_backend.models.tokens.table import stage_lists
 from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 # How ComfyUI's modules call these numbers.

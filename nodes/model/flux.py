@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ...parallel_backend.models.flux.checkpoint import FluxFile
-from ...parallel_backend.models.flux.tensors import original_tensor
+from ...parallel_backend.models.diffusers.checkpoint import FluxFile
+from ...parallel_backend.models.diffusers.tensors import original_tensor
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec

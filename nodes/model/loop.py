@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.comfyui.calls import made_replaced
-from ...parallel_backend.planner.decide import job_from_latent
-from ...parallel_backend.planner.job import Job, JobModel
+from ...parallel_backend.planner.plan import job_from_latent
+from ...parallel_backend.planner.workload.workload import Job, JobModel
 from ...parallel_backend.requests import SEVERAL_CALLS, LoopRequest
 from ...parallel_backend.wire.arguments import Tree
 from ...parallel_backend.wire.loop import check_loop

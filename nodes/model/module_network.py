@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.models.comfyui.patches import ARGUMENT, held_bytes
-from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
-from ...parallel_backend.models.comfyui.reuse import why_not_reused
 from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.models.proof.states import UNKNOWN, Verdict
+from ...parallel_backend.models.tokens.cached_outputs import why_not_reused
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import (
     ModelSpec,

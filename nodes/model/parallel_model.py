@@ -10,7 +10,7 @@ import comfy.patcher_extension
 import comfy.utils
 
 from ...parallel_backend.errors import StrategyError
-from ...parallel_backend.models.comfyui.proof import Verdict
+from ...parallel_backend.models.proof.states import Verdict
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec

@@ -11,11 +11,11 @@ from torch import Tensor
 from ...parallel_backend.errors import OutOfMemory, RankFailed
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.decide import job_from_latent
-from ...parallel_backend.planner.history.measurement_history import record_run
-from ...parallel_backend.planner.job import Job
-from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.planner.history import record_run
+from ...parallel_backend.planner.plan import job_from_latent
 from ...parallel_backend.planner.rules import Plan, StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import ModelSpec, Placement, RunInfo
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.trials import Trial, TrialRun

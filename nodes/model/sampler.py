@@ -9,12 +9,12 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
-from ...parallel_backend.models.comfyui.reuse import why_not_reused
+from ...parallel_backend.models.tokens.cached_outputs import why_not_reused
 from ...parallel_backend.options import DEFAULT_COMPUTE
-from ...parallel_backend.planner.decide import job_from_request
-from ...parallel_backend.planner.history.measurement_history import record_run
-from ...parallel_backend.planner.job_models import CheckpointModel
+from ...parallel_backend.planner.history import record_run
+from ...parallel_backend.planner.plan import job_from_request
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.requests import LoopRequest, SampleRequest
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from .loop import loop_job, loop_request

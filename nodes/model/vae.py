@@ -13,8 +13,7 @@ from comfy.ldm.modules.diffusionmodules.model import Decoder
 from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.models.vae.keys import decoder_keys, read_dims
-from ...parallel_backend.models.vae.networks import (
+from ...parallel_backend.models.tokens.vae_networks import (
     Way,
     decoder_of,
     decoding_tensors,
@@ -26,6 +25,7 @@ from ...parallel_backend.models.vae.networks import (
     known,
     told_beside,
 )
+from ...parallel_backend.models.vae.keys import decoder_keys, read_dims
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.wire.decode_messages import VaeWeights
 from ..host.comfyui_flags import comfyui_root, numeric_flags

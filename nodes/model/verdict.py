@@ -6,7 +6,7 @@ from torch import nn
 
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
-from ...parallel_backend.models.comfyui.proof import UNKNOWN, Verdict
+from ...parallel_backend.models.proof.states import UNKNOWN, Verdict
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ..host.calls import errors_as_comfyuis, interrupted, report_progress

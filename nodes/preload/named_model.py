@@ -10,12 +10,12 @@ from typing import Any
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.preview.form import SelectorInputs, read_inputs
 from ...parallel_backend.options import AUTO
-from ...parallel_backend.planner.job import Job
-from ...parallel_backend.planner.job_models import CheckpointModel
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import WEIGHT_DTYPES, LoadInfo
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.lease import State
+from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
 from ..demo_loader import MODEL as DEMO_MODEL
 from ..flux_loader import ParallelFluxLoader, load_parallel_model

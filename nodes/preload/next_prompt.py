@@ -13,7 +13,7 @@ from comfy_execution.progress import NodeState, get_progress_state
 import nodes
 
 from ...parallel_backend.errors import ParallelError
-from ...parallel_backend.sidecar.events import Ended, Event
+from ...parallel_backend.sidecar.group.events import Ended, Event
 from ..host.prompt_graph import Prompt
 from .named_model import preload
 from .tail import in_tail, loaders, nodes_on_ranks

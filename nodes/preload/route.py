@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from ...parallel_backend.errors import ParallelError, RequestError
-from ...parallel_backend.sidecar.events import listen
+from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.wire.strict_json import parse
 from ..host import memory
 from ..host.prompt_graph import Prompt

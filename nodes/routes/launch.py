@@ -12,7 +12,7 @@ from aiohttp import web
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.observability.toasts import Notifier, Toast
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.events import listen
+from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
 from . import status as live_status

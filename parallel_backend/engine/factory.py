@@ -9,13 +9,13 @@ from ..options import ComputeOptions, overlaps
 from ..requests import Placement
 from .attention.kernel_choice import kernel_for
 from .attention.native import NativeAttention
-from .compile import Blocks, CompiledBlocks, PlainBlocks, start_compiler
+from .blocks.compile import Blocks, CompiledBlocks, PlainBlocks, start_compiler
+from .comm.groups import Layout, Layouts
+from .comm.traffic_counter import Traffic
 from .forward import ParallelForward
-from .groups import Layout, Layouts
 from .lead import LeadForward
 from .load import notes_on_weights
 from .pipefusion.forward import PipelineForward
-from .traffic_counter import Traffic
 
 AnyForward = ParallelForward | PipelineForward | LeadForward
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.base import FirstBlockOutput
 from ..requests import Rows, SamplerState
-from .collectives import all_gather
+from .comm.collectives import all_gather
 from .forward import ParallelForward, RowShare
 
 MakeState = Callable[[], SamplerState]

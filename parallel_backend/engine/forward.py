@@ -14,13 +14,13 @@ from ..layout import slice_of, split_sizes
 from ..models.base import Attention, TokenModel, TokenShare
 from ..options import APPROXIMATE_KERNELS
 from ..requests import Rows
-from .collectives import all_gather, broadcast
-from .compile import Blocks
+from .blocks.compile import Blocks
+from .comm.collectives import all_gather, broadcast
+from .comm.groups import Layout
+from .comm.traffic_counter import Traffic
 from .extras import OrderedMasks, ResidualShares
-from .groups import Layout
 from .rows import batched, take
 from .token_split import TokenPlan
-from .traffic_counter import Traffic
 
 
 class CallAttention(Attention, Protocol):

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
-from .collectives import all_gather_single
-from .groups import Axis, is_gloo
-from .traffic_counter import Traffic
+from .comm.collectives import all_gather_single
+from .comm.groups import Axis, is_gloo
+from .comm.traffic_counter import Traffic
 
 _WORDS = torch.uint8  # on the wire: gloo knows no fp8, and nothing is computed on the way
 

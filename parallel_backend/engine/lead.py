@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..options import THREADS_ALONE
 from ..requests import Rows
-from .collectives import broadcast
+from .comm.collectives import broadcast
+from .comm.groups import Axis
 from .forward import ParallelForward
-from .groups import Axis
 
 
 class LeadForward:

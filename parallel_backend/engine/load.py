@@ -6,9 +6,9 @@ from ..models.base import ModelPart, TokenModel
 from ..models.registry import inspect_model, load_model
 from ..requests import ModelSpec
 from ..strategy import ParallelStrategy
-from .byte_sharding import ByteSharding
+from .comm.groups import Layout, Layouts
 from .fsdp import Sharding
-from .groups import Layout, Layouts
+from .sharding import ByteSharding
 from .tensor_parallel import slices_of
 
 

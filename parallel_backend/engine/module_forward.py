@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
-from ..models.comfyui.table import has_stages
+from ..models.tokens.table import has_stages
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from ..strategy import ParallelStrategy
 from .attention import queries
 from .attention.kernel_choice import kernel_for
-from .block_calls import BlockCalls, as_it_is
-from .call_rows import split_rows, take_rows
-from .collectives import all_gather
-from .compile import Compiler, start_compiler
-from .groups import Axis, Layout, Layouts
-from .kept_keys import KeptKeys
+from .bands.unet import UNetBands
+from .batch_rows import split_rows, take_rows
+from .blocks.block_calls import BlockCalls, as_it_is
+from .blocks.compile import Compiler, start_compiler
+from .blocks.step_cache import CachedCall, Meeting, ModuleCache
+from .comm.collectives import all_gather
+from .comm.groups import Axis, Layout, Layouts
+from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
-from .module_cache import CachedCall, Meeting, ModuleCache
-from .module_stages import ModuleStages
-from .traffic_counter import Traffic
-from .unet_bands import UNetBands
+from .stages.stages import ModuleStages
+from .stages.stale_keys import KeptKeys
 
 _SCALES = (
     "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..models.base import Slices
-from .collectives import all_gather, all_reduce
-from .groups import Axis, Layouts
-from .operators import SliceMeeting
+from .comm.collectives import all_gather, all_reduce
+from .comm.groups import Axis, Layouts
+from .comm.operators import SliceMeeting
 
 
 def slices_of(axis: Axis, layouts: Layouts) -> Slices | None:

@@ -20,7 +20,7 @@ from ..requests import Conditioning, ModuleCall, Rows
 from ..wire.weight_patches import WeightPatch
 
 if TYPE_CHECKING:
-    from .comfyui.regions import Region
+    from .tokens.regions import Region
 
 
 class Residuals(Protocol):
@@ -178,7 +178,7 @@ class LoadedModel(Protocol):
 class ModuleModel(LoadedModel, Protocol):
     """A module of ComfyUI's own, called with the arguments that ComfyUI would have handed it (models/comfyui/).
 
-    `module`: its diffusion model; `regions`: which arguments of its blocks are tokens (models/comfyui/regions.py),
+    `module`: its diffusion model; `regions`: which arguments of its blocks are tokens (models/tokens/regions.py),
     empty where nobody knows: then it can only be given fewer rows.
     """
 

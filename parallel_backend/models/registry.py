@@ -34,9 +34,9 @@ class Provider:
 PROVIDERS = (
     Provider(
         "flux",
-        inspect="flux.checkpoint:inspect_flux",
-        load="flux.load:load",
-        typical="flux.checkpoint:PUBLISHED_DEV",
+        inspect="diffusers.checkpoint:inspect_flux",
+        load="diffusers.load:load",
+        typical="diffusers.checkpoint:PUBLISHED_DEV",
     ),
     Provider(
         "comfyui",

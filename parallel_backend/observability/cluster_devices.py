@@ -15,7 +15,7 @@ def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...
     cluster = cluster_of(text)
     if not cluster:
         return resolve_devices(text)
-    from ..sidecar import clusters  # late: this computer's own devices need no certificates
+    from ..sidecar.cluster import head as clusters  # late: this computer's own devices need no certificates
 
     clusters.find_by_name()
     head = clusters.open_head(cluster)

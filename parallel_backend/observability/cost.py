@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from ..requests import ModelSpec
-from ..sidecar.events import Ended
+from ..sidecar.group.events import Ended
 
 _HOUR = 3600.0  # s
 

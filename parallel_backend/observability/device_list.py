@@ -10,9 +10,10 @@ from ..devices import MAX_CPU_RANKS, is_cpu, machine_of, memory_elsewhere, resol
 from ..errors import DeviceError
 from ..machine.fingerprint import cores
 from ..machine.probe import visible_topology
-from ..planner.memory.rank_memory import in_gib
-from ..sidecar import clusters, device_lock
-from ..sidecar.lease import State
+from ..planner.workload.rank_memory import in_gib
+from ..sidecar.cluster import head as clusters
+from ..sidecar.group.lease import State
+from ..sidecar.process import device_lock
 from ..sidecar.status import GroupStatus
 from .gauges import DeviceGauges
 from .panel import Shown, group_words

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 
 from ..models.registry import provider_of
-from ..sidecar.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
+from ..sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
 from .cost import device_seconds, model_name, money
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..sidecar.lease import State
+from ..sidecar.group.lease import State
 from ..sidecar.status import GroupStatus
 from .gauges import Gauge
 

@@ -27,8 +27,8 @@ from prometheus_client import Gauge as PriceGauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..errors import FAILURES
-from ..sidecar.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
-from ..sidecar.lease import State
+from ..sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
+from ..sidecar.group.lease import State
 from ..sidecar.status import GroupStatus, RankStatus
 from ..strategy import ParallelStrategy
 from ..wire.protocol import VERSION

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import PlatformError
 from ..sidecar import pool
-from ..sidecar.events import listen
+from ..sidecar.group.events import listen
 from .gauges import DeviceGauges
 
 if TYPE_CHECKING:

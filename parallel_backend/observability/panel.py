@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from ..sidecar.lease import State
-from ..sidecar.phases import PhaseKind
+from ..sidecar.group.lease import State
+from ..sidecar.group.phases import PhaseKind
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..sidecar.device_health import FAILING, FailingDevices, left_out
-from ..sidecar.events import Ended, Event, RequestFailed, Started
+from ..sidecar.group.device_health import FAILING, FailingDevices, left_out
+from ..sidecar.group.events import Ended, Event, RequestFailed, Started
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 
@@ -25,7 +25,7 @@ class Toast:
 
 
 class Notifier:
-    """Turns what happens (`on_event` is a listener of sidecar/events.py) into toasts, handed to `show`."""
+    """Turns what happens (`on_event` is a listener of sidecar/group/events.py) into toasts, handed to `show`."""
 
     def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
         self._show = show

@@ -8,7 +8,7 @@ from itertools import product
 
 from ..errors import StrategyError
 from ..strategy import ParallelStrategy
-from .job import Job
+from .workload.workload import Job
 
 APPROXIMATION = ("never", "if_needed", "allowed")
 # What was measured must be this many times as fast as the rule's to take its place.

@@ -16,9 +16,9 @@ from ..machine.cards import find_card
 from ..machine.topology import Topology
 from ..options import AUTO
 from ..strategy import ParallelStrategy
-from .history.measurement_history import MeasurementHistory
-from .job import Job
-from .sheet import lower_bound
+from .history import MeasurementHistory
+from .step_bounds import lower_bound
+from .workload.workload import Job
 
 # s for the two kinds of a Flux model's blocks with nothing cached. An assumption, on the careful side: not measured on
 # a GPU.

@@ -11,9 +11,9 @@ from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
 from .candidates import APPROXIMATION, Candidate, Ranking, queries_pay
-from .job import Job
-from .memory.fit import MemoryCheck
-from .memory.rank_memory import NO_MEMORY, RankMemory
+from .workload.fit import MemoryCheck
+from .workload.rank_memory import NO_MEMORY, RankMemory
+from .workload.workload import Job
 
 MODES = ("auto", "manual")
 

@@ -11,9 +11,9 @@ from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
 from ..trials import BUDGET, MOST_OTHERS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
 from .candidates import Candidate, rule_key
-from .history.measurement_history import MeasurementHistory
-from .job import Job
-from .sheet import bytes_sent, compute_share, lower_bound
+from .history import MeasurementHistory
+from .step_bounds import bytes_sent, compute_share, lower_bound
+from .workload.workload import Job
 
 ONE_DEVICE = ParallelStrategy()
 # What sends more than the first strategy is taken to be so many times as slow. An assumption; it prices a trial only.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # what takes a second to import comes later
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
     from ..wire.transport import Link
-    from .step_boundary import StepBoundary
-    from .worker import RankWorker
+    from .work.step_boundary import StepBoundary
+    from .work.worker import RankWorker
 
     MakeWorker = Callable[[Setup], RankWorker]
 
@@ -75,7 +75,7 @@ def _serve_elsewhere(begun: float) -> NoReturn:
     from functools import partial
 
     from ..errors import ParallelError
-    from .join import join
+    from .joined.join import join
 
     try:
         link, epoch, page, own = join(sys.argv[1:])
@@ -86,7 +86,7 @@ def _serve_elsewhere(begun: float) -> NoReturn:
         time.sleep(_BEFORE_ANOTHER)
         _exit(1)
     from ..wire.transport import LinkClosed
-    from .joined_worker import JoinedWorker
+    from .joined.joined_worker import JoinedWorker
 
     try:
         with suppress(LinkClosed):
@@ -110,7 +110,7 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, 
     from ..wire.fault_injection import arm
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
-    from .errors import failure
+    from .outcome.errors import failure
 
     def answer(message: Message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
@@ -124,7 +124,7 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, 
     try:
         heartbeat.point("start")
         if make_worker is None:
-            from .worker import RankWorker
+            from .work.worker import RankWorker
 
             make_worker = RankWorker
         worker = make_worker(setup)
@@ -177,7 +177,7 @@ def _serve_one(
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import Call, Cancel, Done, Envelope, KeepModels, Predict, Sample, SampleLoop, Sleep
     from ..wire.transport import close_all, pack_tensors
-    from .held_models import release_cache
+    from .work.held_models import release_cache
 
     def give_back() -> None:
         release_cache(worker.world.device)  # others need it until the next request
@@ -233,8 +233,8 @@ def _answer(
         Wake,
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
-    from .errors import failure
-    from .step_boundary import StepBoundary
+    from .outcome.errors import failure
+    from .work.step_boundary import StepBoundary
 
     message, world = envelope.message, worker.world
     heartbeat.begin()

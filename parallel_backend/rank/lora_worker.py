@@ -12,7 +12,7 @@ from ..errors import TransportError
 from ..wire.payloads import Tensors
 from ..wire.protocol import ApplyPatches, RankPatch
 from ..wire.weight_patches import RecentSets, WeightPatch, digests_of, parse_description
-from .errors import PeerFailed
+from .outcome.errors import PeerFailed
 
 if TYPE_CHECKING:
     from ..models.base import Weights

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..engine.groups import World
-from ..engine.traffic_counter import Traffic
+from ..engine.comm.groups import World
+from ..engine.comm.traffic_counter import Traffic
 from ..models.comfyui.patches import leaves_something
 from ..options import check_step_cache
 from ..requests import ModuleCall, Reuse
@@ -19,12 +19,12 @@ from ..strategy import ParallelStrategy
 from ..wire.arguments import pack_arguments
 from ..wire.payloads import Tensors
 from ..wire.protocol import Call, RankRun
-from .errors import refusing
 from .kept_arguments import KeptArguments
-from .run_record import as_one_step, run_record
+from .outcome.errors import refusing
+from .work.run_record import as_one_step, run_record
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ..engine.module_cache import ModuleCache
+    from ..engine.blocks.step_cache import ModuleCache
     from ..engine.module_forward import ModuleForward
 
 
@@ -86,7 +86,7 @@ class ModuleCalls:
 
     def _cache_for(self, reuse: Reuse | None, strategy: ParallelStrategy) -> ModuleCache | None:
         """With the call's threshold; None for one that is computed whole and leaves nothing."""
-        from ..engine.module_cache import ModuleCache
+        from ..engine.blocks.step_cache import ModuleCache
 
         if reuse is None or reuse.run != self._run:
             self.end_run()

@@ -15,13 +15,13 @@ from ..requests import LoadInfo
 from ..wire.decode_messages import Decode, Encode, RankDecode, check_decode, check_encode
 from ..wire.payloads import Tensors
 from ..wire.protocol import LoadVae
-from .errors import PeerFailed
-from .step_boundary import StepBoundary
+from .outcome.errors import PeerFailed
+from .work.step_boundary import StepBoundary
 
 if TYPE_CHECKING:
-    from ..engine.groups import World
-    from ..engine.vae.decoder import BandedNetwork, RankGroups
-    from ..engine.vae.tiles import TiledDecoder
+    from ..engine.bands.tiles import TiledDecoder
+    from ..engine.bands.vae import BandedNetwork, RankGroups
+    from ..engine.comm.groups import World
 
     SharedHalf = BandedNetwork | TiledDecoder  # of a VAE, by the ranks
 
@@ -159,18 +159,18 @@ class VaeWorker:
 
 
 def _load(message: LoadVae, tensors: Tensors, world: World, groups: RankGroups) -> SharedHalf:
-    from ..engine.vae.decoder import BandedDecoder, BandedEncoder
-    from ..engine.vae.tiles import TiledDecoder
+    from ..engine.bands.tiles import TiledDecoder
+    from ..engine.bands.vae import BandedDecoder, BandedEncoder
 
     if message.comfyui is None:
         from ..models.vae.module import load_vae
 
         return BandedDecoder(load_vae(tensors, world.device), world, groups)
     if message.encodes:
-        from ..models.comfyui.vae_encoder import load_comfyui_encoder
+        from ..models.comfyui.rows.vae_encoder import load_comfyui_encoder
 
         return BandedEncoder(load_comfyui_encoder(tensors, message.comfyui, world.device), world, groups)
-    from ..models.comfyui.vae import TiledComfyUIVae, load_comfyui_vae
+    from ..models.comfyui.rows.vae_halves import TiledComfyUIVae, load_comfyui_vae
 
     vae = load_comfyui_vae(tensors, message.comfyui, world.device, message.metadata)
     return TiledDecoder(vae, world) if isinstance(vae, TiledComfyUIVae) else BandedDecoder(vae, world, groups)

@@ -72,7 +72,7 @@ Keep = Callable[[Callable[[], SamplerState]], None]
 
 
 class OnStep(OnPatchStep, Protocol):
-    """The boundary between two steps on every rank (rank/step_boundary.py)."""
+    """The boundary between two steps on every rank (rank/work/step_boundary.py)."""
 
     def __call__(self, i: int, denoised: Tensor) -> None:
         """After step i (0-based); may raise Cancelled, on all ranks alike."""

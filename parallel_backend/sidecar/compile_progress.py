@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..wire import deadlines
 from ..wire.protocol import Compiling, Message
-from .phases import OnPhase, Phase, PhaseKind
+from .group.phases import OnPhase, Phase, PhaseKind
 
 _PIXELS_PER_LATENT = 8
 

@@ -15,10 +15,12 @@ from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from ..wire.weight_patches import WeightPatches
-from .events import Loaded, emit
-from .exchange import AGREED_ERRORS, Exchange, reports
-from .group import RankGroupRunner
-from .held_models import (
+from .group.events import Loaded, emit
+from .group.exchange import AGREED_ERRORS, Exchange, reports
+from .group.group import RankGroupRunner
+from .group.lease import Lease
+from .group.phases import Phase, PhaseKind
+from .model_room import (
     LACK_OF_MEMORY,
     HeldModel,
     ModelKey,
@@ -28,8 +30,6 @@ from .held_models import (
     predict_room,
     slowest,
 )
-from .lease import Lease
-from .phases import Phase, PhaseKind
 from .tensor_cache import KnownTensors
 from .vae_client import VaeOnRanks
 

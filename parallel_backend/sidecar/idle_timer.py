@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import Cancelled, ParallelError
-from .events import Ended, Event, Started
-from .lease import State
+from .group.events import Ended, Event, Started
+from .group.lease import State
 from .sidecar import Sidecar
 
 log = logging.getLogger(__name__)

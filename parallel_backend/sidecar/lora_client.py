@@ -15,8 +15,8 @@ from ..wire import deadlines
 from ..wire.protocol import ApplyPatches, Done, KeepFactors
 from ..wire.transport import MAX_TENSORS
 from ..wire.weight_patches import RecentSets, WeightPatches
-from .exchange import AGREED_ERRORS, USER_ERRORS, Exchange, reports
-from .phases import OnPhase, Phase, PhaseKind
+from .group.exchange import AGREED_ERRORS, USER_ERRORS, Exchange, reports
+from .group.phases import OnPhase, Phase, PhaseKind
 
 NewExchange = Callable[[frozenset[str]], Exchange[Done]]  # takes the errors that leave the group usable
 CHUNK_BYTES = 256 * 2**20  # of factors in one payload, which this process holds twice while it is made

@@ -31,11 +31,11 @@ from ..wire.payloads import Tensors, check_inputs, predict_tensors
 from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample, SampleLoop
 from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch, image_size
-from .events import Stepped, emit
-from .exchange import Exchange, expect, reports
+from .group.events import Stepped, emit
+from .group.exchange import Exchange, expect, reports
+from .group.lease import Lease
+from .group.phases import Phase, PhaseKind
 from .holdings import RankHoldings
-from .lease import Lease
-from .phases import Phase, PhaseKind
 from .resume import SamplingJob
 
 _STEPS_SHOWN = 60  # whose times a status has

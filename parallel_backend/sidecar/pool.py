@@ -17,9 +17,9 @@ from ..devices import is_cpu
 from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
-from . import clusters
-from .device_health import FAILING
-from .lease import State
+from .cluster import head as clusters
+from .group.device_health import FAILING
+from .group.lease import State
 from .sidecar import Sidecar
 
 _RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)

@@ -1,4 +1,4 @@
-"""Runs self-tests of classes of ComfyUI's modules in a process of its own (rank/self_test.py), on the CPU."""
+"""Runs self-tests of classes of ComfyUI's modules in a process of its own (rank/checks/self_test.py), on the CPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..errors import Cancelled, RankFailed, TransportError
 from ..wire import deadlines
 from ..wire.self_test import SelfTest
 from ..wire.strict_json import from_json, parse
-from .environment import interpreter_flags, rank_environment
-from .exit_status import describe_exit
-from .rank_process import OUTPUT_KEPT
-from .supervisor import PACK_ROOT, require_linux
+from .group.supervisor import PACK_ROOT, require_linux
+from .process.environment import interpreter_flags, rank_environment
+from .process.exit_status import describe_exit
+from .process.rank_process import OUTPUT_KEPT
 
-MODULE = "parallel_backend.rank.self_test"
+MODULE = "parallel_backend.rank.checks.self_test"
 _RANKS = ("cpu:0", "cpu:1")
 
 ShouldCancel = Callable[[], bool]

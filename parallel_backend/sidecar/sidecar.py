@@ -30,16 +30,16 @@ from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
-from .exchange import reports
-from .exit_status import BUS_ERROR
-from .group import RankGroupRunner
+from .group.exchange import reports
+from .group.group import RankGroupRunner
+from .group.lease import Lease, ShouldCancel, State
+from .group.phases import Phase, PhaseKind, ShowPhase
+from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
-from .lease import Lease, ShouldCancel, State
 from .model_requests import ModelRequests, sample_message
-from .phases import Phase, PhaseKind, ShowPhase
+from .process.exit_status import BUS_ERROR
 from .resume import OnStep, SamplingJob
 from .status import GroupStatus, read_ranks
-from .supervisor import RANK_MODULE
 from .vae_requests import VaeRequests
 
 T = TypeVar("T")

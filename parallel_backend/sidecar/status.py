@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .phases import Phase
-from .supervisor import RankGroup
+from .group.phases import Phase
+from .group.supervisor import RankGroup
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..errors import OutOfMemory, RequestError
 from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
 from ..wire.transport import MAX_PAYLOAD_BYTES
-from .group import RankGroupRunner
+from .group.group import RankGroupRunner
+from .group.lease import Lease, ShouldCancel
+from .group.phases import Phase, PhaseKind, ShowPhase
 from .holdings import RankHoldings
-from .lease import Lease, ShouldCancel
-from .phases import Phase, PhaseKind, ShowPhase
 
 Result = TypeVar("Result", DecodeResult, EncodeResult)
 _MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header

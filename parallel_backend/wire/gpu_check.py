@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: as observability/doctor/verdict.Verdict, without its group."""
+    """One line of the report: as commands/doctor/report.Verdict, without its group."""
 
     name: str
     status: str  # ok, slow, broken, skipped

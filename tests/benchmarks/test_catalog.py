@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.sheet import bytes_sent, lower_bound
+from parallel_backend.planner.step_bounds import bytes_sent, lower_bound
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -7,7 +7,12 @@ from math import prod
 
 from parallel_backend.engine.token_split import TokenPlan
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.flux.keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
+from parallel_backend.models.diffusers.keys import (
+    SLICED_BY_COLUMNS,
+    SLICED_BY_ROWS,
+    FluxDims,
+    diffusers_shapes,
+)
 from parallel_backend.strategy import ParallelStrategy
 
 

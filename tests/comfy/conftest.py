@@ -11,7 +11,7 @@ import pytest
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from parallel_backend.options import COMPILE_BACKEND
-from parallel_backend.sidecar import device_lock
+from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")

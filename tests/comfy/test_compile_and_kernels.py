@@ -1,6 +1,6 @@
 """Compiled blocks and the attention kernel, chosen in the loaders and Parallel Model or by ComfyUI's TorchCompileModel.
 
-The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); tests/engine/test_compile.py has
+The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); tests/engine/blocks/test_compile.py has
 inductor.
 """
 

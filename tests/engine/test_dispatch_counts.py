@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from counted_flux import call_counted, diffusers_call, flux_forward
 from dispatch_counter import DEVICE, Counts, counted, world_of_one_process
 from parallel_backend.engine.attention.native import NativeAttention
-from parallel_backend.engine.attention.uneven import UnevenAttention
-from parallel_backend.engine.block_tokens import BlockTokens
-from parallel_backend.engine.collectives import PendingExchange
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.comm.collectives import PendingExchange
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.token_split import TokenPlan
+from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.options import OVERLAP
 from parallel_backend.strategy import ParallelStrategy
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nccl_semantics import NCCL_STREAMS
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.extras import ResidualShares, mask_in_order
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.patches import PatchPlan
 from parallel_backend.engine.rows import batched, take

@@ -11,10 +11,10 @@ from differences import relative_difference
 from flux_requests import CONTEXT, POOLED, prompt, request
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_model
-from parallel_backend.engine import compile as compiling
+from parallel_backend.engine.blocks import compile as compiling
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
-from parallel_backend.engine.groups import Layouts, World
 from parallel_backend.engine.load import load_under
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions

@@ -10,9 +10,9 @@ from diffusers.hooks import FirstBlockCacheConfig
 from differences import relative_difference
 from flux_requests import CONTEXT, POOLED, request
 from oracle import oracle_model, oracle_sample
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.first_block_cache import CachedForward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import share_holder
 from differences import relative_difference
 from parallel_backend.engine import fsdp as sharding
+from parallel_backend.engine.comm.groups import Axis, Layouts
+from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Axis, Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.traffic_counter import Traffic
 from parallel_backend.errors import RequestError, StrategyError
 from parallel_backend.models.base import ModelPart
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.load import load
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.models.flux import load as _load_flux  # noqa: F401  # once, before ranks are forked
+from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
 from parallel_backend.requests import RESIDENT_SAMPLERS, ModelSpec, Placement
 from parallel_backend.sampling import denoise as loop
 from parallel_backend.strategy import ParallelStrategy
@@ -45,7 +45,7 @@ class Looks(TorchDispatchMode):
 
 
 class AtTheBoundary:
-    """Whatever looks here is the boundary's own, of which tests/rank/test_step_boundary.py knows more."""
+    """Whatever looks here is the boundary's own, of which tests/rank/work/test_step_boundary.py knows more."""
 
     def __init__(self, looks, call):
         self._looks, self._call = looks, call

@@ -10,8 +10,8 @@ import torch
 from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_sample, oracle_subject
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.cases import TinyModel

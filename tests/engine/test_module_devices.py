@@ -16,12 +16,12 @@ from comfy_modules import UNETS, import_comfyui_here
 from dispatch_counter import DEVICE, Refused, counted, world_of_one_process
 from module_devices import Found, Subject
 from parallel_backend.engine.attention import queries
-from parallel_backend.engine.block_tokens import BlockTokens
-from parallel_backend.engine.collectives import all_gather
-from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.traffic_counter import Traffic
-from parallel_backend.models.comfyui.table import token_mode
+from parallel_backend.engine.comm.collectives import all_gather
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.comm.traffic_counter import Traffic
+from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.models.comfyui.tiny import cases
+from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
 from parallel_backend.strategy import ParallelStrategy
 

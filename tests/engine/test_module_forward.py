@@ -6,14 +6,14 @@ import torch
 from comfy_modules import CASES, import_comfyui_here
 from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
-from parallel_backend.engine.attention.uneven import UnevenAttention
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.table import token_mode
 from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.video import ltxav, ltxav_inputs, wan, wan_inputs
 from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks

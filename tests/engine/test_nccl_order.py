@@ -10,13 +10,13 @@ import torch
 from flux_requests import CONTEXT, POOLED, SIZES, TOLERANCE, request
 from nccl_semantics import NCCL_SEMANTICS, NCCL_STREAMS, count_connected
 from oracle import oracle_subject
+from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.vae.decoder import BandedDecoder
 from parallel_backend.models.vae.module import load_vae
-from parallel_backend.planner.memory.communicators import count_communicators
-from parallel_backend.rank.step_boundary import StepBoundary
+from parallel_backend.planner.workload.communicators import count_communicators
+from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

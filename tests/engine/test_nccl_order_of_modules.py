@@ -13,10 +13,10 @@ from host_and_device import DEVICE, active
 from module_references import Reference
 from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.attention import queries
-from parallel_backend.engine.byte_sharding import ByteSharding
-from parallel_backend.engine.groups import Layouts
-from parallel_backend.engine.module_cache import ModuleCache
+from parallel_backend.engine.blocks.step_cache import ModuleCache
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.comfyui.placing import blocks_of
 from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = textwrap.dedent(
     """
     import torch
-    from parallel_backend.engine.groups import World
+    from parallel_backend.engine.comm.groups import World
     from parallel_backend.errors import PlatformError
     try:
         World(rank=0, world_size=2, device=torch.device("cpu"), backend="gloo", store_path={store!r})

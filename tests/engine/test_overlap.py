@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flux_requests import BLOCKS, CASES, CONTEXT, POOLED
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.errors import RequestError
-from parallel_backend.models.flux.load import load
-from parallel_backend.models.flux.sending import SendingProcessor
+from parallel_backend.models.diffusers.load import load
+from parallel_backend.models.diffusers.sending import SendingProcessor
 from parallel_backend.options import OVERLAP, overlaps
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise

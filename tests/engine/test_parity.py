@@ -8,9 +8,9 @@ import torch
 from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
 from flux_requests import CASES_OF_TWO_STEPS as CASES
 from oracle import oracle_subject
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
-from parallel_backend.models.flux.load import load
+from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

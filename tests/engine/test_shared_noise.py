@@ -9,10 +9,10 @@ import torch
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from nccl_semantics import NCCL_STREAMS
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
-from parallel_backend.models.flux import load as _load_flux  # noqa: F401  # once, before ranks are forked
+from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling import denoise as loop
 from parallel_backend.strategy import ParallelStrategy

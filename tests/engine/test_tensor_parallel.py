@@ -7,12 +7,12 @@ import torch
 
 from differences import relative_difference
 from mapped_files import mapped_ranges
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import StrategyError
 from parallel_backend.models.base import ModelPart, Slices
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.load import load
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks

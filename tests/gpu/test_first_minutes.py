@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
+from parallel_backend.commands.gpu_check.ranks import Ranks
+from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
 from parallel_backend.devices import resolve_devices
-from parallel_backend.observability.doctor.gpu.ranks import Ranks
-from parallel_backend.observability.doctor.gpu.run import choose, make_subject, run_checks
 from parallel_backend.observability.gauges import DeviceGauges
-from parallel_backend.planner.decide import job_from_request
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.plan import job_from_request
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import Placement
 from parallel_backend.wire.calibration import POINT_TO_POINT, slowest_rate
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.engine.groups import Layouts, World
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.load import load_under
 from parallel_backend.models import cards
-from parallel_backend.models.casting import CastingLinear, Fp8Linear
 from parallel_backend.models.comfyui.common_dtypes import asked_of_all
+from parallel_backend.models.diffusers import load as flux
+from parallel_backend.models.diffusers.casting import CastingLinear, Fp8Linear
 from parallel_backend.models.dtypes import HALVES, Dtypes, halves_of_card
-from parallel_backend.models.flux import load as flux
 from parallel_backend.requests import FP8_FAST, ModelSpec
 from parallel_backend.strategy import ParallelStrategy
 from tiny_flux import write_tiny_flux

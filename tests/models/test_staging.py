@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models import staging
-from parallel_backend.models.flux import load as flux
+from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.staging import StagedReader, staged_reader
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import parallel_backend.models.comfyui.proof
+import parallel_backend.models.proof.states
 import parallel_backend.wire.arguments  # noqa: F401  the module under test must meet these very ones
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
 from parallel_backend.errors import RequestError
-from parallel_backend.models.comfyui.proof import PROVEN_HERE, Verdict
 from parallel_backend.models.comfyui.tiny.cases import CASES
+from parallel_backend.models.proof.states import PROVEN_HERE, Verdict
 from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments
 

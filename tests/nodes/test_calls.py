@@ -13,14 +13,14 @@ from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.observability.bench.rounds import random_request
-from parallel_backend.planner.decide import job_from_request
-from parallel_backend.planner.history import measurement_history
-from parallel_backend.planner.history.measurement_history import record_run
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner.history import record_run
+from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement, RunInfo
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import parallel_backend.models.comfyui.proof
+import parallel_backend.models.proof.states
 import parallel_backend.wire.payloads  # noqa: F401  the module under test must meet these very ones
 from comfy_modules import CASES, import_comfyui_here
 from pack_nodes import import_node_module

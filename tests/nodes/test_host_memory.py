@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pack_nodes import import_node_module
-from parallel_backend.planner import decide  # noqa: F401  the module under test must meet these very ones
-from parallel_backend.planner.memory import memory_in_use
+from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must meet these very ones
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload import in_use as memory_in_use
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy

@@ -11,15 +11,15 @@ from comfy_modules import import_comfyui_here
 from dispatch_counter import DEVICE
 from module_devices import as_in_a_rank, forward_of, on_device, watched
 from pack_nodes import import_node_module
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui import patches as carried
-from parallel_backend.models.comfyui.proof import PROVEN_HERE
 from parallel_backend.models.comfyui.run_memory import RunMemory
 from parallel_backend.models.comfyui.tiny import image, video
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.models.proof.states import PROVEN_HERE
 from parallel_backend.requests import ATTENTION, BLOCK, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments

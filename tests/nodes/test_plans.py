@@ -12,8 +12,8 @@ from jobs import FP8, flux_file
 from pack_nodes import import_node_module
 from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed, RequestError
 from parallel_backend.machine.cache_files import VARIABLE
-from parallel_backend.planner import decide  # noqa: F401  the module under test must meet these very ones
-from parallel_backend.planner.history import measurement_history
+from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must meet these very ones
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.sidecar import pool

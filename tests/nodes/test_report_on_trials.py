@@ -16,11 +16,11 @@ from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
-from parallel_backend.planner.decide import plan_execution
-from parallel_backend.planner.history import measurement_history
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner import history as measurement_history
+from parallel_backend.planner.history import MeasurementHistory
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.planner.sheet import lower_bound
+from parallel_backend.planner.step_bounds import lower_bound
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialRun

@@ -12,7 +12,7 @@ from pack_nodes import import_node_module
 from parallel_backend.errors import OutOfMemory
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.lease import State
+from parallel_backend.sidecar.group.lease import State
 
 CHOSEN = ("cpu:0", "cpu:1")
 

@@ -10,7 +10,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.errors import DeviceError
 from parallel_backend.observability.cluster_devices import resolve_for_command
-from parallel_backend.sidecar import clusters
+from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.wire import deadlines
 
 

@@ -12,8 +12,8 @@ import pytest
 from parallel_backend.observability import event_log
 from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
-from parallel_backend.sidecar import events
-from parallel_backend.sidecar.events import (
+from parallel_backend.sidecar.group import events
+from parallel_backend.sidecar.group.events import (
     Changed,
     Ended,
     Loaded,

@@ -22,8 +22,9 @@ from parallel_backend.observability.gauges import DeviceGauges
 from parallel_backend.observability.metrics import CONTENT_TYPE, MOST_MODELS, PREFIX, Metrics, pack_version
 from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
 from parallel_backend.requests import ModelSpec, PredictRequest
-from parallel_backend.sidecar import events, pool
-from parallel_backend.sidecar.events import Ended, Released, Stepped, listen
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group import events
+from parallel_backend.sidecar.group.events import Ended, Released, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, scripted_prompt, scripted_request, scripted_sidecar, scripted_weights, two_ranks

@@ -7,7 +7,7 @@ import pytest
 
 from parallel_backend.observability.gauges import Gauge
 from parallel_backend.observability.panel import show_groups, show_progress, why_not
-from parallel_backend.sidecar.phases import Phase, PhaseKind
+from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.status import GroupStatus, RankStatus
 
 RANKS = (

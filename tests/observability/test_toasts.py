@@ -1,8 +1,8 @@
 """What becomes a toast, and that nothing becomes two."""
 
 from parallel_backend.observability.toasts import Notifier
-from parallel_backend.sidecar.device_health import FailingDevices
-from parallel_backend.sidecar.events import Changed, Ended, RequestFailed, Started
+from parallel_backend.sidecar.group.device_health import FailingDevices
+from parallel_backend.sidecar.group.events import Changed, Ended, RequestFailed, Started
 
 DEVICES = ("cuda:0", "cuda:1")
 DONE = Ended(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)

@@ -7,18 +7,18 @@ import torch
 
 import fake_nvml
 from jobs import FP8, flux_file, flux_job
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.observability.bench.rounds import random_request
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.options import CompileStats, ComputeOptions
-from parallel_backend.planner.decide import job_from_request, plan_execution
-from parallel_backend.planner.history import measurement_history as module
-from parallel_backend.planner.history.measurement_history import MeasurementHistory, record_run
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner import history as module
+from parallel_backend.planner.history import MeasurementHistory, record_run
+from parallel_backend.planner.plan import job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial

@@ -7,8 +7,8 @@ from jobs import BF16, FP8, flux_job
 from parallel_backend.machine import device_shares
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
-from parallel_backend.planner.decide import plan_execution
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
+from parallel_backend.planner.history import MeasurementHistory
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 

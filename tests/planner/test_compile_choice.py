@@ -14,9 +14,9 @@ from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.compile_choice import COMPILE_SECONDS, SAVED_SHARE, CompileChoice
-from parallel_backend.planner.decide import job_from_latent
-from parallel_backend.planner.history.measurement_history import MeasurementHistory
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.history import MeasurementHistory
+from parallel_backend.planner.plan import job_from_latent
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import CompileStats, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 

@@ -5,7 +5,7 @@ import pytest
 from jobs import BF16, flux_job
 from parallel_backend.layout import crosses_machines
 from parallel_backend.machine.local import LocalMachine
-from parallel_backend.planner.decide import plan_execution
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 

@@ -7,10 +7,10 @@ import pytest
 
 from jobs import flux_file, flux_job
 from parallel_backend.errors import StrategyError
-from parallel_backend.models.flux.keys import FLUX_DEV
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 
 

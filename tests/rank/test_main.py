@@ -9,7 +9,7 @@ import torch
 from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, CheckpointError, RankFailed, TransportError
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
-from parallel_backend.sidecar import exchange as client
+from parallel_backend.sidecar.group import exchange as client
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import VERSION, Cancel, Envelope, encode

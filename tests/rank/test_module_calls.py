@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel_backend.engine.traffic_counter import Traffic
+from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.errors import StrategyError
 from parallel_backend.rank.module_calls import ModuleCalls
 from parallel_backend.requests import Placement, Reuse

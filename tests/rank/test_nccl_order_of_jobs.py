@@ -9,7 +9,7 @@ from host_and_device import DEVICE
 from loop_jobs import loop_job, stock_latent, tiny_model
 from loop_ranks import LoopRanks
 from nccl_semantics import count_connected
-from parallel_backend.planner.memory.communicators import count_communicators
+from parallel_backend.planner.workload.communicators import count_communicators
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan
 from ranks import run_ranks

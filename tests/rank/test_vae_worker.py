@@ -14,10 +14,10 @@ from fault_injection import fault
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
-from parallel_backend.models.comfyui import vae as comfyui_vae
+from parallel_backend.models.comfyui.rows import vae_halves as comfyui_vae
+from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.comfyui.vae import TiledComfyUIVae
-from parallel_backend.models.vae.networks import decoding_tensors, encoding_tensors, told_beside
+from parallel_backend.models.tokens.vae_networks import decoding_tensors, encoding_tensors, told_beside
 from parallel_backend.rank.vae_worker import VaeWorker
 from parallel_backend.requests import ComfyUISource, Conditioning, ModelSpec, Placement, PredictRequest
 from parallel_backend.sidecar.sidecar import Sidecar

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import check_templates
-from parallel_backend.models.comfyui.table import TABLE
+from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
 

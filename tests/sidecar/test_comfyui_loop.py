@@ -14,7 +14,7 @@ from fault_injection import fault
 from loop_jobs import STEPS, loop_job, stock_latent, tiny_model
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.requests import SEVERAL_CALLS, Placement
-from parallel_backend.sidecar.events import Stepped, listen
+from parallel_backend.sidecar.group.events import Stepped, listen
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan
@@ -99,7 +99,7 @@ def test_a_cancel_leaves_warm_ranks(two_real_ranks, spec):
 def test_a_crash_in_the_middle_ends_in_the_bits_of_a_run_without_one(
     no_leaks, two_real_ranks, spec, tmp_path
 ):
-    """Of other samplers, and after any step: tests/rank/test_loop_worker.py."""
+    """Of other samplers, and after any step: tests/rank/work/test_loop_worker.py."""
     for name in ("dpmpp_2m", "dpmpp_sde"):
         job = loop_job(name, mask=True)
         wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent

@@ -24,7 +24,7 @@ from fault_injection import (
 from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement, PredictRequest
-from parallel_backend.sidecar.device_health import FAILING
+from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
@@ -207,7 +207,7 @@ def test_a_second_cancel_changes_nothing(works_again, sidecar, weights):
 
 
 def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, weights, monkeypatch):
-    monkeypatch.setattr("parallel_backend.sidecar.restart_policy.FAILURES_UNTIL_BROKEN", 100)
+    monkeypatch.setattr("parallel_backend.sidecar.group.restart_policy.FAILURES_UNTIL_BROKEN", 100)
     outcomes = []
     for delay in (0.0, 0.05):
         sidecar.load(weights)

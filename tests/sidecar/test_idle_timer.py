@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from parallel_backend.errors import Cancelled
-from parallel_backend.sidecar.events import listen
+from parallel_backend.sidecar.group.events import listen
 from parallel_backend.sidecar.idle_timer import LOOK_AGAIN, IdleWatch, Timeouts
 from parallel_backend.sidecar.sidecar import State
 from scripted import scripted_request, scripted_sidecar, two_ranks

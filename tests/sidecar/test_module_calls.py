@@ -9,7 +9,7 @@ import torch
 
 from parallel_backend.errors import RankFailed, RequestError
 from parallel_backend.requests import BLOCK, ROWS, ModelSpec, ModuleCall
-from parallel_backend.sidecar.exchange import Exchange
+from parallel_backend.sidecar.group.exchange import Exchange
 from tests.support.scripted import CRASH, RAISE_ALL, scripted_sidecar, scripted_weights, two_ranks
 
 

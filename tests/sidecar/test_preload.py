@@ -10,8 +10,8 @@ import torch
 from parallel_backend.errors import CheckpointError, RankFailed, RequestError
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import holdings, pool
-from parallel_backend.sidecar.events import Ended, Loaded, listen
-from parallel_backend.sidecar.held_models import MOST_MAPPED, Room
+from parallel_backend.sidecar.group.events import Ended, Loaded, listen
+from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, SLOW, predict_request, scripted_request, scripted_weights, two_ranks

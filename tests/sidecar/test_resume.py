@@ -8,8 +8,8 @@ import torch
 
 from loop_jobs import loop_job
 from nccl_semantics import NCCL_STREAMS
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RankFailed, RequestError, TransportError
 from parallel_backend.requests import LoopState, ModelSpec, Placement, RunInfo, SamplerState

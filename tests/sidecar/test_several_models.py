@@ -18,10 +18,11 @@ from lora_patches import lora
 from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import ModelSpec, ModuleCall, Placement
-from parallel_backend.sidecar import held_models, holdings, pool
-from parallel_backend.sidecar.events import Loaded, listen
-from parallel_backend.sidecar.exchange import Exchange
-from parallel_backend.sidecar.held_models import MOST_MAPPED, Room
+from parallel_backend.sidecar import holdings, pool
+from parallel_backend.sidecar import model_room as held_models
+from parallel_backend.sidecar.group.events import Loaded, listen
+from parallel_backend.sidecar.group.exchange import Exchange
+from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import KeepModels, RankAndModel, Sleep, Wake

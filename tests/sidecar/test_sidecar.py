@@ -17,7 +17,7 @@ from parallel_backend.errors import (
     StrategyError,
 )
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar import exchange as client
+from parallel_backend.sidecar.group import exchange as client
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arena import ArenaWriter

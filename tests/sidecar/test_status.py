@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
-from parallel_backend.sidecar.phases import Phase, PhaseKind
+from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.sidecar.status import read_ranks
 from parallel_backend.strategy import ParallelStrategy

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from differences import relative_difference
-from parallel_backend.engine.groups import World
-from parallel_backend.engine.vae.decoder import BandedNetwork
-from parallel_backend.engine.vae.row_bands import Bands
+from parallel_backend.engine.bands.row_bands import Bands
+from parallel_backend.engine.bands.vae import BandedNetwork
+from parallel_backend.engine.comm.groups import World
 from parallel_backend.errors import PlatformError
 
 TOLERANCE = 1e-5  # of the largest value

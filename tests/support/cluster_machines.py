@@ -11,11 +11,11 @@ from pathlib import Path
 
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.cluster.channel import Kind
-from parallel_backend.cluster.command import make
 from parallel_backend.cluster.handshake import Join, pack, receive_first, send_first, versions
 from parallel_backend.cluster.tls import make_context, secure
-from parallel_backend.sidecar import clusters
-from parallel_backend.sidecar.supervisor import PACK_ROOT
+from parallel_backend.commands.cluster import make
+from parallel_backend.sidecar.cluster import head as clusters
+from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 
 
 def make_cluster(folder: Path, name: str = "lab", address: str = "127.0.0.1", port: int = 0) -> Path:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dispatch_counter import CPU, DEVICE, Counts, DispatchCounter, counted, world_of_one_process
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.forward import ParallelForward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.pipefusion.forward import PipelineForward
-from parallel_backend.models.flux.keys import FLUX_DEV, FluxDims, original_shapes
+from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, original_shapes
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows, SampleRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy

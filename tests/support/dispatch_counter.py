@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meta_answers import meta_answer
-from parallel_backend.engine.groups import World
+from parallel_backend.engine.comm.groups import World
 
 DEVICE = torch.device("meta")  # a GPU's stand-in
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel_backend.sidecar.supervisor import PACK_ROOT
+from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 from parallel_backend.wire.fault_injection import VARIABLE
 
 

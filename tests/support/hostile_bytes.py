@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from parallel_backend.errors import CheckpointError, ParallelError, RequestError, TransportError
 from parallel_backend.models.checkpoint import read_header
-from parallel_backend.models.flux.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.requests import SamplerState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
 from parallel_backend.wire.payloads import (

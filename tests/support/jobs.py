@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from parallel_backend.models.comfyui.model_file import TYPICAL
-from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV, FluxFile
-from parallel_backend.models.flux.keys import FLUX_DEV
+from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV, FluxFile
+from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.workload import Job
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000  # bytes of a published Flux.1
 

@@ -15,17 +15,18 @@ import loop_jobs
 from dispatch_counter import CPU, DEVICE, counted, world_of_one_process
 from loop_ranks import ParentOfRankZero
 from module_devices import comfyui_on_the_device
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
 from parallel_backend.layout import split_sizes
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model import ComfyUIModel
 from parallel_backend.models.comfyui.placing import place
-from parallel_backend.rank import loop_worker, patch_flow
-from parallel_backend.rank.loop_worker import sample_loop
-from parallel_backend.rank.step_boundary import StepBoundary
+from parallel_backend.rank.pipefusion import patch_flow
+from parallel_backend.rank.work import loop_worker
+from parallel_backend.rank.work.loop_worker import sample_loop
+from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import LoopRequest, ModelSpec, Placement
-from parallel_backend.sampling.element_patches import ElementPatches
+from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arguments import map_tensors
 from parallel_backend.wire.loop import loop_tensors

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from host_and_device import active
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.rank import step_boundary
-from parallel_backend.rank.loop_worker import sample_loop
-from parallel_backend.rank.step_boundary import StepBoundary
+from parallel_backend.rank.work import step_boundary
+from parallel_backend.rank.work.loop_worker import sample_loop
+from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import Placement
 from parallel_backend.wire.loop import loop_tensors
 from parallel_backend.wire.payloads import state_tensors, take_loop_state

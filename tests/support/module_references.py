@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from host_and_device import on_device
-from parallel_backend.models.comfyui.table import token_mode
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import ModuleCall
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_backend.models.comfyui.tiny.weights import fill
-from parallel_backend.models.vae.networks import frames_are_a_batch
+from parallel_backend.models.tokens.vae_networks import frames_are_a_batch
 from video_vaes import VaeCase
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel_backend.models.flux.patch_diffusers import attention_arguments, patch_diffusers
+from parallel_backend.models.diffusers.compat_diffusers import attention_arguments, patch_diffusers
 
 
 class _StaleKeys:

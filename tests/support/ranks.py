@@ -17,7 +17,7 @@ import torch
 from host_and_device import DEVICE, HOST, HostAndDevice
 from nccl_device import unwaited
 from nccl_semantics import NCCL_SEMANTICS, register
-from parallel_backend.engine.groups import World
+from parallel_backend.engine.comm.groups import World
 
 
 def run_ranks(

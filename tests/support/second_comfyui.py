@@ -14,7 +14,7 @@ from comfyui_client import ComfyUIClient
 from comfyui_server import ComfyUIServer
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.observability import queue_log
-from parallel_backend.sidecar import device_lock
+from parallel_backend.sidecar.process import device_lock
 
 DEVICES = "cpu:4,cpu:5"  # on which its ranks start with it, as they do outside tests
 FOLDER = "parallel.pack v2"  # of the pack

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flux_requests import CASES_OF_TWO_STEPS, CONTEXT, POOLED
 from oracle import oracle_subject
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise

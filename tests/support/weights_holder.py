@@ -14,9 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from parallel_backend.models.base import TokenShare
-from parallel_backend.models.flux.load import load
-from parallel_backend.models.flux.module import FluxModel
-from parallel_backend.models.flux.packing import image_ids
+from parallel_backend.models.diffusers.load import load
+from parallel_backend.models.diffusers.module import FluxModel
+from parallel_backend.models.diffusers.packing import image_ids
 from parallel_backend.requests import Conditioning, ModelSpec
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ...layout import slice_of
-from ..collectives import PendingExchange, all_to_all, begin_all_to_all, ring_shares
-from ..groups import Axis, Layout
+from ..comm.collectives import PendingExchange, all_to_all, begin_all_to_all, ring_shares
+from ..comm.groups import Axis, Layout
+from ..comm.traffic_counter import Traffic
 from ..token_split import TokenPlan
-from ..traffic_counter import Traffic
 from .kernels import TORCH, attend, attend_with_lse, merge
 from .kv_cache import KVRecorder
 

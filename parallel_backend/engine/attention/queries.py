@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...layout import slice_of, split_sizes
-from ..collectives import all_gather
-from ..groups import Layout
-from ..traffic_counter import Traffic
+from ..comm.collectives import all_gather
+from ..comm.groups import Layout
+from ..comm.traffic_counter import Traffic
 
 # Each 16-bit number of an answer takes 4 FLOPs a key to compute and 2 bytes on the wire: with fewer keys than this,
 # gathering it over PCIe takes longer (at 100 TFLOPS and 25 GB/s; both in 80 ps). It would be 1 on a perfect link.

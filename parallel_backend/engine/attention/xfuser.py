@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
-from ..collectives import all_gather
-from ..groups import Axis, Layout
+from ..comm.collectives import all_gather
+from ..comm.groups import Axis, Layout
+from ..comm.traffic_counter import Traffic
 from ..token_split import TokenPlan
-from ..traffic_counter import Traffic
+from .compat_xfuser import Xfuser, load_xfuser
 from .kernels import TORCH
-from .patch_xfuser import Xfuser, load_xfuser
 
 # xfuser's names for the kernels that kernel_choice.kernel_for picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}

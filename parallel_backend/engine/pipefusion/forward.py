@@ -16,12 +16,12 @@ from ...options import APPROXIMATE_KERNELS
 from ...requests import Rows
 from ..attention.kv_cache import KVCache
 from ..attention.native import NativeAttention
-from ..collectives import all_gather, broadcast
-from ..compile import Blocks
-from ..groups import Layout
+from ..blocks.compile import Blocks
+from ..comm.collectives import all_gather, broadcast
+from ..comm.groups import Layout
+from ..comm.traffic_counter import Traffic
 from ..patches import PatchPlan, index_of
 from ..rows import take
-from ..traffic_counter import Traffic
 from .schedule import PipeFusionSchedule, Sampling
 from .stage import RowShard, Stage, WorkItem
 

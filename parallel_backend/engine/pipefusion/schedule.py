@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...layout import slice_of
 from ..attention.kv_cache import KVCache
-from ..collectives import all_gather
-from ..groups import Layout
-from ..traffic_counter import Traffic
-from .p2p import PendingRecv
+from ..comm.collectives import all_gather
+from ..comm.groups import Layout
+from ..comm.traffic_counter import Traffic
+from ..stages.p2p import PendingRecv
 from .stage import RowShard, Stage, WorkItem
 
 

@@ -18,13 +18,13 @@ from ...models.base import Residuals, TokenModel, TokenShare
 from ...requests import Conditioning, Extras
 from ..attention.kv_cache import KVCache, KVRecorder
 from ..attention.native import NativeAttention
-from ..compile import Blocks
+from ..blocks.compile import Blocks
+from ..comm.groups import Layout
+from ..comm.traffic_counter import Traffic
 from ..extras import OrderedMasks, ResidualShares
-from ..groups import Layout
 from ..patches import PatchPlan, index_of
+from ..stages.p2p import P2PChannel, PendingRecv
 from ..token_split import TokenPlan
-from ..traffic_counter import Traffic
-from .p2p import P2PChannel, PendingRecv
 
 CHUNKS = 2  # the most that a stage holds
 

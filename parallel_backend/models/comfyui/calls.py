@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...requests import ATTENTION, BANDS, TOKEN_MODES, ModuleCall
 from ...wire.arguments import map_tensors
+from ..proof.states import Verdict, trusted_mode
 from .patches import ARGUMENT, call_inside_blocks
-from .proof import Verdict, trusted_mode
 from .unet_patches import UNET_PATCHES
 
 OPTIONS = "transformer_options"

@@ -22,12 +22,12 @@ from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
 from ..staging import staged_reader
+from ..tokens.table import stage_lists
 from . import gguf
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .model import ComfyUIModel
 from .placing import place
-from .table import stage_lists
 from .weights import ComfyUIWeights
 
 StateDict = dict[str, Tensor]

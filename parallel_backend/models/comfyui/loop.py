@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...requests import LoopRequest, ModuleCall
 from ...wire.arguments import map_tensors
+from ..proof.states import Verdict
 from .calls import OPTIONS, in_host_memory, made_replaced, module_call
-from .proof import Verdict
 
 if TYPE_CHECKING:
     from .model import ComfyUIModel

@@ -12,11 +12,11 @@ from torch import nn
 
 from ...requests import ModuleCall
 from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
+from ..tokens.regions import Region
+from ..tokens.table import TABLE
 from .attention_router import attention_by
 from .patches import ARGUMENT, live_options
-from .regions import Region
 from .run_memory import RunMemory
-from .table import TABLE
 
 
 class ComfyUIModel:

@@ -9,13 +9,13 @@ from ...machine.local import LocalMachine
 from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
 from ...models.model_file import ModelFile
 from ...models.registry import typical_model
-from ...planner.decide import find_machine
-from ...planner.job import Job
-from ...planner.job_models import CheckpointModel
-from ...planner.memory.fit import MemoryCheck, check_capacity, fits
-from ...planner.memory.rank_memory import fullest_rank
+from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
-from ...sidecar.device_health import left_out
+from ...planner.workload.checkpoint_model import CheckpointModel
+from ...planner.workload.fit import MemoryCheck, check_capacity, fits
+from ...planner.workload.rank_memory import fullest_rank
+from ...planner.workload.workload import Job
+from ...sidecar.group.device_health import left_out
 from ...strategy import ModelShape, ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 

@@ -91,7 +91,9 @@ class TestOtherPlatform(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent, pretend) -> io.NodeOutput:
-        (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
+        (name,) = (
+            name for name in sys.modules if name.endswith(".parallel_backend.sidecar.group.supervisor")
+        )
         sys.modules[name].sys = SimpleNamespace(platform="win32") if pretend else sys
         return io.NodeOutput(latent)
 
@@ -135,7 +137,7 @@ def _sidecars() -> tuple:
 
 def fork_ranks(prompt: dict) -> dict:
     """Has the pack's ranks forked from a prepared process from the first prompt on (tests/support/forked_ranks.py)."""
-    (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.supervisor"))
+    (name,) = (name for name in sys.modules if name.endswith(".parallel_backend.sidecar.group.supervisor"))
     supervisor = sys.modules[name]
     if supervisor.subprocess is subprocess:
         path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"

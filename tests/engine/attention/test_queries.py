@@ -11,7 +11,7 @@ import torch
 from comfy_modules import CASES, import_comfyui_here
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.attention import queries
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill, random

@@ -12,8 +12,8 @@ from flux_requests import CASES as ALL_CASES
 from flux_requests import CONTEXT, POOLED, TOLERANCE
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_subject
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.pipefusion.schedule import rounds
 from parallel_backend.engine.pipefusion.stage import WorkItem

@@ -12,9 +12,9 @@ from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
 from differences import relative_difference
 from mapped_files import mapped_ranges
-from parallel_backend.engine.byte_sharding import ByteSharding
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.staging import StagedReader

@@ -15,7 +15,7 @@ from comfy_weight_files import CPU, inputs, patch, spec
 from differences import relative_difference
 from gguf_files import finish, unpacked, write, write_unpacked
 from mapped_files import mapped_ranges
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import CheckpointError, RequestError

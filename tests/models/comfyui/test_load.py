@@ -12,9 +12,9 @@ from fake_cuda import FakeCuda
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import ModelPart, Slices
-from parallel_backend.models.comfyui import table
 from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, asked_of_all
 from parallel_backend.models.comfyui.load import load
+from parallel_backend.models.tokens import table
 from parallel_backend.requests import ComfyUISource, ModelSpec
 from tiny_flux import write_tiny_flux
 

@@ -13,13 +13,13 @@ from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, by_st
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.registry import inspect_model, typical_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
-from parallel_backend.planner.decide import job_from_latent
-from parallel_backend.planner.job import Job
-from parallel_backend.planner.job_models import CheckpointModel
-from parallel_backend.planner.memory.model import predict_memory
-from parallel_backend.planner.memory.rank_memory import fullest_rank
+from parallel_backend.planner.plan import job_from_latent
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
-from parallel_backend.planner.sheet import compute_share
+from parallel_backend.planner.step_bounds import compute_share
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.memory import predict_memory
+from parallel_backend.planner.workload.rank_memory import fullest_rank
+from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 
 BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from comfy_modules import CASES, CPU, import_comfyui_here
-from parallel_backend.engine.byte_sharding import ByteSharding
-from parallel_backend.engine.groups import Axis
-from parallel_backend.engine.traffic_counter import Traffic
+from parallel_backend.engine.comm.groups import Axis
+from parallel_backend.engine.comm.traffic_counter import Traffic
+from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.comfyui.placing import blocks_of
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill

@@ -12,14 +12,14 @@ import torch
 
 from comfy_modules import UNETS, import_comfyui_here
 from pack_nodes import import_node_module
-from parallel_backend.engine import unet_bands
-from parallel_backend.engine.groups import Layouts
+from parallel_backend.engine.bands import unet as unet_bands
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui import unet_patches
-from parallel_backend.models.comfyui.proof import PROVEN_HERE
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.models.proof.states import PROVEN_HERE
 from parallel_backend.requests import BANDS, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.arguments import pack_arguments, unpack_arguments

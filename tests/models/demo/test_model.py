@@ -12,8 +12,8 @@ from safetensors import safe_open
 from demo_training.judge import judge
 from parallel_backend.models.demo.captions import is_held_out, random_scene
 from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM
-from parallel_backend.models.flux.checkpoint import inspect_flux
-from parallel_backend.models.flux.keys import original_shapes
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.keys import original_shapes
 
 FOLDER = Path(__file__).resolve().parents[3] / "demo_model"
 TRANSFORMER = FOLDER / "transformer.safetensors"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel_backend.errors import CheckpointError, RequestError, StrategyError
 from parallel_backend.models.comfyui.model_file import ANY_MODEL
-from parallel_backend.models.flux.checkpoint import PUBLISHED_DEV
+from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV
 from parallel_backend.observability.preview import form as selector_inputs
 from parallel_backend.observability.preview.form import (
     LIMITS,

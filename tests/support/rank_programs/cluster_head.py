@@ -10,11 +10,12 @@ from flux_requests import request
 from parallel_backend import devices
 from parallel_backend.errors import ParallelError
 from parallel_backend.models.registry import inspect_model
-from parallel_backend.planner.decide import find_machine, job_from_request, plan_execution
-from parallel_backend.planner.job_models import CheckpointModel
+from parallel_backend.planner.plan import find_machine, job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sidecar import clusters, pool
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.wire import deadlines
 from waiting import wait_until
 

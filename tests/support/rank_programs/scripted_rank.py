@@ -25,7 +25,7 @@ sys.modules[_engine.__name__] = _engine
 
 from parallel_backend.errors import CheckpointError  # noqa: E402
 from parallel_backend.rank.__main__ import main  # noqa: E402
-from parallel_backend.rank.worker import RankWorker  # noqa: E402
+from parallel_backend.rank.work.worker import RankWorker  # noqa: E402
 from parallel_backend.wire.heartbeat import heartbeat  # noqa: E402
 from tests.support.scripted import (  # noqa: E402
     CRASH,

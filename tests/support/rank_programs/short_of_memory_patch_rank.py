@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel_backend.models.flux import weights as flux_weights
+from parallel_backend.models.diffusers import weights as flux_weights
 from parallel_backend.rank.__main__ import main
 
 LAST = "time_in.out_layer.weight"

@@ -1,0 +1,142 @@
+"""measure(): from a file and a few wishes to an Outcome."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...devices import is_cpu, machine_of
+from ...errors import RequestError, StrategyError
+from ...machine.fingerprint import cores, cpu_name
+from ...machine.local import topology_of
+from ...machine.probe import read_visible
+from ...machine.topology import Topology
+from ...models.registry import inspect_model
+from ...observability.cluster_devices import resolve_for_command
+from ...planner.history import MeasurementHistory
+from ...planner.plan import job_from_request
+from ...planner.workload.checkpoint_model import CheckpointModel
+from ...planner.workload.fit import MemoryCheck
+from ...planner.workload.rank_memory import fullest_rank
+from ...planner.workload.workload import Job
+from ...requests import WEIGHT_DTYPES, ModelSpec
+from ...strategy import ParallelStrategy
+from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
+from ..doctor.machines import machines_of, numbered
+from ..doctor.privacy import find_private, scrub
+from .candidates import parse_strategies, possible_strategies
+from .fitting import split_by_memory
+from .outcome import Outcome, Row
+from .rounds import Comparison, random_request, run_rounds
+
+_UNNAMED = ("", "all")
+
+
+def measure(
+    *,
+    model: str,
+    devices: str,
+    width: int,
+    height: int,
+    batch: int,
+    text: int,
+    steps: int,
+    rounds: int,
+    with_cfg: bool,
+    strategies: str,
+    engine: str,
+    weight_dtype: str,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Raises ParallelError for a file, device or strategy that cannot be measured; one that fails is a row."""
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise RequestError(
+            f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
+        )
+    file = inspect_model(model)
+    names = resolve_for_command(devices, say)
+    if is_cpu(names):
+        # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
+    seen = read_visible()
+    topology = topology_of(names, seen)
+    request = random_request(
+        file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
+    )
+    job = job_from_request(CheckpointModel(file, weight_dtype), request)
+    wanted = _wanted(strategies, job, names, engine)
+    comparison = Comparison(
+        spec=ModelSpec(model, weight_dtype=weight_dtype),
+        job=job,
+        request=request,
+        engine=engine,
+        devices=names,
+        rounds=rounds,
+        device_bytes=min((d.memory for d in topology.devices), default=0),
+    )
+    history = MeasurementHistory(names, seen)
+    left_out: dict[ParallelStrategy, str] = {}
+    if strategies.strip().lower() in _UNNAMED:  # what a person names is tried
+        wanted, left_out = split_by_memory(wanted, job, names)
+    rows, together, calibrations = run_rounds(comparison, wanted, history, say)
+    rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
+    rows = [_with_memory(row, job, names) for row in rows]
+    private = find_private(numbered(names))
+    stored = file.dtype if weight_dtype == "auto" else weight_dtype
+    size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
+    return Outcome(
+        rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
+        model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
+        request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
+        hardware=_hardware(topology, names),
+        software=history.fingerprint.software,
+        rounds=rounds,
+        interleaved=together,
+        links=tuple(_links(c) for c in calibrations),
+    )
+
+
+def _wanted(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Sequence[ParallelStrategy]:
+    if text.strip().lower() in _UNNAMED:
+        return possible_strategies(job, devices, engine=engine, fewer=bool(text.strip()))
+    wanted = parse_strategies(text)
+    for strategy in wanted:
+        if strategy.cfg_degree > 1 and not job.has_cfg:
+            raise StrategyError(f"{strategy.describe()} splits two prompts; add --cfg on, or leave it out.")
+        if strategy.data_degree > job.batch:
+            raise StrategyError(
+                f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
+            )
+        strategy.check(job.model.shape, len(devices), engine)
+    return wanted
+
+
+def _with_memory(row: Row, job: Job, devices: tuple[str, ...]) -> Row:
+    check = MemoryCheck(job, row.strategy, devices[: row.strategy.world_size])
+    return replace(row, memory_bytes=fullest_rank(check.memories).private_bytes)
+
+
+def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
+    if machines := machines_of(devices):
+        counts = [str(sum(machine_of(device) == machine for device in devices)) for machine in machines]
+        what = "ranks on the CPU" if is_cpu(devices) else "GPUs"
+        return (f"{len(machines)} machine(s) of a cluster, {' + '.join(counts)} {what}",)
+    if topology.devices:
+        return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
+    if not is_cpu(devices):
+        # NVML does not know them by the names that CUDA has for them, such as older ones of slices.
+        return (f"{len(devices)} GPUs, of which nobody tells more", f"{cores()} cores ({cpu_name()})")
+    return (
+        f"no GPU, gloo on {cores()} cores ({cpu_name()})",
+        f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank",
+    )
+
+
+def _links(ranks: tuple[Calibration, ...]) -> str:
+    parts = [f"{ranks[0].strategy.describe()} ({ranks[0].backend})"]
+    for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
+        if (rate := slowest_rate(ranks, kind)) is not None:
+            parts.append(f"{label} {rate / 1e9:.3g} GB/s a rank")
+    parts.append(f"tiny all-reduce {max(c.collective_s for c in ranks) * 1e6:.0f} us")
+    return ", ".join(parts)

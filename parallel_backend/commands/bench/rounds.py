@@ -1,0 +1,156 @@
+"""Runs the strategies in turns on warm ranks and brings back every warm step; records them for later choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...devices import machine_of
+from ...errors import Cancelled, ParallelError
+from ...models.model_file import ModelFile
+from ...planner.history import MeasurementHistory
+from ...planner.workload.workload import Job
+from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
+from ...sidecar.sidecar import Sidecar
+from ...strategy import ParallelStrategy
+from ...wire.calibration import Calibration
+from .outcome import Row
+
+Say = Callable[[str], None]
+Layout = tuple[int, ParallelStrategy]
+CFG = 4.0  # any scale other than 1 has the negative prompt evaluated
+_GUIDANCE = 3.5
+# Bytes that a rank needs beside its weights: a context, activations of a large image, the collectives' buffers.
+ROOM = 6e9
+USABLE = 0.92
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The job that every strategy runs, and its request. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
+
+    spec: ModelSpec
+    job: Job
+    request: SampleRequest
+    engine: str
+    devices: tuple[str, ...]
+    rounds: int
+    device_bytes: float
+
+
+def random_request(
+    file: ModelFile, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
+) -> SampleRequest:
+    """A text-to-image request of random numbers: time does not depend on what is drawn. Sizes in pixels."""
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt() -> Conditioning:
+        return Conditioning(
+            context=torch.randn(1, text, file.context_dim, generator=generator),
+            pooled=torch.randn(1, file.pooled_dim, generator=generator),
+            guidance=torch.tensor([_GUIDANCE]) if file.has_guidance else None,
+        )
+
+    noise = torch.randn(batch, file.latent_channels, -(-height // 8), -(-width // 8), generator=generator)
+    return SampleRequest(
+        noise=noise,
+        latent=torch.zeros_like(noise),
+        sigmas=torch.linspace(1, 0, steps + 1),
+        positive=prompt(),
+        negative=prompt() if with_cfg else None,
+        cfg=CFG if with_cfg else 1.0,
+        sampler="euler",
+        seed=0,
+    )
+
+
+def fits_side_by_side(comparison: Comparison, strategies: Sequence[ParallelStrategy]) -> bool:
+    """Whether a group for every layout of the weights can stay warm at once on the first device. A machine of a cluster
+    serves one group."""
+    if machine_of(comparison.devices[0]):
+        return len({_layout(s) for s in strategies}) == 1
+    needed = sum(_rank_bytes(comparison.job, *layout) for layout in {_layout(s) for s in strategies})
+    return not comparison.device_bytes or needed <= USABLE * comparison.device_bytes
+
+
+def run_rounds(
+    comparison: Comparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
+) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
+    """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
+    together = fits_side_by_side(comparison, strategies)
+    rows = {s: Row(s) for s in strategies}
+    calibrations: list[tuple[Calibration, ...]] = []
+    reference: torch.Tensor | None = None
+    for block in _blocks(strategies, together):
+        with ExitStack() as stack:
+            groups: dict[Layout, Sidecar] = {}
+            for s in block:
+                if _layout(s) not in groups:
+                    groups[_layout(s)] = Sidecar(comparison.devices[: s.world_size])
+                    stack.callback(groups[_layout(s)].stop)
+            for turn in range(comparison.rounds + 1):
+                for s in block:
+                    if rows[s].problem:
+                        continue
+                    sidecar, placement = groups[_layout(s)], Placement(s, comparison.engine)
+                    say(
+                        f"{'warming up' if turn == 0 else f'round {turn} of {comparison.rounds}'}: {s.describe()}"
+                    )
+                    try:
+                        result = sidecar.sample(comparison.spec, comparison.request, placement)
+                        if turn == 0 and s.world_size > 1:
+                            calibrations.append(sidecar.calibrate(placement))
+                    except Cancelled:
+                        raise
+                    except ParallelError as error:
+                        rows[s] = replace(rows[s], problem=_first_line(error))
+                        continue
+                    if turn == 0:
+                        reference = result.latent if reference is None else reference
+                        rows[s] = replace(rows[s], difference=_difference(result, reference))
+                    else:
+                        rows[s] = _with_run(rows[s], result.info)
+                        history.record(comparison.job, result.info)
+    return [rows[s] for s in strategies], together, calibrations
+
+
+def _blocks(strategies: Sequence[ParallelStrategy], together: bool) -> Iterator[list[ParallelStrategy]]:
+    """The rounds that are measured in turns: everything, or what shares a group and a layout of the weights."""
+    if together:
+        yield list(strategies)
+        return
+    for layout in dict.fromkeys(map(_layout, strategies)):
+        yield [s for s in strategies if _layout(s) == layout]
+
+
+def _layout(strategy: ParallelStrategy) -> Layout:
+    """Strategies that agree in it can share a group of ranks without loading the model again."""
+    return strategy.world_size, strategy.weights
+
+
+def _rank_bytes(job: Job, ranks: int, weights: ParallelStrategy) -> float:
+    parts = ranks if weights.shard_weights else weights.pipefusion_degree * weights.tensor_degree
+    return job.model.weight_bytes / parts + ROOM
+
+
+def _with_run(row: Row, info: RunInfo) -> Row:
+    """The first step of a request also waits for what came before it, so it does not count where there is another."""
+    warm = info.step_seconds[1:] or info.step_seconds
+    return replace(
+        row,
+        engine=info.engine,
+        step_seconds=(*row.step_seconds, *warm),
+        sent_bytes=sum(info.bytes_sent) / max(1, len(info.step_seconds)),
+    )
+
+
+def _difference(result: SampleResult, reference: torch.Tensor) -> float:
+    scale = reference.abs().max().item() or 1.0
+    return (result.latent - reference).abs().max().item() / scale
+
+
+def _first_line(error: ParallelError) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,168 @@
+"""examine(): everything the doctor looks at, in order, as one report without anything private in it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from ...devices import machine_of, memory_elsewhere
+from ...errors import Cancelled, ParallelError
+from ...machine.fingerprint import cpu_name
+from ...machine.probe import read_visible
+from ...machine.topology import Topology
+from ...wire.calibration import Calibration
+from .devices import check_devices
+from .kernels import check_kernels
+from .links import GROUP as LINKS
+from .links import check_links, of_ranks
+from .machines import check_machines, numbered, pair_of
+from .parity import GROUP as SAMPLING
+from .parity import check_parity, failed_start
+from .privacy import find_private, scrubbed
+from .probes import probe_kernels, probe_leftovers, probe_system, probe_torch, probe_versions
+from .report import Report, Verdict
+from .system import check_leftovers, check_system
+from .versions import check_platform, check_versions
+
+OnPhase = Callable[[str], None]
+ShouldCancel = Callable[[], bool]
+# Without these there is no rank that could be asked.
+_NEEDED = ("torch", "torch import", "diffusers", "safetensors")
+_CAUSE_LINES = 4  # of a traceback that a rank left; its end says what is missing
+
+
+def examine(
+    devices: tuple[str, ...] = (),
+    *,
+    on_phase: OnPhase | None = None,
+    should_cancel: ShouldCancel | None = None,
+) -> Report:
+    """Looks at the installation and, with ranks of its own that it ends, at `devices` (rank names).
+
+    Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Of a cluster they are machines'
+    that have joined this process. Takes about 20 seconds, and a GPU's memory for a context and two 64 MiB buffers.
+    Raises Cancelled when `should_cancel` says so, and nothing else.
+    """
+    report_progress = on_phase or (lambda text: None)
+    report_progress("looking at the installation")
+    platform_verdict = check_platform(sys.platform, platform.release())
+    if platform_verdict.status == "broken":
+        return scrubbed(Report((platform_verdict,)), find_private())
+    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
+    devices = devices or _usual_devices(len(topology.devices))
+    on_gpus = devices[0].startswith("cuda")
+    verdicts = [
+        platform_verdict,
+        *_look_at_installation(devices, topology, torch_problem, driver_problem),
+    ]
+    if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
+        verdicts.append(
+            Verdict(SAMPLING, "ranks", "skipped", "the ranks cannot start without what is missing")
+        )
+        verdicts += check_kernels(probe_kernels(), [], on_gpus)
+    else:
+        verdicts += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
+    return scrubbed(Report(tuple(verdicts)), find_private(numbered(devices)))
+
+
+def look_at_installation(devices: tuple[str, ...]) -> list[Verdict]:
+    """The verdicts that need no rank: software, limits, devices. `devices`: of the ranks that are to run."""
+    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
+    found = _look_at_installation(devices, topology, torch_problem, driver_problem)
+    return [check_platform(sys.platform, platform.release()), *found]
+
+
+def _look_at_installation(
+    devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
+) -> list[Verdict]:
+    verdicts = check_versions(probe_versions(), len(topology.devices), torch_problem)
+    if machine_of(devices[0]):
+        memory = {device: memory_elsewhere(device) for device in devices}
+        return [*verdicts, check_leftovers(probe_leftovers()), *check_machines(devices, memory)]
+    verdicts += check_system(probe_system(), len(devices), devices[0].startswith("cuda"))
+    verdicts.append(check_leftovers(probe_leftovers()))
+    return verdicts + check_devices(topology, cpu_name(), driver_problem)
+
+
+def _with_ranks(
+    devices: tuple[str, ...],
+    topology: Topology,
+    on_gpus: bool,
+    report_progress: OnPhase,
+    should_cancel: ShouldCancel | None,
+) -> list[Verdict]:
+    """The verdicts of ranks on `devices`, which are gone when it returns."""
+    from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
+    from .rank_probe import probe_links, probe_parity
+
+    across = bool(machine_of(devices[0]))
+    verdicts: list[Verdict] = []
+    calibrations: tuple[Calibration, ...] = ()
+    with ExitStack() as stack:
+
+        def group(names: tuple[str, ...]) -> Sidecar:
+            sidecar = Sidecar(names)
+            stack.callback(sidecar.stop)
+            return sidecar
+
+        everyone = group(devices)
+        try:
+            calibrations = probe_links(everyone, report_progress, should_cancel)
+        except Cancelled:
+            raise
+        except (ParallelError, OSError) as error:
+            verdicts.append(failed_start(len(devices), _cause(error)))
+        facts = [c.facts for c in calibrations if c.facts is not None]
+        if len(calibrations) > 1:
+            known = of_ranks(topology, facts) if on_gpus and not across else None
+            verdicts += check_links(calibrations, known, across=across)
+        elif calibrations:
+            verdicts.append(Verdict(LINKS, "links", "skipped", "one rank has none"))
+        verdicts += check_kernels(probe_kernels(), facts, on_gpus)
+        if not calibrations:
+            return verdicts
+        if len(devices) == 1:
+            verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
+            return verdicts
+        report_progress("sampling the demo model on two ranks and on one")
+        pair = pair_of(devices)
+        if pair != devices:
+            everyone.stop()
+        try:
+            two = everyone if pair == devices else group(pair)
+            one = two if across else group(devices[:1])  # a machine serves one group
+            dtypes = ("float32", "bfloat16") if on_gpus else ("float32",)
+            verdicts += check_parity(probe_parity(two, one, dtypes, should_cancel))
+        except Cancelled:
+            raise
+        except (ParallelError, OSError) as error:
+            verdicts.append(failed_start(2, _cause(error)))
+    return verdicts
+
+
+def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
+    """(what this process can see, why the driver does not answer, or empty)."""
+    if not torch_problem:
+        try:
+            return read_visible(), ""
+        except Exception as error:  # whatever the driver's library raises for a GPU that fell off the bus
+            return Topology((), source="none"), f"{type(error).__name__}: {error}"
+    return Topology((), source="none"), ""
+
+
+def _usual_devices(gpus: int) -> tuple[str, ...]:
+    if gpus > 1:
+        from ...devices import resolve_devices
+
+        found = resolve_devices("all")
+        if len(found) > 1:  # else torch sees fewer than NVML does
+            return found
+    return ("cpu:0", "cpu:1")
+
+
+def _cause(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = lines if len(lines) <= _CAUSE_LINES else [lines[0], "…", *lines[-_CAUSE_LINES + 1 :]]
+    return " ".join(kept)[:600]

@@ -1,0 +1,192 @@
+"""Verdicts about what the ranks measured of the links: self-test, peer access, bandwidth, latency, what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import DeviceError
+from ...machine.topology import Topology
+from ...wire.calibration import (
+    ALL_TO_ALL,
+    PAIR,
+    POINT_TO_POINT,
+    SIZES,
+    Calibration,
+    RankFacts,
+    slowest_rate,
+)
+from .report import Verdict
+
+GROUP = "Links"
+# A pair that reaches less than this share of its nominal rate is not merely busy: copies through host memory reach 0.4.
+SLOW_SHARE = 0.25
+# Seconds of a one-number all-reduce. NCCL takes 15 to 50 us within a box; a Flux step makes about 200 collectives.
+SLOW_COLLECTIVE = {"nccl": 200e-6, "gloo": 2e-3}
+_CORRUPT = (
+    "set NCCL_P2P_DISABLE=1, which avoids the direct path; then switch off the IOMMU or ACS in the BIOS, or update "
+    "it"
+)
+
+
+def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
+    """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
+    try:
+        return topology.select([f.device_uuid for f in facts])
+    except DeviceError:
+        return None
+
+
+def check_links(
+    ranks: Sequence[Calibration], topology: Topology | None, *, across: bool = False
+) -> list[Verdict]:
+    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known;
+    `across`: they are of a cluster, and a device number means nothing on another machine."""
+    verdicts = [_all_reduce(ranks), _intact(ranks)]
+    if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
+        verdicts.append(_peer_access(ranks, topology))
+    return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
+
+
+def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
+    worst = max(ranks, key=lambda c: _facts(c).all_reduce_error)
+    error = _facts(worst).all_reduce_error
+    backend = worst.backend.upper() if worst.backend == "nccl" else worst.backend
+    if error:
+        return Verdict(
+            GROUP,
+            "all-reduce",
+            "broken",
+            f"{backend} over {len(ranks)} ranks gives a wrong sum (rank {worst.rank} is off by "
+            f"{error:g}): pictures would be wrong",
+            _CORRUPT,
+        )
+    return Verdict(GROUP, "all-reduce", "ok", f"{backend} over {len(ranks)} ranks gives the right sum")
+
+
+def _intact(ranks: Sequence[Calibration]) -> Verdict:
+    broken = [(c.rank, t) for c in ranks for t in c.transfers if not t.intact]
+    if broken:
+        rank, transfer = broken[0]
+        where = f"between ranks {transfer.peer} and {rank}" if transfer.peer >= 0 else f"at rank {rank}"
+        return Verdict(
+            GROUP,
+            "data",
+            "broken",
+            f"what arrives is not what was sent ({transfer.kind.replace('_', '-')} of {_size(transfer.size)} {where}, "
+            f"{len(broken)} such): pictures would be wrong",
+            _CORRUPT,
+        )
+    return Verdict(GROUP, "data", "ok", "arrives as it was sent, in every exchange that was tried")
+
+
+def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
+    missing = [
+        (c.rank, other)
+        for c in ranks
+        for other, can in enumerate(_facts(c).peers)
+        if not can and c.rank < other
+    ]
+    total = len(ranks) * (len(ranks) - 1) // 2
+    promised = 0
+    if topology is not None:
+        ids = [d.uuid for d in topology.devices]
+        promised = sum(topology.pair(ids[a], ids[b]).peer is True for a, b in missing)
+    if not missing:
+        return Verdict(GROUP, "peer access", "ok", f"all {total} pairs")
+    finding = f"{len(missing)} of {total} pairs of GPUs have none, so data is copied through host memory"
+    if promised:
+        finding += f"; NVML promises it for {promised} of them, and CUDA does not give it"
+        remedy = "switch off the IOMMU and ACS in the BIOS; a virtual machine needs both GPUs passed through"
+    else:
+        remedy = (
+            "GeForce cards have none since the 40 series: prefer CFG parallelism, larger images, or one GPU"
+        )
+    return Verdict(GROUP, "peer access", "slow", finding, remedy)
+
+
+def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
+    """GB/s of each pair alone, one way, at the largest size that was measured."""
+    rates: dict[tuple[int, int], float] = {}
+    size = 0
+    for c in ranks:
+        for t in sorted((t for t in c.transfers if t.kind == PAIR), key=lambda t: t.size):
+            rates[c.rank, t.peer], size = t.rate / 1e9, t.size
+    if not rates:
+        return Verdict(GROUP, "bandwidth", "skipped", "no time was left to measure the pairs", "run it again")
+    details = _table(rates, len(ranks), "GPU" if topology else "rank")
+    slow, nominal = [], ""
+    if topology is not None:
+        ids = [d.uuid for d in topology.devices]
+        slow = [
+            (a, b)
+            for (a, b), rate in rates.items()
+            if a < b and rate < SLOW_SHARE * topology.pair(ids[a], ids[b]).rate
+        ]
+        nominal = (
+            f"; less than {SLOW_SHARE:.0%} of nominal: {', '.join(f'{a}–{b}' for a, b in slow)}"
+            if slow
+            else ""
+        )
+    fastest = max(rates.values())
+    finding = (
+        f"each pair alone, {_size(size)}, GB/s one way: {min(rates.values()):.2f} to {fastest:.2f}{nominal}"
+    )
+    if slow:
+        return Verdict(
+            GROUP,
+            "bandwidth",
+            "slow",
+            finding,
+            "look whether the slot runs at its full width (nvidia-smi -q -d PCIE under load), and whether another "
+            "program uses these GPUs",
+            details,
+        )
+    return Verdict(GROUP, "bandwidth", "ok", finding, details=details)
+
+
+def _together(ranks: Sequence[Calibration]) -> Verdict:
+    """The rate at which a rank sends when all do, as in sequence parallelism."""
+    parts = []
+    for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
+        rates = [slowest_rate(tuple(ranks), kind, size) for size in SIZES]
+        if rates[0] is not None:
+            parts.append(f"{label} {' / '.join(f'{r / 1e9:.2f}' for r in rates if r is not None)}")
+    if not parts:
+        return Verdict(GROUP, "all at once", "skipped", "no time was left to measure it", "run it again")
+    sizes = " / ".join(_size(size) for size in SIZES)
+    return Verdict(
+        GROUP, "all at once", "ok", f"GB/s that the slowest rank sends at {sizes}: {'; '.join(parts)}"
+    )
+
+
+def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
+    slowest = max(ranks, key=lambda c: c.collective_s)
+    finding = f"an all-reduce of one number takes {slowest.collective_s * 1e6:.0f} us"
+    if slowest.collective_s > SLOW_COLLECTIVE.get(slowest.backend, 1.0):
+        return Verdict(
+            GROUP,
+            "latency",
+            "slow",
+            f"{finding}, and a step makes hundreds of them",
+            "keep tokens and layers inside a machine, as mode auto does: CFG, batches and PipeFusion wait rarely"
+            if across
+            else "look whether the CPU is busy with something else, or give the ranks more cores",
+        )
+    return Verdict(GROUP, "latency", "ok", finding)
+
+
+def _facts(rank: Calibration) -> RankFacts:
+    assert rank.facts is not None, "only a thorough calibration has them"
+    return rank.facts
+
+
+def _table(rates: dict[tuple[int, int], float], count: int, what: str) -> tuple[str, ...]:
+    rows = ["".join([" " * 7, *(f"{f'{what} {i}':>8s}" for i in range(count))])]
+    for a in range(count):
+        cells = ["·" if a == b else f"{rates[a, b]:.2f}" if (a, b) in rates else "?" for b in range(count)]
+        rows.append("".join([f"{f'{what} {a}':7s}", *(f"{cell:>8s}" for cell in cells)]))
+    return tuple(rows)
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -1,0 +1,89 @@
+"""Takes out of a report what names a person or a machine, so that it can be pasted into a bug report."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from .report import Report, Verdict
+
+_PACK_ROOT = Path(__file__).resolve().parents[3]
+# Paths below a home folder of anybody, and the serial numbers of GPUs.
+_HOMES = re.compile(r"(/home/|/Users/|/root\b)[^\s:'\",)\]]*")
+_SERIALS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{8,}")
+
+
+@dataclass(frozen=True)
+class Private:
+    """Texts to hide. `paths`: folder -> what to write in its place; `words`: names of user and machine."""
+
+    paths: tuple[tuple[str, str], ...]
+    words: tuple[tuple[str, str], ...]
+
+
+def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
+    """This process's folders and names, and those of `machines` of a cluster: CLUSTER/MACHINE and what to call it."""
+    home = str(Path("~").expanduser())
+    # Of two names for one folder the first counts.
+    named: dict[str, str] = {}
+    for path, name in (
+        (str(_PACK_ROOT), "<pack>"),
+        (sys.prefix, "<python>"),
+        (sys.base_prefix, "<python>"),
+        (tempfile.gettempdir(), "<tmp>"),
+        (os.environ.get("XDG_CACHE_HOME", ""), "<cache>"),
+        (home, "~"),
+        (str(Path.cwd()), "<here>"),
+    ):
+        if len(path.rstrip("/")) > 1:
+            named.setdefault(path.rstrip("/"), name)
+    # The longest first: a pack often lies below the home folder.
+    paths = sorted(named.items(), key=lambda found: -len(found[0]))
+    host = socket.gethostname()
+    words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
+    for (
+        machine,
+        called,
+    ) in machines.items():  # as devices and as errors name them; a bare name may be any word
+        words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}
+    return Private(tuple(paths), tuple(sorted((w for w in words if w[0]), key=lambda w: -len(w[0]))))
+
+
+def scrub(text: str, private: Private) -> str:
+    """`text` without private paths, names and serial numbers."""
+    for path, name in private.paths:
+        text = re.sub(rf"{re.escape(path)}(?![\w.-])", name, text)
+    text = _SERIALS.sub(r"\1-…", _HOMES.sub("~", text))
+    for word, name in private.words:
+        text = re.sub(rf"(?<![\w<]){re.escape(word)}(?![\w>])", name, text)
+    return text
+
+
+def scrub_verdict(verdict: Verdict, private: Private) -> Verdict:
+    """`verdict` with its finding, remedy and details scrubbed."""
+    return replace(
+        verdict,
+        finding=scrub(verdict.finding, private),
+        remedy=scrub(verdict.remedy, private),
+        details=tuple(scrub(line, private) for line in verdict.details),
+    )
+
+
+def scrubbed(report: Report, private: Private) -> Report:
+    """`report` with every verdict scrubbed."""
+    return Report(tuple(scrub_verdict(verdict, private) for verdict in report.verdicts))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry in its password file
+        return ""

@@ -1,0 +1,101 @@
+"""Looks at this machine without starting anything: versions, limits, folders, processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...machine.fingerprint import cores, installed_version
+from .kernels import KERNELS
+from .system import VARIABLES, Leftovers, System
+from .versions import NEEDS, SHOWN
+
+_FOLDERS = "parallel-backend-*-*"  # sidecar/process/rendezvous.py
+_RANK = b"parallel_backend.rank"
+
+
+def probe_versions() -> dict[str, str]:
+    """Versions by package name, "" for what is not installed; imports none of them."""
+    names = [*SHOWN, *(needed for _, needed, *_ in NEEDS), "nvidia-ml-py"]
+    return {n: platform.python_version() if n == "python" else installed_version(n) for n in names}
+
+
+def probe_torch() -> str:
+    """The reason torch cannot be imported, or empty: a CUDA build without its libraries is installed, yet of no use."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def probe_kernels() -> set[str]:
+    """The importable packages among those that attention kernels need."""
+    return {package for package in KERNELS.values() if find_spec(package) is not None}
+
+
+def probe_system(shm: Path = Path("/dev/shm")) -> System:
+    import resource  # not on Windows, where this is not asked but the module must load
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    problem, free = _try_temp_folder()
+    usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    return System(
+        cores=cores(),
+        shm=None if usage is None else usage.total,
+        shm_free=0 if usage is None else usage.free,
+        open_files=-1 if files == resource.RLIM_INFINITY else files,
+        locked_memory=-1 if locked == resource.RLIM_INFINITY else locked,
+        temp_problem=problem,
+        temp_free=free,
+        variables={name: os.environ[name] for name, *_ in VARIABLES if name in os.environ},
+    )
+
+
+def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Leftovers:
+    """Ranks of this user whose parent is gone, and rendezvous folders whose process is gone."""
+    ranks = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _is_orphan(entry)]
+    folders = [
+        folder
+        for folder in (temp or Path(tempfile.gettempdir())).glob(_FOLDERS)
+        if (owner := re.fullmatch(r"parallel-backend-(\d+)-.*", folder.name))
+        and _is_mine(folder)
+        and not (proc / owner[1]).exists()
+    ]
+    return Leftovers(tuple(sorted(ranks)), len(folders))
+
+
+def _is_orphan(entry: Path) -> bool:
+    """Whether a process is a rank of this user that another process than the one that started it has adopted."""
+    try:
+        words = (entry / "cmdline").read_bytes().split(b"\0")
+        if _RANK not in words or b"--parent" not in words or not _is_mine(entry):
+            return False
+        started_by = int(words[words.index(b"--parent") + 1])
+        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):  # it has just ended, or is no rank after all
+        return False
+    return parent != started_by
+
+
+def _is_mine(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _try_temp_folder() -> tuple[str, int]:
+    """(why ranks could not meet in the temp folder, or empty; bytes free)."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
+            Path(folder, "store").write_bytes(b"0" * 4096)
+            return "", shutil.disk_usage(folder).free
+    except OSError as error:
+        return error.strerror or str(error), 0

@@ -1,0 +1,150 @@
+"""Verdicts about the operating system: shared memory, limits, the temp folder, variables, and what was left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .report import Verdict
+
+GROUP = "System"
+MIB = 1024**2
+# Docker's default is 64 MiB; NCCL puts about 10 MiB a pair of GPUs there where they have no peer access.
+SMALL_SHM = 64 * MIB
+ENOUGH_SHM = 512 * MIB
+# A rank holds its link, a store, the collectives' sockets to every peer and the mapped files.
+FEWEST_FILES, ENOUGH_FILES = 256, 1024
+LEAST_CORES_PER_RANK = 2  # one launches kernels, one serves the links
+# Variables that a person sets once to work round a problem and forgets: (name, values, what it costs).
+VARIABLES = (
+    ("NCCL_P2P_DISABLE", ("1",), "GPUs exchange everything through host memory"),
+    ("NCCL_SHM_DISABLE", ("1",), "GPUs without peer access exchange everything over sockets"),
+    ("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel is waited for"),
+    ("TORCH_NCCL_BLOCKING_WAIT", ("1",), "every collective is waited for"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked by another one"),
+)
+
+
+@dataclass(frozen=True)
+class System:
+    """Observed limits. Bytes; `shm`: None without /dev/shm; limits: -1 without one; `temp_problem`: why, or empty."""
+
+    cores: int
+    shm: int | None
+    shm_free: int
+    open_files: int
+    locked_memory: int
+    temp_problem: str
+    temp_free: int
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Remains of ended processes: process ids of ranks without a parent, and rendezvous folders."""
+
+    ranks: tuple[int, ...]
+    folders: int
+
+
+def check_system(seen: System, ranks: int, on_gpus: bool) -> list[Verdict]:
+    """Verdicts for a group of `ranks` ranks."""
+    verdicts = [_cores(seen, ranks, on_gpus), _shared_memory(seen, ranks, on_gpus), _open_files(seen)]
+    verdicts += [_locked_memory(seen), _temp_folder(seen)]
+    for name, values, cost in VARIABLES:
+        if seen.variables.get(name, "").upper() in values:
+            verdicts.append(
+                Verdict(
+                    GROUP,
+                    "environment",
+                    "slow",
+                    f"{name}={seen.variables[name]} is set: {cost}",
+                    f"unset {name} unless something fails without it",
+                )
+            )
+    return verdicts
+
+
+def check_leftovers(seen: Leftovers) -> Verdict:
+    """Ranks die with their parent, so one that lives without is a fault, and it holds device memory."""
+    if seen.ranks:
+        pids = " ".join(map(str, seen.ranks))
+        return Verdict(
+            GROUP,
+            "leftovers",
+            "broken",
+            f"{len(seen.ranks)} rank processes live on without the ComfyUI that started them, and hold memory",
+            f"kill {pids}, and report how that ComfyUI ended",
+        )
+    if seen.folders:
+        return Verdict(
+            GROUP,
+            "leftovers",
+            "ok",
+            f"no processes; {seen.folders} empty rendezvous folders of a ComfyUI that was killed, which do no harm",
+            "none: the next ranks that start remove them",
+        )
+    return Verdict(GROUP, "leftovers", "ok", "none")
+
+
+def _cores(seen: System, ranks: int, on_gpus: bool) -> Verdict:
+    finding = f"{seen.cores} for {ranks} ranks"
+    if on_gpus and seen.cores < LEAST_CORES_PER_RANK * ranks:
+        return Verdict(
+            GROUP,
+            "CPU cores",
+            "slow",
+            f"{finding}: each needs about {LEAST_CORES_PER_RANK} to launch its kernels in time",
+            "give the container or virtual machine more cores, or use fewer GPUs",
+        )
+    return Verdict(GROUP, "CPU cores", "ok", finding)
+
+
+def _shared_memory(seen: System, ranks: int, on_gpus: bool) -> Verdict:
+    needed = on_gpus and ranks > 1
+    if seen.shm is None:
+        status = "broken" if needed else "ok"
+        return Verdict(GROUP, "/dev/shm", status, "is missing", "mount a tmpfs there" if needed else "")
+    finding = f"{_size(seen.shm)}, {_size(seen.shm_free)} free"
+    remedy = "start the container with --shm-size=1g (docker) or an emptyDir of medium Memory (Kubernetes)"
+    if needed and seen.shm_free <= SMALL_SHM:
+        return Verdict(
+            GROUP, "/dev/shm", "broken", f"{finding}: NCCL fails where GPUs have no peer access", remedy
+        )
+    if needed and seen.shm_free < ENOUGH_SHM:
+        return Verdict(GROUP, "/dev/shm", "slow", f"{finding}: enough for few GPUs only", remedy)
+    return Verdict(GROUP, "/dev/shm", "ok", finding if needed else f"{finding} (not used here)")
+
+
+def _open_files(seen: System) -> Verdict:
+    finding = "no limit" if seen.open_files < 0 else f"{seen.open_files} (ulimit -n)"
+    remedy = "ulimit -n 4096 before ComfyUI starts, or LimitNOFILE= in its service"
+    if 0 <= seen.open_files < FEWEST_FILES:
+        return Verdict(
+            GROUP, "open files", "broken", f"{finding}: too few for the links of the ranks", remedy
+        )
+    if 0 <= seen.open_files < ENOUGH_FILES:
+        return Verdict(GROUP, "open files", "slow", f"{finding}: enough for few ranks only", remedy)
+    return Verdict(GROUP, "open files", "ok", finding)
+
+
+def _locked_memory(seen: System) -> Verdict:
+    finding = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
+    # CUDA pins host memory through its driver, past this limit; only InfiniBand's verbs are held to it.
+    return Verdict(GROUP, "locked memory", "ok", f"{finding} (ulimit -l; matters for InfiniBand only)")
+
+
+def _temp_folder(seen: System) -> Verdict:
+    if seen.temp_problem:
+        return Verdict(
+            GROUP,
+            "temp folder",
+            "broken",
+            f"the ranks cannot meet there: {seen.temp_problem}",
+            "free some space, or set TMPDIR to a folder that can be written to",
+        )
+    return Verdict(GROUP, "temp folder", "ok", f"can be written to, {_size(seen.temp_free)} free")
+
+
+def _size(size: int) -> str:
+    return f"{size / MIB / 1024:.1f} GiB" if size >= 1024 * MIB else f"{size / MIB:.0f} MiB"

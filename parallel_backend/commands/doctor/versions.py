@@ -1,0 +1,151 @@
+"""Verdicts about the versions of what is installed, from a table of what is known not to work and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .report import Verdict
+
+GROUP = "Software"
+SHOWN = ("python", "torch", "diffusers", "xfuser", "safetensors", "numpy")
+_INSTALL = "pip install -r requirements.txt, in ComfyUI's Python environment, from this pack's folder"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`package` below version `least` (or missing, if `required`) gets `status`, for the reason `why`."""
+
+    package: str
+    least: str
+    status: str
+    why: str
+    remedy: str = _INSTALL
+    required: bool = True
+
+
+# Lower bounds as in requirements.txt; each was the oldest version that the code's own needs allow.
+BOUNDS = (
+    Bound("python", "3.10", "broken", "the pack uses syntax of 3.10", "a ComfyUI with Python 3.10 or newer"),
+    Bound(
+        "torch",
+        "2.6",
+        "broken",
+        "sealed payloads, gloo's all-to-all and its attention kernels are used as 2.6 has them",
+        "install a newer torch the way ComfyUI's own instructions say for your GPU",
+    ),
+    Bound(
+        "diffusers", "0.42", "broken", "the Flux transformer and its attention dispatch changed up to 0.42"
+    ),
+    Bound("safetensors", "0.4.2", "broken", "fp8 weights cannot be read"),
+    Bound("numpy", "1.25", "broken", "torch's bridge to numpy needs it"),
+    Bound(
+        "xfuser",
+        "0.7.0",
+        "slow",
+        "its sequence parallelism was adjusted for 0.7; without it only engine native is there, which is exact too",
+        required=False,
+    ),
+)
+# (package that is installed, package it needs and does not declare, only with a GPU, why, remedy)
+NEEDS = (
+    (
+        "xfuser",
+        "triton",
+        True,
+        "xfuser imports triton without asking for it, and engine xfuser cannot start without it on a GPU",
+        "pip install triton, or use engine native",
+    ),
+)
+# What docs/ and the tests were made with: newer ones probably work, but nobody looked.
+TESTED = {"torch": "2.13", "diffusers": "0.42", "xfuser": "0.7"}
+
+
+def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str = "") -> list[Verdict]:
+    """One verdict per package, and one per known-bad combination.
+
+    `installed`: versions by name, "" if missing; `torch_problem`: why torch cannot be imported, or empty.
+    """
+    verdicts = [_check_bound(name, installed.get(name, "")) for name in SHOWN]
+    torch = installed.get("torch", "")
+    if torch and torch_problem:
+        verdicts.append(
+            Verdict(
+                GROUP,
+                "torch import",
+                "broken",
+                f"torch {torch} is installed and cannot be imported: {torch_problem}",
+                "install torch again the way ComfyUI's own instructions say for your GPU",
+            )
+        )
+    if gpus and "+cpu" in torch:
+        verdicts.append(
+            Verdict(
+                GROUP,
+                "torch build",
+                "broken",
+                f"torch {torch} is a build for the CPU, but {_count(gpus, 'GPU')} can be seen",
+                "install a CUDA build of torch the way ComfyUI's own instructions say for your GPU",
+            )
+        )
+    for package, needed, only_gpu, why, remedy in NEEDS:
+        if installed.get(package) and not installed.get(needed) and (gpus or not only_gpu):
+            verdicts.append(Verdict(GROUP, f"{package} + {needed}", "slow", why, remedy))
+    if gpus and not installed.get("nvidia-ml-py") and "rocm" not in torch:
+        verdicts.append(
+            Verdict(
+                GROUP,
+                "nvidia-ml-py",
+                "slow",
+                "is not installed, so links, NUMA nodes and MIG slices stay unknown to the choice of a strategy",
+                "pip install nvidia-ml-py",
+            )
+        )
+    return verdicts
+
+
+def check_platform(platform: str, release: str) -> Verdict:
+    """Ranks need Linux; under WSL2 GPUs have no peer access. `platform`: sys.platform; `release`: the kernel's."""
+    if platform != "linux":
+        return Verdict(
+            GROUP,
+            "system",
+            "broken",
+            f"{platform}: the ranks need Linux",
+            "on Windows run ComfyUI inside WSL2",
+        )
+    if "microsoft" in release.lower():
+        return Verdict(
+            GROUP,
+            "system",
+            "slow",
+            "Linux in WSL2: GPUs have no peer access there, so what they exchange goes through host memory",
+            "boot Linux itself where links between GPUs matter; CFG parallelism hardly needs them",
+        )
+    return Verdict(GROUP, "system", "ok", "Linux")
+
+
+def _check_bound(name: str, version: str) -> Verdict:
+    bound = next(b for b in BOUNDS if b.package == name)
+    if not version:
+        status = bound.status if bound.required else "skipped"
+        return Verdict(GROUP, name, status, f"is not installed: {bound.why}", bound.remedy)
+    if parse(version) < parse(bound.least):
+        return Verdict(
+            GROUP, name, bound.status, f"{version} is older than {bound.least}: {bound.why}", bound.remedy
+        )
+    tested = TESTED.get(name)
+    if tested and parse(version)[:2] > parse(tested)[:2]:
+        return Verdict(GROUP, name, "ok", f"{version}; tested with {tested}, this is newer")
+    return Verdict(GROUP, name, "ok", version)
+
+
+def parse(version: str) -> tuple[int, ...]:
+    """The release numbers of a version, without build and pre-release parts: 2.13.0a1+cu128 -> (2, 13, 0)."""
+    release = re.match(r"\d+(\.\d+)*", version.strip().lstrip("v"))
+    return tuple(map(int, release[0].split("."))) if release else ()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

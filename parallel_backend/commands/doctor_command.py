@@ -1,0 +1,127 @@
+"""`python -m parallel_backend doctor`: examines installation and machine, and says what to do about what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+_WIDTHS = (80, 100)  # columns: a bug report shows as many without a scroll bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices",
+        default="",
+        help="'0,1', 'all', 'cpu:2' or 'cluster:NAME'; all GPUs if not given, or two ranks on the CPU",
+    )
+    # Of who starts it with itself: ComfyUI's button. The ranks end with the doctor in the same way.
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+    gpu = parser.add_argument_group("the GPU check (docs/gpu-check.md)")
+    gpu.add_argument(
+        "--gpu", action="store_true", help="try everything that a GPU is for, and write a report"
+    )
+    gpu.add_argument("--model", default="", help="a .safetensors file of Flux.1; the demo model if not given")
+    gpu.add_argument("--only", action="append", default=[], metavar="NAME", help="one check or group; repeat")
+    gpu.add_argument("--report", default=".", metavar="FOLDER", help="where the report goes; this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 where something is broken, else 0. Raises DeviceError for devices that do not exist."""
+    if args.parent:
+        from ..wire.parent_death import die_with_parent
+
+        die_with_parent(args.parent)
+    from .doctor.examine import examine
+
+    devices: tuple[str, ...] = ()
+    if args.devices:
+        from ..observability.cluster_devices import resolve_for_command
+
+        if args.gpu:
+            _refuse_cluster(args.devices)
+        devices = resolve_for_command(args.devices, _report_progress)
+        _name_machines(devices)
+    if args.gpu:
+        return _run_gpu_check(args, devices)
+    report = examine(devices, on_phase=_tell_parent if args.parent and args.json else _report_progress)
+    if args.json:
+        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    else:
+        width = min(max(shutil.get_terminal_size().columns, _WIDTHS[0]), _WIDTHS[1])
+        sys.stdout.write(report.as_text(width) + "\n")
+    return report.exit_status
+
+
+def _refuse_cluster(devices: str) -> None:
+    from ..devices import cluster_of
+    from ..errors import RequestError
+
+    if cluster := cluster_of(devices):
+        raise RequestError(
+            f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it on "
+            f"each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
+        )
+
+
+def _name_machines(devices: tuple[str, ...]) -> None:
+    """Beside the report, which can be shown to others and so only has numbers."""
+    from .doctor.machines import numbered
+
+    for machine, called in numbered(devices).items():
+        sys.stderr.write(f"{called}: {machine}\n")
+
+
+def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
+    """Prints a line per check as it goes, and writes the report after each: one that is killed leaves what it knew."""
+    from ..errors import RequestError
+    from .gpu_check.report import FILES, GpuReport
+    from .gpu_check.run import choose, make_subject, run_checks
+
+    folder = Path(args.report)
+    if not folder.is_dir():
+        raise RequestError("--report names no folder; make it first, or leave the option out.")
+    progress = sys.stderr if args.json else sys.stdout
+
+    def on_begin(name: str, number: int, count: int) -> None:
+        progress.write(f"[{number}/{count}] {name} …\n")
+        progress.flush()
+
+    def on_report(report: GpuReport) -> None:
+        report.write(folder)
+        for verdict in report.results[-1].verdicts:
+            progress.write(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}\n")
+        progress.flush()
+
+    subject = make_subject(devices or _gpus_or_cpu(), args.model)
+    report = run_checks(subject, choose(args.only), on_begin=on_begin, on_report=on_report)
+    if args.json:
+        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    else:
+        sys.stdout.write(
+            f"\n{report.summary}\nThe report is in {' and '.join(FILES)}: attach it to a bug as it is.\n"
+        )
+    return report.exit_status
+
+
+def _gpus_or_cpu() -> tuple[str, ...]:
+    """All GPUs, one too; else two ranks on the CPU."""
+    from ..devices import is_cpu, resolve_devices
+
+    found = resolve_devices("all")
+    return ("cpu:0", "cpu:1") if is_cpu(found) else found
+
+
+def _tell_parent(text: str) -> None:
+    """A line of JSON before the report's."""
+    sys.stdout.write(json.dumps({"phase": text}) + "\n")
+    sys.stdout.flush()
+
+
+def _report_progress(text: str) -> None:
+    """Writes it beside the report, not into it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{text} …\n")

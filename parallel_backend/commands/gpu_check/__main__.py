@@ -1,0 +1,21 @@
+"""The process that runs checks with ranks: `python -m parallel_backend.commands.gpu_check`; see processes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ...wire.gpu_check import Run, Subject, serve
+
+
+def make_checks(subject: Subject, rank: int, rendezvous: str) -> Mapping[str, Run]:
+    from .groups import GROUPS
+    from .ranks import Ranks
+
+    ranks = Ranks(subject)
+    checks = [check for group in GROUPS for check in group.checks if check.examine is not None]
+    return {check.name: partial(check.examine, ranks) for check in checks if check.examine is not None}
+
+
+if __name__ == "__main__":
+    serve(make_checks)

@@ -1,0 +1,111 @@
+"""Checks of where weights lie and what becomes of them: fp8, offload, LoRAs, sleep, and a text encoder beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...models.dtypes import FP8
+from ...strategy import ParallelStrategy
+from ...wire.gpu_check import Finding
+from ...wire.weight_patches import Factor, WeightPatch, WeightPatches, digest
+from .checks import Check, Group
+from .ranks import Ranks, compared, difference, gigabytes, same_bits, steps_in_words
+
+# A latent of weights rounded to 8 bits is another picture, but one of the same kind; measured with the demo model: 0.1.
+_FP8_LIMIT = 0.5
+# The first block's projection after attention, [hidden, hidden] in every variant of the family.
+_CHANGED = "double_blocks.0.img_attn.proj.weight"
+_LORA_RANK = 4
+
+
+def check_fp8(ranks: Ranks) -> Sequence[Finding]:
+    if FP8 in ranks.file.dtype:
+        return [Finding("fp8", "skipped", "the file is in fp8, as everything here was")]
+    expected = ranks.expected()
+    result = ranks.sample(dtype=FP8)
+    found = difference(result.latent, expected.latent)
+    load = result.info.load
+    held = "" if load is None or not load.device_bytes else f", {gigabytes(load.device_bytes)} on the device"
+    words = f"{steps_in_words(result)}{held}, largest difference {found:.1e} of the largest value"
+    if found <= _FP8_LIMIT:
+        return [Finding("fp8", "ok", words)]
+    remedy = "use weight_dtype auto, and report it with this text"
+    return [Finding("fp8", "broken", f"{words}: another picture", remedy)]
+
+
+def check_offload(ranks: Ranks) -> Sequence[Finding]:
+    expected = ranks.expected()
+    result = ranks.sample(ParallelStrategy(offload_weights=True))
+    notes = "".join(f"; {note}" for note in result.info.notes)
+    return [compared("offload", result, expected, f"{steps_in_words(result)}{notes}")]
+
+
+def check_lora(ranks: Ranks) -> Sequence[Finding]:
+    """A LoRA of random numbers changes the latent, and without it the weights are the file's again, bit for bit."""
+    expected = ranks.sample()
+    with_lora = ranks.sample(patches=random_lora(ranks.file.hidden_size))
+    without = ranks.sample()
+    found, load = difference(with_lora.latent, expected.latent), with_lora.info.load
+    patched = None if load is None else load.patched
+    words = "on" if patched is None else f"on in {patched.seconds:.2f} s"
+    works = 0 < found < float("inf")
+    return [
+        Finding(
+            "LoRA on",
+            "ok" if works else "broken",
+            f"{words}, the latent changes by {found:.1e} of the largest value",
+            "" if works else "report it: a LoRA must change the picture, and not to nothing",
+        ),
+        same_bits("LoRA off", without, expected, "off again"),
+    ]
+
+
+def random_lora(hidden: int) -> WeightPatches:
+    """Of rank 4 on one layer, strong enough to be seen."""
+    generator = torch.Generator().manual_seed(0)
+    up = torch.randn(hidden, _LORA_RANK, generator=generator) / hidden**0.5
+    down = torch.randn(_LORA_RANK, hidden, generator=generator)
+    factors = tuple(Factor(role, digest(tensor)) for role, tensor in (("up", up), ("down", down)))
+    patch = WeightPatch(_CHANGED, "lora", factors, strength=1.0)
+    return WeightPatches((patch,), {factors[0].digest: up, factors[1].digest: down})
+
+
+def check_sleep(ranks: Ranks) -> Sequence[Finding]:
+    """Both levels of sleep, and the same picture after each."""
+    expected = ranks.sample()
+    found = []
+    for level, where in ((1, "weights kept in host memory"), (2, "weights discarded")):
+        sidecar = ranks.group(1)
+        slept = sidecar.sleep(level)
+        awake = sidecar.wake() if level == 1 else None
+        words = f"{where} in {slept.seconds:.2f} s, {gigabytes(slept.freed_bytes)} freed"
+        if awake is not None:
+            words += f", awake in {awake.seconds:.2f} s"
+        found.append(same_bits(f"sleep {level}", ranks.sample(), expected, words))
+    return found
+
+
+def check_comfyui(ranks: Ranks) -> Sequence[Finding]:
+    return [
+        Finding(
+            "text encoder and VAE",
+            "skipped",
+            "not run: it takes ComfyUI itself",
+            "run a workflow of yours three times in ComfyUI, changing the prompt each time: the report of Parallel "
+            "Sampler must say for the second and third that the model was loaded already",
+        )
+    ]
+
+
+MEMORY = Group(
+    "Weights and memory",
+    (
+        Check("fp8", check_fp8),
+        Check("offload", check_offload),
+        Check("lora", check_lora),
+        Check("sleep", check_sleep),
+        Check("comfyui", check_comfyui),
+    ),
+)

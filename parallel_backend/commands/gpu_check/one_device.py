@@ -1,0 +1,168 @@
+"""Checks of a single device: what it is, its attention kernels, loading, steps, waits, and the same bits twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...devices import is_cpu
+from ...machine.probe import read_visible
+from ...observability.gauges import DeviceGauges
+from ...options import ComputeOptions
+from ...planner.plan import job_from_request
+from ...planner.workload.checkpoint_model import CheckpointModel
+from ...wire.gpu_check import NO_GPU, Finding
+from ..doctor.examine import look_at_installation
+from ..doctor.links import of_ranks
+from ..doctor.rank_probe import probe_links
+from .checks import ALL, Check, Group
+from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
+
+_STEPS = 3
+# Beyond the prediction: slack of the allocator, and NVML rounds to whole pages of 2 MiB.
+_SLACK_SHARE, _SLACK_BYTES = 1.1, 256e6
+
+
+def check_installation(ranks: Ranks) -> Sequence[Finding]:
+    """All of the doctor's that needs no rank."""
+    return [
+        Finding(f"{v.group}: {v.name}", v.status, v.finding, v.remedy, v.details)
+        for v in look_at_installation(ranks.subject.devices)
+        if v.status != "ok" or v.group in ("Software", "Devices")
+    ]
+
+
+def check_identity(ranks: Ranks) -> Sequence[Finding]:
+    """Whether NVML knows the very cards that the ranks compute on, by their numbers: it tells memory and links."""
+    subject = ranks.subject
+    calibrations = probe_links(ranks.group(len(subject.devices)), None, None)
+    facts = [c.facts for c in calibrations if c.facts is not None]
+    ids = {f.device_uuid for f in facts}
+    if len(ids) < len(facts):
+        return [
+            Finding(
+                "UUIDs",
+                "broken",
+                "two ranks compute on one card",
+                "name each GPU once in CUDA_VISIBLE_DEVICES, and report it",
+            )
+        ]
+    seen = read_visible()
+    found = of_ranks(seen, facts)
+    if found is None:
+        return [
+            Finding(
+                "UUIDs",
+                "slow",
+                f"{seen.source} does not know the cards that the ranks name",
+                "pip install nvidia-ml-py; in a container, let it see the same GPUs as CUDA_VISIBLE_DEVICES",
+            )
+        ]
+    by_number = [seen.devices[int(name.removeprefix("cuda:"))] for name in subject.devices]
+    if list(found.devices) != by_number:
+        return [
+            Finding(
+                "UUIDs",
+                "broken",
+                f"{seen.source} and CUDA number the cards in another order, so memory and links are taken for others'",
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID in the environment that ComfyUI starts in, and report it",
+            )
+        ]
+    return [Finding("UUIDs", "ok", f"{seen.source} and CUDA name the same {len(facts)}, by the same numbers")]
+
+
+def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
+    """Loading: seconds, and the memory after it as NVML, torch and the prediction have it."""
+    sidecar = ranks.group(1, fresh=True)
+    first = sidecar.load(ranks.spec)
+    sidecar.drop(ranks.spec)
+    before = _free(ranks)  # with what a context takes, which the first load made
+    info = sidecar.load(ranks.spec)
+    rate = info.bytes / max(info.seconds, 1e-6) / 1e9
+    words = (
+        f"{gigabytes(info.bytes)} in {first.seconds:.2f} s, imports included; again in {info.seconds:.2f} s"
+    )
+    words += f" ({rate:.2f} GB/s), kept as {info.dtype}, computed in {info.compute_dtype}"
+    loaded = Finding("loading", "ok", words)
+    (rank,) = ranks.memory(1)
+    on_cpu = is_cpu(ranks.subject.devices)
+    job = job_from_request(CheckpointModel(ranks.file), ranks.request())
+    (predicted,) = job.model.memory(job, ALONE, on_cpu=on_cpu)
+    weights = predicted.mapped if on_cpu else predicted.weights
+    allocated = rank.weight_bytes + (0 if on_cpu else rank.working_bytes)
+    finding = f"allocated {gigabytes(allocated)}, predicted {gigabytes(weights)}"
+    found = [loaded, judge_memory(finding, allocated, weights)]
+    if on_cpu:
+        return [*found, Finding("NVML", "skipped", f"{NO_GPU}: NVML knows nothing of the host's memory")]
+    after = _free(ranks)
+    if not before or not after:
+        return [*found, Finding("NVML", "skipped", "NVML does not answer", "pip install nvidia-ml-py")]
+    return [
+        *found,
+        Finding("NVML", "ok", f"{gigabytes(before - after)} more in use on the card after loading"),
+    ]
+
+
+def judge_memory(finding: str, allocated: float, predicted: float) -> Finding:
+    if allocated <= _SLACK_SHARE * predicted + _SLACK_BYTES:
+        return Finding("memory", "ok", finding)
+    return Finding(
+        "memory",
+        "slow",
+        f"{finding}: more than was predicted, so jobs that are said to fit may not",
+        "report it with the model's dtype and size",
+    )
+
+
+def _free(ranks: Ranks) -> int:
+    """Bytes of the first device that NVML says are free, 0 where it does not answer."""
+    name = ranks.subject.devices[0]
+    gauges = DeviceGauges()
+    try:
+        gauge = gauges.read((name,)).get(name)
+    finally:
+        gauges.close()
+    return 0 if gauge is None else gauge.free_bytes
+
+
+def check_steps(ranks: Ranks) -> Sequence[Finding]:
+    """Three steps as they are and three compiled; a job before each takes what only the first one pays."""
+    plain = [ranks.sample(steps=_STEPS) for _ in range(2)][-1]
+    compiling = ComputeOptions(compile="blocks")
+    first = ranks.sample(steps=_STEPS, options=compiling)
+    again = ranks.sample(steps=_STEPS, options=compiling)
+    found = [Finding("uncompiled", "ok", f"{steps_in_words(plain)}, attention {plain.info.kernel}")]
+    stats = first.info.compiled
+    if stats is None or not stats.graphs:
+        notes = "; ".join(first.info.notes) or "no graph was made"
+        return [
+            *found,
+            Finding("compiled", "slow", notes, "install a C compiler and triton, or leave compile off"),
+        ]
+    words = f"{steps_in_words(again)}, after {stats.graphs} graphs in {stats.seconds:.1f} s"
+    found.append(compared("compiled", again, plain, words))
+    repeated = again.info.compiled
+    if repeated is not None and repeated.graphs:
+        remedy = "report it: the same request must find its graphs"
+        found.append(
+            Finding("recompiled", "slow", f"{repeated.graphs} graphs for the same request again", remedy)
+        )
+    return found
+
+
+def check_same_bits(ranks: Ranks) -> Sequence[Finding]:
+    return [same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")]
+
+
+INSTALLATION = Group("Installation", (Check("installation", check_installation),))
+ONE_GPU = Group(
+    "One GPU",
+    (
+        Check("device", ranks=ALL, limit_s=180.0),
+        Check("attention", ranks=ALL, limit_s=300.0),
+        Check("identity", check_identity, needs_gpu=True),
+        Check("checkpoint", check_checkpoint),
+        Check("steps", check_steps, limit_s=900.0),
+        Check("syncs", ranks=2),
+        Check("same bits", check_same_bits),
+    ),
+)

@@ -1,0 +1,146 @@
+"""Processes that run checks for the doctor, so that none can take it along: a crash or a hang is an error here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from ...errors import RankFailed, TransportError
+from ...sidecar.group.supervisor import PACK_ROOT
+from ...sidecar.process.environment import interpreter_flags
+from ...sidecar.process.exit_status import describe_exit
+from ...sidecar.process.rank_process import OUTPUT_KEPT
+from ...wire import deadlines
+from ...wire.gpu_check import SHOW_STACK, Answer, Subject
+from ...wire.strict_json import from_json, parse, to_json
+
+_READ = 64 * 1024  # bytes at once
+_FAREWELL = 15.0  # s for a process to end its ranks by itself, once it is told
+
+
+class CheckProcesses:
+    """`ranks` processes of the program `module`, which run each check together, until `close`.
+
+    They end with the thread that started them, and what they started ends with them.
+    """
+
+    def __init__(self, module: str, subject: Subject, ranks: int, environ: Mapping[str, str]) -> None:
+        self.module, self.ranks = module, ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="parallel-doctor-")
+        self._outputs: list[IO[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._unread = [b""] * ranks
+        for rank in range(ranks):
+            self._start(rank, environ)
+        self._tell(json.dumps(to_json(subject)))
+
+    def ask(self, check: str, limit_s: float) -> tuple[Answer, ...]:
+        """The answer of each process. Raises RankFailed where one ended, or not all answered within `limit_s`."""
+        self._tell(check)
+        lines: dict[int, bytes] = {}
+        deadline = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(lines) < self.ranks:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._hung(min(set(range(self.ranks)) - set(lines)), limit_s)
+                for key, _ in ready:
+                    read = os.read(key.fd, _READ)
+                    if not read:
+                        raise self._ended(key.data)
+                    self._unread[key.data] += read
+                    line, found, rest = self._unread[key.data].partition(b"\n")
+                    if found:
+                        lines[key.data], self._unread[key.data] = line, rest
+        return tuple(self._read(rank, lines[rank]) for rank in range(self.ranks))
+
+    def close(self) -> None:
+        """All processes and what they started are gone when it returns."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + _FAREWELL
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """The same without waiting for them."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait(deadlines.REAP)
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                with contextlib.suppress(OSError):
+                    stream.close()
+        for output in self._outputs:
+            output.close()
+        self._folder.cleanup()
+
+    def _start(self, rank: int, environ: Mapping[str, str]) -> None:
+        arguments = ["--parent", str(os.getpid()), "--rank", str(rank)]
+        arguments += ["--rendezvous", str(Path(self._folder.name) / "store")]
+        output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
+        self._outputs.append(output)
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-u", *interpreter_flags(), "-m", self.module, *arguments],
+                cwd=PACK_ROOT,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+        )
+
+    def _tell(self, line: str) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended, as the next answer will tell
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
+
+    def _read(self, rank: int, line: bytes) -> Answer:
+        try:
+            return from_json(parse(line.decode()), Answer, "an answer")
+        except (ValueError, TransportError) as error:
+            raise RankFailed(rank, f"it gave no answer: {error}", crashed=True) from None
+
+    def _ended(self, rank: int) -> RankFailed:
+        process = self._processes[rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(deadlines.REAP)
+        status = describe_exit(process.returncode, self._output(rank), oom_kills=None, peak_bytes=0)
+        return RankFailed(rank, f"its process {status.words}", crashed=True, reason=status.reason)
+
+    def _hung(self, rank: int, limit_s: float) -> RankFailed:
+        """With where it is, as far as it can still tell."""
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[rank].send_signal(SHOW_STACK)
+        time.sleep(deadlines.STACK)
+        lines = self._output(rank).decode(errors="replace").splitlines()
+        stack = "\n".join(lines[-12:])
+        cause = f"it did not end within {limit_s:.0f} s\n{stack}"
+        return RankFailed(rank, cause, crashed=True, reason="hang")
+
+    def _output(self, rank: int) -> bytes:
+        file = self._outputs[rank]
+        return os.pread(file.fileno(), OUTPUT_KEPT, max(0, os.fstat(file.fileno()).st_size - OUTPUT_KEPT))

@@ -1,0 +1,169 @@
+"""The ranks on which checks run their jobs: a group for one device and one for several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from ...errors import Cancelled, ParallelError
+from ...models.model_file import ModelFile
+from ...models.registry import inspect_model
+from ...options import ComputeOptions
+from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
+from ...sidecar.sidecar import Sidecar
+from ...sidecar.status import RankStatus
+from ...strategy import ParallelStrategy
+from ...wire.gpu_check import Finding, Subject
+from ...wire.weight_patches import NO_PATCHES, WeightPatches
+from ..bench.rounds import random_request
+from ..doctor.parity import LIMITS
+
+ALONE = ParallelStrategy()
+PLAIN = ComputeOptions(compile="off")
+_COARSEST = max(LIMITS.values())
+
+
+class Ranks:
+    """Of the process that runs the checks of one subject; ended by `close`."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.file: ModelFile = inspect_model(subject.model)
+        self.spec = ModelSpec(subject.model)
+        self._groups: dict[int, Sidecar] = {}
+        self._expected: dict[tuple[tuple[int, int], str], SampleResult] = {}
+
+    @property
+    def count(self) -> int:
+        """Of a group that splits a picture: two, or one where there is one device."""
+        return min(2, len(self.subject.devices))
+
+    @property
+    def square(self) -> tuple[int, int]:
+        return self.subject.pixels, self.subject.pixels
+
+    @property
+    def odd(self) -> tuple[int, int]:
+        height, width = self.subject.odd_pixels
+        return height, width
+
+    def group(self, count: int, *, fresh: bool = False) -> Sidecar:
+        """The ranks of the first `count` devices, new ones where `fresh`. A user's model may fit a device once, so the
+        ranks of other counts make way for it."""
+        for other in [n for n in self._groups if (fresh if n == count else not self.subject.is_demo)]:
+            self._groups.pop(other).stop()
+        if count not in self._groups:
+            self._groups[count] = Sidecar(self.subject.devices[:count])
+        return self._groups[count]
+
+    def close(self) -> None:
+        while self._groups:
+            self._groups.popitem()[1].stop()
+
+    def request(self, size: tuple[int, int] | None = None, steps: int = 0) -> SampleRequest:
+        """A job with CFG. `size`: height and width in pixels, the square if None; `steps`: 0 for the usual number."""
+        height, width = size or self.square
+        return random_request(
+            self.file,
+            width=width,
+            height=height,
+            batch=1,
+            text=self.subject.text,
+            steps=steps or self.subject.steps,
+            with_cfg=True,
+        )
+
+    def sample(
+        self,
+        strategy: ParallelStrategy = ALONE,
+        *,
+        size: tuple[int, int] | None = None,
+        dtype: str = "auto",
+        steps: int = 0,
+        options: ComputeOptions = PLAIN,
+        patches: WeightPatches = NO_PATCHES,
+        on_step: Callable[[int, int, Tensor | None], None] | None = None,
+        limit_s: float = float("inf"),
+    ) -> SampleResult:
+        """One job under `strategy`. Raises ParallelError where it does not end within `limit_s` seconds."""
+        sidecar = self.group(strategy.world_size)
+        deadline = time.monotonic() + limit_s
+        try:
+            return sidecar.sample(
+                replace(self.spec, weight_dtype=dtype),
+                self.request(size, steps),
+                Placement(strategy, compute_options=options),
+                on_step=on_step,
+                should_cancel=lambda: time.monotonic() > deadline,
+                patches=patches,
+            )
+        except Cancelled as error:
+            raise ParallelError(
+                f"{strategy.describe()} did not end within {limit_s:.0f} s ({error})"
+            ) from None
+
+    def expected(self, size: tuple[int, int] | None = None, dtype: str = "auto") -> SampleResult:
+        """One device's result, computed once: what every strategy must come to."""
+        key = size or self.square, dtype
+        if key not in self._expected:
+            self._expected[key] = self.sample(size=size, dtype=dtype)
+        return self._expected[key]
+
+    def memory(self, count: int) -> tuple[RankStatus, ...]:
+        """What each of `count` ranks says that it holds."""
+        return self.group(count).status().ranks
+
+    def split(self) -> ParallelStrategy:
+        """The usual split of a picture over `count` devices."""
+        ulysses, ring = self.file.shape.split_sequence(self.count)
+        return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
+
+
+def difference(latent: Tensor, expected: Tensor) -> float:
+    """Largest one relative to the largest value; infinite where it is not a number."""
+    found = ((latent - expected).abs().max() / expected.abs().max()).item()
+    return found if found == found else float("inf")
+
+
+def rounding(result: SampleResult) -> float:
+    """The difference that is rounding for the dtype that `result` was computed in."""
+    load = result.info.load
+    return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
+
+
+def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
+    """`result` against what it must come to. `words`: said before the difference."""
+    found, limit = difference(result.latent, expected.latent), rounding(expected)
+    said = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
+    if found <= limit:
+        return Finding(name, "ok", said)
+    return Finding(
+        name,
+        "broken",
+        f"{said}, where {limit:.0e} is rounding: pictures would differ",
+        "report it with this text, and do without this way until then",
+    )
+
+
+def same_bits(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
+    """As `compared`, where nothing may differ; rounding is told as slow, which is not wrong and not as it should be."""
+    if result.latent.equal(expected.latent):
+        return Finding(name, "ok", f"{words}: the same bits")
+    found = compared(name, result, expected, words)
+    if found.status != "ok":
+        return found
+    return replace(
+        found, status="slow", remedy="report it: a kernel whose sums have no fixed order is in use"
+    )
+
+
+def steps_in_words(result: SampleResult) -> str:
+    """Milliseconds of each step, e.g. `31.0, 28.4, 28.5 ms`."""
+    return f"{', '.join(f'{seconds * 1e3:.1f}' for seconds in result.info.step_seconds)} ms"
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,184 @@
+"""Runs the list of checks, each survived, and hands out the report as it grows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import ParallelError, RequestError
+from ...models.registry import inspect_model
+from ...options import COMPILE_BACKEND
+from ...sidecar.group.supervisor import PACK_ROOT
+from ...sidecar.process.environment import rank_environment
+from ...wire.gpu_check import Answer, Finding, Subject
+from ..doctor.privacy import Private, find_private, scrub
+from ..doctor.rank_probe import DEMO_MODEL
+from ..doctor.report import Verdict
+from .checks import ALL, Check, Group
+from .groups import GROUPS
+from .processes import CheckProcesses
+from .report import CheckResult, GpuReport, scrubbed
+
+# Programs that run checks: one that has ranks, and one that is a rank.
+WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
+
+OnReport = Callable[[GpuReport], None]
+OnBegin = Callable[[str, int, int], None]  # a check's name, its number, how many there are
+
+
+def make_subject(devices: tuple[str, ...], model: str = "") -> Subject:
+    """What to look at on `devices`: as large as users' pictures on GPUs, and small on the CPU. `model`: path of a file,
+    the demo model if empty."""
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    return Subject(
+        devices=devices,
+        model=str(Path(model).expanduser().resolve()) if model else str(DEMO_MODEL),
+        is_demo=not model,
+        pixels=1024 if on_gpus else 128,
+        odd_pixels=(1000, 1016) if on_gpus else (120, 136),
+        text=512 if on_gpus else 24,
+        steps=4,
+        attention_tokens=4608 if on_gpus else 384,
+    )
+
+
+def choose(only: Collection[str], groups: Sequence[Group] = GROUPS) -> list[tuple[Group, Check]]:
+    """The checks that are called so, or whose group is; all without a name. Raises RequestError for an unknown one."""
+    every = [(group, check) for group in groups for check in group.checks]
+    wanted = {name.strip().lower() for name in only}
+    known = {check.name for _, check in every} | {group.title.lower() for group in groups}
+    if wanted - known:
+        names = ", ".join(dict.fromkeys([check.name for _, check in every]))
+        raise RequestError(f"--only {min(wanted - known)!r} is no check; choose from {names}.")
+    return [
+        (group, check) for group, check in every if not wanted or {check.name, group.title.lower()} & wanted
+    ]
+
+
+def run_checks(
+    subject: Subject,
+    checks: Sequence[tuple[Group, Check]],
+    *,
+    on_begin: OnBegin | None = None,
+    on_report: OnReport | None = None,
+    programs: tuple[str, str] = (WITH_RANKS, AS_RANK),
+) -> GpuReport:
+    """The whole report; `on_report` gets it after each check. `programs`: others for tests."""
+    private = _private(subject)
+    report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
+    runner = _Runner(subject, programs)
+    try:
+        for number, (group, check) in enumerate(checks, 1):
+            if on_begin is not None:
+                on_begin(check.name, number, len(checks))
+            began = time.monotonic()
+            findings = tuple(runner.run(check))
+            skipped = all(finding.status == "skipped" for finding in findings)
+            result = CheckResult(
+                check.name,
+                group.title,
+                0.0 if skipped else round(time.monotonic() - began, 2),
+                tuple(
+                    Verdict(group.title, f.name, f.status, f.finding, f.remedy, f.details) for f in findings
+                ),
+            )
+            report = replace(report, results=(*report.results, scrubbed(result, private)))
+            if on_report is not None:
+                on_report(report)
+    finally:
+        runner.close()
+    return report
+
+
+class _Runner:
+    """Asks the processes that a check needs; keeps them for later checks, unless something went wrong."""
+
+    def __init__(self, subject: Subject, programs: tuple[str, str]) -> None:
+        self._subject, self._programs = subject, programs
+        self._held: dict[tuple[str, int], CheckProcesses] = {}
+
+    def run(self, check: Check) -> Iterator[Finding]:
+        reason = check.why_not(self._subject)
+        if reason:
+            yield Finding(check.name, "skipped", reason)
+            return
+        needed = self._programs[check.examine is None], self._count(check)
+        try:
+            answers = self._ready(*needed).ask(check.name, check.limit_s)
+        except (ParallelError, OSError) as error:
+            self._drop(needed)
+            lines = str(error).splitlines() or [type(error).__name__]
+            remedy = "report it with this text; the checks after it ran in new processes"
+            yield Finding(check.name, "broken", lines[0][:400], remedy, tuple(lines[1:]))
+            return
+        if any(answer.raised for answer in answers):
+            self._drop(needed)
+        yield from _merged(check, answers)
+
+    def close(self) -> None:
+        while self._held:
+            self._held.popitem()[1].close()
+
+    def _drop(self, which: tuple[str, int]) -> None:
+        """Without a farewell: who knows what state they are in."""
+        if which in self._held:
+            self._held.pop(which).kill()
+
+    def _ready(self, module: str, count: int) -> CheckProcesses:
+        """Those that run, or new ones. A user's model may fit a device once, so others make way for it."""
+        if (module, count) in self._held:
+            return self._held[module, count]
+        if not self._subject.is_demo:
+            self.close()
+        subject, environ = self._subject, dict(os.environ)
+        if module == self._programs[1]:
+            subject = replace(subject, devices=subject.devices[:count])
+            environ = rank_environment(environ, PACK_ROOT, subject.devices)
+        if not subject.on_gpus:  # inductor would take a minute of the CPU to show what nobody runs there
+            environ.setdefault(COMPILE_BACKEND, "aot_eager")
+        self._held[module, count] = CheckProcesses(module, subject, count, environ)
+        return self._held[module, count]
+
+    def _count(self, check: Check) -> int:
+        if check.examine is not None:
+            return 1
+        return (
+            min(check.ranks, len(self._subject.devices)) if check.ranks != ALL else len(self._subject.devices)
+        )
+
+
+def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """The findings of all processes, each with its rank where there are several."""
+    for rank, answer in enumerate(answers):
+        for finding in answer.findings:
+            name = check.name if finding.name == "error" else finding.name
+            yield replace(finding, name=f"{name}, rank {rank}" if len(answers) > 1 else name)
+
+
+def _words(subject: Subject) -> Sequence[str]:
+    height, width = subject.odd_pixels
+    side = subject.pixels
+    try:
+        file = inspect_model(subject.model)
+        sizes = f"{file.describe()}, {file.dtype}, {file.tensor_bytes / 1e9:.3g} GB"
+    except ParallelError as error:  # whose checks will fail, and say so
+        sizes = str(error)
+    whose = "the demo model" if subject.is_demo else "a file"
+    return (
+        f"devices: {', '.join(subject.devices)}",
+        f"model: {whose}, {sizes}",
+        f"pictures: {side} × {side} and {width} × {height}, {subject.text} tokens of text, {subject.steps} steps, CFG",
+    )
+
+
+def _private(subject: Subject) -> Private:
+    """This process's names, and the model's."""
+    private = find_private()
+    if subject.is_demo:
+        return private
+    path = Path(subject.model)
+    paths = ((subject.model, "<model>"), *((str(path.parent), "<models>"),), *private.paths)
+    return Private(paths, ((path.name, "<model>"), (path.stem, "<model>"), *private.words))

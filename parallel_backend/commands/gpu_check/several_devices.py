@@ -1,0 +1,126 @@
+"""Checks of two devices and more: their links, every strategy against one device, PipeFusion, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...machine.probe import read_visible
+from ...strategy import ParallelStrategy
+from ...wire.gpu_check import Finding
+from ..doctor.links import check_links, of_ranks
+from ..doctor.parity import Parity, check_parity
+from ..doctor.rank_probe import probe_links
+from .checks import Check, Examine, Group
+from .ranks import Ranks, difference, gigabytes, steps_in_words
+
+# One strategy per way to split; FSDP 2 is two ranks that share out the weights and the tokens.
+SPLITS = {
+    "Ulysses 2": ParallelStrategy(ulysses_degree=2),
+    "Ring 2": ParallelStrategy(ring_degree=2),
+    "CFG 2": ParallelStrategy(cfg_degree=2),
+    "FSDP 2": ParallelStrategy(ulysses_degree=2, shard_weights=True),
+    "tensor 2": ParallelStrategy(tensor_degree=2),
+}
+_PIPE = ParallelStrategy(pipefusion_degree=2)
+# (warm-up steps, patches): each order of messages between two stages.
+PIPES = ((1, 2), (1, 6), (0, 2), (0, 6))
+# Growth from one round over all strategies to the next that is no leak: fragments of the allocator.
+_GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
+
+
+def check_all_links(ranks: Ranks) -> Sequence[Finding]:
+    """Peer access, whether data arrives as it was sent, and rates, over all devices."""
+    calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
+    facts = [c.facts for c in calibrations if c.facts is not None]
+    topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
+    return [
+        Finding(v.name, v.status, v.finding, v.remedy, v.details) for v in check_links(calibrations, topology)
+    ]
+
+
+def check_strategies(ranks: Ranks) -> Sequence[Finding]:
+    """Each way to split against one device, at both sizes; float32 too where the model is small."""
+    both = ranks.subject.on_gpus and ranks.subject.is_demo
+    dtypes = ("auto", "float32") if both else ("auto",)
+    sizes = (ranks.square, ranks.odd)
+    for dtype in dtypes:
+        for size in sizes:
+            ranks.expected(size, dtype)  # all of one device's before its ranks make way
+    runs: dict[tuple[int, int], list[Parity]] = {size: [] for size in sizes}
+    times = []
+    for name, strategy in SPLITS.items():
+        for dtype in dtypes:
+            for size in sizes:
+                result, expected = ranks.sample(strategy, size=size, dtype=dtype), ranks.expected(size, dtype)
+                load = expected.info.load
+                computed = "float32" if load is None else load.compute_dtype
+                computed = computed if computed == "float32" else "bfloat16"  # as coarse: Parity knows two
+                runs[size].append(Parity(computed, name, difference(result.latent, expected.latent)))
+                if size == ranks.square:
+                    times.append(f"{name}, {computed}: {steps_in_words(result)}")
+    found = [
+        Finding(f"same latent at {width} × {height}", v.status, v.finding, v.remedy)
+        for (height, width), same in runs.items()
+        for v in check_parity(same)
+    ]
+    return [
+        *found,
+        Finding("steps", "ok", "of the runs above, the first one of a job warms up", details=tuple(times)),
+    ]
+
+
+def pipefusion(warmup: int, patches: int) -> Examine:
+    """PipeFusion 2 within its limit: a job that hangs is ended, and told."""
+    strategy = _PIPE.replace(warmup_steps=warmup, num_pipeline_patch=patches)
+
+    def check(ranks: Ranks) -> Sequence[Finding]:
+        ranks.group(2).load(ranks.spec, strategy)
+        result = ranks.sample(strategy, limit_s=ranks.subject.pipe_limit_s)
+        name, steps = f"warm-up {warmup}, {patches} patches", steps_in_words(result)
+        if not result.latent.isfinite().all():
+            remedy = "use more warm-up steps or another strategy, and report it with this text"
+            return [Finding(name, "broken", f"{steps}: the latent is not finite", remedy)]
+        return [Finding(name, "ok", f"{steps}, approximate by design; the latent is finite")]
+
+    return check
+
+
+def check_one_process(ranks: Ranks) -> Sequence[Finding]:
+    """Every strategy in one process, twice: communicators and buffers are kept, and must not grow."""
+    strategies = {**SPLITS, "PipeFusion 2": _PIPE}
+    rounds: list[dict[str, int]] = []
+    for _ in range(2):
+        held = {}
+        for name, strategy in strategies.items():
+            ranks.sample(strategy)
+            held[name] = max(rank.weight_bytes + rank.working_bytes for rank in ranks.memory(2))
+        rounds.append(held)
+    return [judge_growth(*rounds)]
+
+
+def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
+    """Bytes of the fuller rank after each strategy, in the first and in the second round."""
+    table = tuple(f"{name:<14s}{gigabytes(first[name]):>10s}{gigabytes(second[name]):>10s}" for name in first)
+    grown = [n for n in first if second[n] > _GROWTH_SHARE * first[n] + _GROWTH_BYTES]
+    if not grown:
+        return Finding(
+            "memory after each", "ok", "the second round takes no more than the first", details=table
+        )
+    remedy = "report it with this table; stop the ranks in the status panel when memory is short"
+    return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
+
+
+SEVERAL_GPUS = Group(
+    "Several GPUs",
+    (
+        Check("links", check_all_links, needs_two=True),
+        Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
+        *(
+            Check(
+                f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0
+            )
+            for warmup, patches in PIPES
+        ),
+        Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
+    ),
+)

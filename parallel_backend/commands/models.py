@@ -1,0 +1,139 @@
+"""`python -m parallel_backend models`: how far this ComfyUI's models can be shared out, and by which proof."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import RequestError
+from ..machine.self_tests import SelfTestStore
+from ..models.proof.states import PROVEN_HERE, Verdict, entry_digest, is_proven, verdict_of
+from ..models.tokens.table import TABLE, state_of
+from ..requests import ROWS, TOKEN_MODES
+
+VARIABLE = "COMFYUI_PATH"
+_WITH_PACK, _TESTED, _UNTESTED, _MISSING = (
+    "came with the pack",
+    "tested here",
+    "not tested yet",
+    "not in this ComfyUI",
+)
+_UNTESTED_WORDS = "is tested on the CPU before it first runs, in 10 to 20 seconds"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`state`: one of requests.TOKEN_MODES, empty where it is not known yet; `proof`: whence; `words`: for people."""
+
+    module: str
+    state: str
+    proof: str
+    words: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--comfyui", help=f"its folder; else {VARIABLE}, else the one that this pack is installed in"
+    )
+    parser.add_argument(
+        "--test", action="store_true", help="test what is not tested yet, and keep the outcomes"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; 1 where a class runs in a lesser way than the pack knows, or not at all. Raises RequestError
+    for a folder without a ComfyUI, RankFailed for a test that gave no outcome."""
+    root = _folder(args.comfyui)
+    found = rows(root, test=args.test)
+    if args.json:
+        said = {"comfyui": _version(root), "models": [asdict(row) for row in found]}
+        sys.stdout.write(f"{json.dumps(said)}\n")
+    else:
+        sys.stdout.write(_table(_version(root), found))
+    return int(
+        any(row.words for row in found if row.proof == _TESTED) or any(row.proof == _MISSING for row in found)
+    )
+
+
+def rows(root: Path, *, test: bool) -> list[Row]:
+    """Of each class whose tokens the pack can share out, in the ComfyUI in `root`. `test`: those that nobody knows."""
+    digests: dict[str, str] = {}
+    for name in sorted(TABLE):
+        try:
+            digests[name] = entry_digest(str(root), name)
+        except (OSError, SyntaxError, ValueError):
+            continue
+    store = SelfTestStore()
+    kept = {name: store.find(name, digest) for name, digest in digests.items() if not is_proven(name, digest)}
+    unknown = [name for name, outcome in kept.items() if outcome is None]
+    if test and unknown:
+        from ..sidecar.self_test import run_self_tests  # late: the other commands run without torch
+
+        for outcome in run_self_tests(str(root), unknown):
+            store.keep(digests[outcome.class_name], outcome)
+            kept[outcome.class_name] = outcome
+
+    def row(name: str) -> Row:
+        if name not in digests:
+            return Row(name, ROWS, _MISSING, "its sources are not where the pack knows them")
+        if name not in kept:
+            return _row(name, PROVEN_HERE, _WITH_PACK)
+        outcome = kept[name]
+        return Row(name, "", _UNTESTED) if outcome is None else _row(name, verdict_of(outcome), _TESTED)
+
+    return [row(name) for name in sorted(TABLE)]
+
+
+def _row(name: str, verdict: Verdict, proof: str) -> Row:
+    return Row(name, max(state_of(name), verdict.mode, key=TOKEN_MODES.index), proof, verdict.words)
+
+
+def _table(version: str, found: Sequence[Row]) -> str:
+    widths = [
+        max(len(text) for text in column)
+        for column in zip(*((r.module, r.state) for r in found), strict=True)
+    ]
+    lines = [
+        f"ComfyUI {version}: {len(found)} classes of models whose images and videos can be shared out",
+        "",
+    ]
+    for row in found:
+        words = f" ({row.words})" if row.words else ""
+        lines.append(
+            f"{row.module:<{widths[0]}}  {row.state or '?':<{widths[1]}}  {row.proof}{words}".rstrip()
+        )
+    if any(row.proof == _UNTESTED for row in found):
+        lines += ["", f"? {_UNTESTED_WORDS}; --test does so now."]
+    lines += [
+        "",
+        "All other models run too: docs/models.md says how, and docs/newer-comfyui.md what is new here.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _folder(given: str | None) -> Path:
+    """ComfyUI's. Raises RequestError where there is none."""
+    named = given or os.environ.get(VARIABLE)
+    candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
+    for folder in candidates:
+        if (folder / "comfy" / "cli_args.py").is_file():
+            return folder.resolve()
+    where = named or "the folders that this pack lies in"
+    raise RequestError(
+        f"No ComfyUI in {where}: it would have comfy/cli_args.py. Name its folder with --comfyui."
+    )
+
+
+def _version(root: Path) -> str:
+    try:
+        found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "of an unknown version"

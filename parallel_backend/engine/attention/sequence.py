@@ -1,0 +1,332 @@
+"""ComfyUI's attention over the tokens of all ranks: Ulysses with any counts of heads and tokens, and Ring outside.
+
+Within a Ulysses group (Jacobs et al. 2023) the attention function is the one that ComfyUI chose; its heads and tokens
+need not divide, and where several heads share keys, the keys travel once. Over a ring (Liu et al. 2023) partial results
+merge by log-sum-exp, from the fastest kernel that returns it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import RequestError
+from ...layout import slice_of, split_sizes
+from ...models.tokens.regions import Attends, Guided, Window
+from ..comm.collectives import all_gather, all_to_all, ring_shares
+from ..comm.groups import Layout
+from ..tokens.block_tokens import BlockTokens
+from .guides import Guides
+from .kernel_choice import kernel_for
+from .kernels import attend_with_lse, merge
+
+Attend = Callable[..., Tensor]
+# Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
+# part.
+_MASKED = -1e30
+
+
+class UnevenAttention:
+    """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
+    whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tokens: BlockTokens,
+        attends: tuple[Attends, ...],
+        block: nn.Module | None = None,
+        guides: Guides | None = None,
+    ) -> None:
+        self._ulysses, self._ring = layout.ulysses, layout.ring
+        self._tokens = tokens
+        self._attends: Iterator[Attends] = iter(attends)
+        self._block = block
+        self._guides = guides
+
+    def __call__(
+        self,
+        original: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """As ComfyUI's attention functions: [B, s, H D] or, with `skip_reshape`, [B, H, s, D] of this rank's tokens."""
+        attends = next(self._attends, None)
+        if isinstance(attends, Window):
+            mask, attends = self._band(attends, q), attends.stream
+        guides = None
+        if isinstance(attends, Guided):
+            guides, attends = self._guides, attends.stream
+        queries, keys = _streams(attends)
+        others |= {"attn_precision": attn_precision}
+        if keys is None:
+            whole = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+            return original(q, k, v, heads, mask=mask, **whole, **others)
+        if not skip_reshape:
+            channels = q.shape[-1] // heads
+            q, k, v = (t.reshape(*t.shape[:2], -1, channels).transpose(1, 2) for t in (q, k, v))
+        others.pop("enable_gqa", None)  # every head gets its own keys below
+        q, k, v = self._own(q, queries), self._own(k, keys), self._own(v, keys)
+        out = self._attend(original, q, k, v, mask, queries, keys, others, guides)
+        if queries is not None:
+            out = self._tokens.with_stand_ins(out, queries, 2)
+        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+    def _attend(
+        self,
+        original: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        queries: str | None,
+        keys: str,
+        others: dict[str, Any],
+        guides: Guides | None,
+    ) -> Tensor:
+        """[B, H, s, D] of this rank's tokens, or of all where queries are whole."""
+        size, heads = self._ulysses.size, q.shape[1]
+        shares = split_sizes(heads, size)
+        q_heads = [slice_of(shares, rank) for rank in range(size)]
+        group = heads // k.shape[1]  # of heads that share keys
+        kv_heads = [slice(own.start // group, -(-own.stop // group)) for own in q_heads]
+        mine, first = q_heads[self._ulysses.index], kv_heads[self._ulysses.index].start
+        mask = self._whole_mask(mask, queries, keys, q_heads)
+        if queries is None:
+            q = q[:, mine]
+            k, v = self._to_heads((k, v), (kv_heads, kv_heads), keys)
+        elif queries == keys:
+            q, k, v = self._to_heads((q, k, v), (q_heads, kv_heads, kv_heads), keys)
+        else:
+            (q,) = self._to_heads((q,), (q_heads,), queries)
+            k, v = self._to_heads((k, v), (kv_heads, kv_heads), keys)
+        if group > 1:
+            places = torch.arange(mine.start, mine.stop, device=k.device) // group - first
+            k, v = k.index_select(1, places), v.index_select(1, places)
+        if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
+            out = self._over_ring(q, k, v, mask, queries, keys, others.get("scale"), guides)
+        elif not q.numel():
+            out = q.new_empty(*q.shape[:3], v.shape[3])
+        else:
+            whole = others | {"skip_reshape": True, "skip_output_reshape": True}
+            if guides is None:
+                out = original(q, k, v, q.shape[1], mask=mask, **whole)
+            else:
+                whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
+                parts = guides.of_queries(0, q.shape[2])
+                out = torch.cat(
+                    [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
+                )
+        if queries is None:
+            by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
+            return by_head.transpose(0, 1)
+        return self._to_tokens(out, shares, self._group_lengths(queries))
+
+    def _band(self, window: Window, q: Tensor) -> Tensor | None:
+        """[1, 1, S, S], added to the scores of all tokens."""
+        reach: int | None = operator.attrgetter(window.attribute)(self._block)
+        if reach is None:
+            return None
+        places = torch.arange(self._tokens.total(window.stream), device=q.device)
+        far = (places[:, None] - places).abs() > reach
+        mask = torch.zeros(far.shape, device=q.device, dtype=q.dtype)
+        return mask.masked_fill_(far, torch.finfo(q.dtype).min)[None, None]
+
+    def _group_lengths(self, stream: str) -> tuple[int, ...]:
+        """Tokens of each rank of this rank's Ulysses group."""
+        size = self._ulysses.size
+        return self._tokens.lengths(stream)[self._ring.index * size : (self._ring.index + 1) * size]
+
+    def _ring_lengths(self, stream: str) -> tuple[int, ...]:
+        """Tokens of each Ulysses group."""
+        size, lengths = self._ulysses.size, self._tokens.lengths(stream)
+        return tuple(sum(lengths[group * size : (group + 1) * size]) for group in range(self._ring.size))
+
+    def _to_heads(
+        self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], stream: str
+    ) -> list[Tensor]:
+        """Each [B, H, s, D] -> [B, h, S, D]: the group's tokens, this rank's heads (`heads`: of each rank), all in one
+        exchange. Tokens come first on the wire, so what arrives is one contiguous tensor and needs no copy."""
+        ranks, index = self._ulysses.size, self._ulysses.index
+        if ranks == 1:
+            return list(tensors)
+        batch, _, tokens, _ = tensors[0].shape
+        lengths = self._group_lengths(stream)
+        pairs = list(zip(tensors, heads, strict=True))
+        columns = [[_count(own[rank]) * t.shape[3] for t, own in pairs] for rank in range(ranks)]
+        rows, widths = batch * tokens, [sum(of_rank) for of_rank in columns]
+        send = tensors[0].new_empty(rows * sum(widths))
+        if all(_is_even(own, t.shape[1]) for t, own in pairs):  # one copy of each then does for all ranks
+            parts = send.view(ranks, tokens, batch, widths[0]).split(columns[0], dim=3)
+            for part, t in zip(parts, tensors, strict=True):
+                own = t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
+                part.unflatten(3, own.shape[3:]).copy_(own)
+        else:
+            for rank, for_rank in enumerate(send.split([rows * width for width in widths])):
+                parts = for_rank.view(tokens, batch, widths[rank]).split(columns[rank], dim=2)
+                for part, (t, of) in zip(parts, pairs, strict=True):
+                    own = t[:, of[rank]].permute(2, 0, 1, 3)
+                    part.unflatten(2, own.shape[2:]).copy_(own)
+        sizes = tuple(rows * width for width in widths)
+        received = self._exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths))
+        parts = received.view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
+        return [
+            part.unflatten(2, (_count(own[index]), t.shape[3])).permute(1, 2, 0, 3)
+            for part, (t, own) in zip(parts, pairs, strict=True)
+        ]
+
+    def _to_tokens(self, out: Tensor, shares: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+        """[B, h, S, D] -> [B, H, s, D]: this rank's tokens, all heads (`shares`: of each rank)."""
+        if self._ulysses.size == 1:
+            return out
+        batch, heads, _, channels = out.shape
+        mine = lengths[self._ulysses.index]
+        received = self._exchange(
+            out.permute(2, 0, 1, 3).flatten(),
+            tuple(n * batch * heads * channels for n in lengths),
+            tuple(mine * batch * share * channels for share in shares),
+        )
+        if len(set(shares)) == 1:
+            by_rank = received.view(len(shares), mine, batch, heads, channels).permute(2, 1, 0, 3, 4)
+            return by_rank.reshape(batch, mine, sum(shares), channels).transpose(1, 2)
+        whole = out.new_empty(batch, mine, sum(shares), channels)
+        of_ranks = received.split([mine * batch * share * channels for share in shares])
+        for rank, part in enumerate(of_ranks):
+            whole[:, :, slice_of(shares, rank)] = part.view(mine, batch, shares[rank], channels).transpose(
+                0, 1
+            )
+        return whole.transpose(1, 2)
+
+    def _exchange(self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]) -> Tensor:
+        return all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
+
+    def _over_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        queries: str | None,
+        keys: str,
+        scale: float | None,
+        guides: Guides | None,
+    ) -> Tensor:
+        """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
+        if scale is not None:
+            q = q * (scale * q.shape[-1] ** 0.5)
+        sizes, index = self._ring_lengths(keys), self._ring.index
+        if mask is not None:
+            mask = _additive(mask, q.dtype)
+            if queries is not None and mask.shape[2] > 1:
+                mask = mask[:, :, slice_of(self._ring_lengths(queries), index)]
+            mask = mask.expand(-1, -1, q.shape[2], -1)
+        pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
+        shares = ring_shares(pairs, sizes, self._ring, self._tokens.traffic)
+        kernel = kernel_for(q.device, q.dtype, ring=True, head_dim=q.shape[-1]).name
+
+        def partial_results() -> Iterator[tuple[Tensor, Tensor]]:
+            for hop, share in enumerate(shares):
+                if not len(share):
+                    continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
+                key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
+                own = slice_of(sizes, (index - hop) % len(sizes))
+                if guides is not None:
+                    yield _guided(guides, q, slice_of(sizes, index).start, key, value, own, kernel)
+                    continue
+                part = None if mask is None else mask[..., own]
+                yield attend_with_lse(q, key, value, part, kernel)
+
+        return merge(partial_results(), q.dtype)
+
+    def _whole_mask(
+        self, mask: Tensor | None, queries: str | None, keys: str, heads: list[slice]
+    ) -> Tensor | None:
+        """A mask over all keys in the order in which the ranks bring them, for this rank's heads.
+
+        One of this rank's keys only, made from tokens that were cut, is gathered first.
+        """
+        if mask is None:
+            return None
+        lengths, total = self._tokens.lengths(keys), self._tokens.total(keys)
+        if max(lengths) == total and len(lengths) > 1:  # then a part and the whole look alike
+            raise RequestError(
+                f"{total} tokens with an attention mask are too few for {len(lengths)} devices. Set ulysses_degree and "
+                f"ring_degree to 1."
+            )
+        if mask.shape[-1] == total:
+            order = self._tokens.order(keys, mask.device)
+            mask = mask.index_select(-1, order)
+        else:
+            axis, traffic = self._tokens.axis, self._tokens.traffic
+            flags = mask.dtype == torch.bool  # which not every transport carries
+            mask = self._tokens.own(mask, keys, mask.ndim - 1)
+            moved = (mask.to(torch.uint8) if flags else mask).movedim(-1, 0)
+            mask = all_gather(moved, lengths, axis, traffic).movedim(0, -1)
+            mask = mask.bool() if flags else mask
+        if queries is not None and mask.ndim > 1 and mask.shape[-2] == self._tokens.total(queries) > 1:
+            mask = mask.index_select(-2, self._tokens.order(queries, mask.device))
+        if mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, heads[self._ulysses.index]]
+        return mask
+
+    def _own(self, tensor: Tensor, stream: str | None) -> Tensor:
+        """This rank's tokens. Raises RequestError where attention has others than the table of blocks says."""
+        if stream is None:
+            return tensor
+        if tensor.shape[2] != self._tokens.held(stream):
+            raise RequestError(
+                f"Attention has {tensor.shape[2]} tokens of {stream} where {self._tokens.held(stream)} belong to this "
+                f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
+            )
+        return self._tokens.own(tensor, stream, 2)
+
+
+def _guided(
+    guides: Guides, q: Tensor, first: int, key: Tensor, value: Tensor, keys: slice, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries, from number `first` on, over keys of these numbers."""
+    found = []
+    for own, mask in guides.of_queries(first, q.shape[2]):
+        queries = q[:, :, own]
+        if mask is not None:
+            mask = _additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
+        found.append(attend_with_lse(queries, key, value, mask, kernel))
+    if not found:  # a group without tokens
+        return attend_with_lse(q, key, value, None, kernel)
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
+    """(queries', keys')."""
+    return attends if isinstance(attends, tuple) else (attends, attends)
+
+
+def _count(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _is_even(heads: list[slice], total: int) -> bool:
+    """Whether the ranks' heads are equally many, one rank's after the other's."""
+    own = total // len(heads)
+    return total % len(heads) == 0 and heads == [slice(own * n, own * (n + 1)) for n in range(len(heads))]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B or 1, H or 1, S_q or 1, S_k], added to the scores, from the masks that ComfyUI's functions take."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _MASKED)
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0 if mask.ndim == 2 else 1)
+    return mask.float().clamp(min=max(_MASKED, torch.finfo(dtype).min)).to(dtype)

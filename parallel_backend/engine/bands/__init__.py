@@ -1,0 +1,1 @@
+"""Calls of UNets and VAEs in bands of rows."""

@@ -1,0 +1,124 @@
+"""One image or video whose network cuts it into tiles by itself: the tiles shared out among ranks, joined on one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...errors import PlatformError
+from ...layout import slice_of, split_sizes
+from ...models.banded import TiledVae
+from ..comm.collectives import all_to_all
+from ..comm.groups import Axis, World
+from ..comm.traffic_counter import Traffic
+from .vae import check_latent, check_limit
+
+_MAX_SIDE = 1024  # rows of a latent that any network cuts
+
+
+class TiledDecoder:
+    """As BandedDecoder, for a network whose tiles do not ask each other for anything. Collective in the same way.
+
+    Tiles travel to rank 0 one by one and wait in host memory until the network joins them as it joins its own.
+    """
+
+    def __init__(self, vae: TiledVae, world: World) -> None:
+        self.vae = vae
+        self._world = world
+        self._traffic = Traffic()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
+    @torch.inference_mode()
+    def parts(self, latent: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
+        """Tiles of the latent [C, (t,) h, w] on each rank."""
+        return split_sizes(len(self.vae.tiles(self._placed(latent))), self._world.world_size, shares)
+
+    @torch.inference_mode()
+    def __call__(
+        self, latent: Tensor, shares: tuple[float, ...] = (), on_step: Callable[[], None] | None = None
+    ) -> Tensor | None:
+        """latent [C, (t,) h, w] -> its frames [T, H, W, 3], about -1..1, on the CPU of rank 0; None on the others.
+
+        `shares`, `on_step`: as of BandedDecoder.
+        """
+        world, vae = self._world, self.vae
+        placed = self._placed(latent)
+        tiles = vae.tiles(placed)
+        counts = split_sizes(len(tiles), world.world_size, shares)
+        slices = [slice_of(counts, rank) for rank in range(world.world_size)]
+        computed: list[Tensor | None] = [None] * len(tiles)
+        turns = max(counts)
+        for turn in range(turns):
+            numbers = [part.start + turn if turn < part.stop - part.start else None for part in slices]
+            self._compute(tiles, numbers, computed)
+            if on_step is not None:
+                for _ in range(vae.steps * (turn + 1) // turns - vae.steps * turn // turns):
+                    on_step()
+        if world.rank != 0:
+            return None
+        return self._frames(vae.join(placed, (tile for tile in computed if tile is not None))).cpu()
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """As of BandedDecoder."""
+        vae, world = self.vae, self._world
+        if world.world_size == 1:
+            return
+        frames = (2,) if vae.latent_dims == 3 else ()
+        height = 2
+        while len(vae.tiles(self._placed(torch.zeros(vae.latent_channels, *frames, height, 2)))) < 2:
+            height *= 2
+            if height > _MAX_SIDE:
+                raise PlatformError(
+                    "this version of ComfyUI computes its VAE in another way than the pack knows: it cuts no tiles"
+                )
+        latent = torch.randn(
+            vae.latent_channels, *frames, height, 2, generator=torch.Generator().manual_seed(0)
+        )
+        shared = self(latent)
+        if shared is None:
+            return
+        placed = self._placed(latent)
+        whole = self._frames(vae.join(placed, map(vae.compute, vae.tiles(placed)))).cpu()
+        check_limit(shared, whole, vae.compute_dtype, "tiles shared out are")
+
+    def check_input(self, given: Tensor) -> None:
+        """As of BandedDecoder."""
+        check_latent(self.vae, given)
+
+    def _placed(self, latent: Tensor) -> Tensor:
+        return latent[None].to(self._world.device, self.vae.compute_dtype)
+
+    def _compute(self, tiles: list[Tensor], numbers: list[int | None], computed: list[Tensor | None]) -> None:
+        """`numbers`: of the tile that each rank computes now, None where it has none left; rank 0 keeps all of them."""
+        vae, world = self.vae, self._world
+        shapes = [None if number is None else vae.tile_shape(tiles[number]) for number in numbers]
+        sizes = tuple(0 if shape is None else math.prod(shape) for shape in shapes)
+        mine = numbers[world.rank]
+        tile = (
+            torch.empty(0, device=world.device, dtype=vae.compute_dtype)
+            if mine is None
+            else vae.compute(tiles[mine]).flatten()
+        )
+        others = (0,) * (world.world_size - 1)
+        if world.group is not None:
+            axis = Axis(tuple(range(world.world_size)), world.rank, world.group)
+            receive = sizes if world.rank == 0 else (0, *others)
+            tile = all_to_all(tile, (len(tile), *others), receive, axis, self._traffic)
+        if world.rank != 0:
+            return
+        for number, shape, part in zip(numbers, shapes, tile.split(sizes), strict=True):
+            if number is not None and shape is not None:
+                computed[number] = part.reshape(shape).cpu()
+
+    @staticmethod
+    def _frames(pixels: Tensor) -> Tensor:
+        """[1, 3, (T,) H, W] -> [T, H, W, 3]."""
+        whole = pixels[0]
+        return (whole if whole.ndim == 4 else whole[:, None]).permute(1, 2, 3, 0)

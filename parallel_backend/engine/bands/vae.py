@@ -1,0 +1,248 @@
+"""One image or video decoded or encoded by all ranks: each computes a band of rows, exactly as one rank does all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import PlatformError, RequestError
+from ...layout import slice_of, split_sizes
+from ...models.banded import BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
+from ..comm.collectives import all_gather, all_to_all
+from ..comm.groups import PATIENCE, Axis, World
+from ..comm.traffic_counter import Traffic
+from .row_bands import Bands, split_rows
+
+RankGroups = dict[tuple[int, ...], dist.ProcessGroup | None]  # by ranks
+
+# How far a decode in bands may be from the whole, of the largest pixel, in check(). Measured on random networks of 7
+# kinds: float32 rounds to 8e-6, bfloat16 to 1.4e-2, and a rank that goes without its neighbours is off by 0.5 or more.
+_CHECK_LIMIT, _CHECK_LIMIT_HALF = 1e-3, 0.1
+
+
+class BandedNetwork:
+    """Splits the rows of half a VAE over `world`. Collective: all ranks give it the same inputs in the same order.
+
+    `network` has its layers, `compute` calls it with a batch of one. `unit`: rows of an input that belong to one row of
+    the latent. `groups`: those laid over the world so far, which the next one takes over: torch never gives one's
+    threads and descriptors back.
+    """
+
+    def __init__(
+        self,
+        vae: BandedHalf,
+        network: nn.Module,
+        compute: Callable[[Tensor], Tensor],
+        world: World,
+        groups: RankGroups | None,
+        unit: int,
+    ) -> None:
+        self.vae = vae
+        self._compute = compute
+        self._unit = unit
+        self._world = world
+        self._traffic = Traffic()
+        self._bands = Bands(self._traffic)
+        self._groups: RankGroups = {} if groups is None else groups
+        self._steps = _Steps(0, 1, _nothing)
+        split_rows(network, self._bands)
+        for layer in vae.step_layers:
+            layer.register_forward_hook(lambda *_: self._steps.count())
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._traffic.bytes_sent
+
+    def parts(self, given: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
+        """Rows of the latent that each rank computes of an input [C, (t,) rows, w]."""
+        return split_sizes(given.shape[-2] // self._unit, self._world.world_size, shares)
+
+    @torch.inference_mode()
+    def __call__(
+        self, latent: Tensor, shares: tuple[float, ...] = (), on_step: Callable[[], None] | None = None
+    ) -> Tensor | None:
+        """latent [C, h, w], or [C, t, h, w] of a video -> its frames [T, H, W, 3], about -1..1, on the CPU of rank 0;
+        one frame of an image. None on the others. An encoder's pixels and latent have their places changed.
+
+        `shares`: how much of the rows each rank takes, empty for equal shares. A rank may have no row at all.
+        `on_step`: called `vae.steps` times, on every rank alike.
+        """
+        world, vae = self._world, self.vae
+        rows = self.parts(latent, shares)
+        active = tuple(rank for rank, count in enumerate(rows) if count)
+        group = self._group(active)
+        in_rows = tuple(count * self._unit for count in rows)
+        self._steps = _Steps(vae.steps, vae.layers_per_step(latent), on_step or _nothing)
+        band: Tensor | None = None
+        try:
+            if rows[world.rank]:
+                axis = Axis(active, active.index(world.rank), group)
+                self._bands.share_out(axis, tuple(rows[rank] for rank in active), world.device)
+                band = self._decode(latent[..., slice_of(in_rows, world.rank), :])
+            self._steps.end()
+        finally:
+            self._steps = _Steps(0, 1, _nothing)
+        return self._on_rank_0(band)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raises PlatformError on rank 0 when bands of a small random latent do not give what one rank computes of the
+        whole: another version of a network may look at rows in a way not known here. Collective."""
+        vae, world = self.vae, self._world
+        if world.world_size == 1:
+            return
+        latent = torch.randn(self._small_shape(), generator=torch.Generator().manual_seed(0))
+        banded = self(latent)
+        if banded is None:
+            return
+        self._bands.share_out(Axis((0,), 0, None), (1,), world.device)
+        whole = self._decode(latent).cpu()
+        check_limit(banded, whole, vae.compute_dtype, "bands of rows are")
+
+    def check_input(self, given: Tensor) -> None:
+        """Raises RequestError, in a user's words, for a batch that this network does not take."""
+        raise NotImplementedError
+
+    def _small_shape(self) -> tuple[int, ...]:
+        """Of an input for check(), with a row for each rank."""
+        raise NotImplementedError
+
+    def _decode(self, rows: Tensor) -> Tensor:
+        """[C, (t,) rows, w] -> frames [T, scale * rows, scale * w, 3] on the device, and likewise the other way."""
+        pixels = self._compute(rows[None].to(self._world.device, self.vae.compute_dtype))[0]
+        return (pixels if pixels.ndim == 4 else pixels[:, None]).permute(1, 2, 3, 0)
+
+    def _on_rank_0(self, band: Tensor | None) -> Tensor | None:
+        """Frame by frame, so that no device holds more of the whole than one frame. band: [T, rows, W, 3] or None."""
+        world, ranks = self._world, self._world.world_size
+        if world.group is None:
+            return None if band is None else band.cpu()
+        everyone = tuple(range(ranks))
+        shape = torch.tensor([(0, 0, 0, 0) if band is None else tuple(band.shape)])
+        shapes = all_gather(
+            shape, (1,) * ranks, Axis(everyone, world.rank, world.control), Traffic()
+        ).tolist()
+        sizes = tuple(rows for _, rows, *_ in shapes)
+        frames, _, width, channels = max(shapes)
+        if band is None:
+            band = torch.empty(frames, 0, width, channels, device=world.device, dtype=self.vae.compute_dtype)
+        whole = (
+            torch.empty(frames, sum(sizes), width, channels, dtype=band.dtype) if world.rank == 0 else None
+        )
+        others = (0,) * (ranks - 1)
+        receive = sizes if world.rank == 0 else (0, *others)
+        axis = Axis(everyone, world.rank, world.group)
+        for number, frame in enumerate(band):
+            frame = frame.to(world.device).contiguous()  # some networks leave their frames in host memory
+            arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._traffic)
+            if whole is not None:
+                whole[number] = arrived
+        return whole
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks; every rank asks for it, member or not, because new_group is collective."""
+        if len(ranks) == self._world.world_size:
+            return self._world.group
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=PATIENCE) if len(ranks) > 1 else None
+        return self._groups[ranks]
+
+
+class BandedDecoder(BandedNetwork):
+    """`vae`'s decoder; `groups` as of BandedNetwork."""
+
+    vae: BandedVae
+
+    def __init__(self, vae: BandedVae, world: World, groups: RankGroups | None = None) -> None:
+        super().__init__(vae, vae.decoder, vae.decode, world, groups, unit=1)
+
+    def check_input(self, given: Tensor) -> None:
+        check_latent(self.vae, given)
+
+    def _small_shape(self) -> tuple[int, ...]:
+        frames = (2,) if self.vae.latent_dims == 3 else ()
+        return self.vae.latent_channels, *frames, self._world.world_size, 2
+
+
+class BandedEncoder(BandedNetwork):
+    """`vae`'s encoder; `groups` as of BandedNetwork. Heights of its inputs divide by `vae.scale`."""
+
+    vae: BandedVaeEncoder
+
+    def __init__(self, vae: BandedVaeEncoder, world: World, groups: RankGroups | None = None) -> None:
+        super().__init__(vae, vae.encoder, vae.encode, world, groups, unit=vae.scale)
+
+    def check_input(self, given: Tensor) -> None:
+        channels, dims, sides = self.vae.in_channels, self.vae.latent_dims, given.shape[-2:]
+        if given.ndim != 2 + dims or given.shape[1] != channels or any(n % self._unit for n in sides):
+            raise RequestError(
+                f"the pixels have shape {list(given.shape)}; expected [batch, {channels}, "
+                f"{'frames, ' * (dims - 2)}height, width] for this VAE, with sides that divide by {self._unit}."
+            )
+
+    def _small_shape(self) -> tuple[int, ...]:
+        frames = (self.vae.few_frames,) if self.vae.latent_dims == 3 else ()
+        return self.vae.in_channels, *frames, self._unit * self._world.world_size, 2 * self._unit
+
+
+def check_latent(vae: DecodingHalf, latent: Tensor) -> None:
+    """Raises RequestError, in a user's words, for a batch that `vae` does not decode."""
+    channels, dims, least = vae.latent_channels, vae.latent_dims, vae.min_side
+    if latent.ndim != 2 + dims:
+        raise RequestError(
+            f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"
+            "height/8, width/8] for this VAE."
+        )
+    if latent.shape[1] != channels:
+        raise RequestError(
+            f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
+            "model family."
+        )
+    if min(latent.shape[-2:]) < least:
+        raise RequestError(
+            f"the latent is {latent.shape[-1]} x {latent.shape[-2]} positions; this VAE decodes {least} x {least} "
+            "and more. Take a larger picture."
+        )
+
+
+def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Raises PlatformError when `found` is further from `whole` than rounding in `dtype` explains."""
+    same_shape = found.shape == whole.shape
+    difference = ((found - whole).abs().max() / whole.abs().max()).item() if same_shape else math.inf
+    limit = _CHECK_LIMIT if dtype == torch.float32 else _CHECK_LIMIT_HALF
+    if not difference <= limit:
+        raise PlatformError(
+            f"this version of ComfyUI computes its VAE in another way than the pack knows: {what} off by "
+            f"{difference:.1e} of the largest value, over {limit:g}"
+        )
+
+
+class _Steps:
+    """Calls `on_step` after every `layers` layers, `steps` times in all: what a network leaves is called at the end."""
+
+    def __init__(self, steps: int, layers: int, on_step: Callable[[], None]) -> None:
+        self._left = steps
+        self._layers = layers
+        self._counted = 0
+        self._on_step = on_step
+
+    def count(self) -> None:
+        self._counted += 1
+        if self._left and self._counted % self._layers == 0:
+            self._step()
+
+    def end(self) -> None:
+        while self._left:
+            self._step()
+
+    def _step(self) -> None:
+        self._left -= 1
+        self._on_step()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Blocks of a module on one rank's tokens: called, compiled, cached."""

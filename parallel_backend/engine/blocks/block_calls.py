@@ -1,0 +1,208 @@
+"""Blocks of a module on one rank's tokens: inside a call their forwards get shares and meet at attention.
+
+Nothing of a model's own forward is known here. What lies between blocks sees whole tokens where each block gathers what
+it gives, and shares where tokens stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from ...models.base import ModuleModel
+from ...models.tokens.cached_outputs import KeptOutput, kept_outputs, main_region
+from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
+from ..attention.guides import Guides
+from ..attention.sequence import UnevenAttention
+from ..comm.groups import Layout
+from ..comm.traffic_counter import Traffic
+from ..tokens.block_tokens import BlockTokens
+from ..tokens.region_blocks import Block, blocks_of, main_stream, tokens_of
+from .step_cache import CachedCall
+
+# Runs a block's own forward.
+RunBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return type(block).forward(block, *args, **kwargs)
+
+
+class BlockCalls:
+    """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
+    not the one that its table describes. `run_block`: for those in which ranks meet at attention only."""
+
+    def __init__(
+        self, model: ModuleModel, layout: Layout, traffic: Traffic, run_block: RunBlock = as_it_is
+    ) -> None:
+        self._model = model
+        self._run_block = run_block
+        self._layout = layout
+        self._traffic = traffic
+        self._regions = [(region, blocks_of(model.module, region)) for region in model.regions]
+
+    @contextmanager
+    def shared_out(
+        self, *, stay: bool, control: dict[str, Any] | None, cached: CachedCall | None = None
+    ) -> Iterator[None]:
+        """Inside, calls of the module share out tokens. `stay`: they stay apart from the first block of a region to the
+        last; `control`: a ControlNet's residuals, in lists that the module got, to be cut in place; `cached`: whether
+        blocks run."""
+        with ExitStack() as restore:
+            for region, blocks in self._regions:
+                region_stays = stay and region.leave is not None
+                passing = _Pass(self, region, region_stays, control, self._cached(cached, region))
+                for block in blocks:
+                    block.module.forward = passing.forward_of(block)
+                    restore.callback(block.module.__dict__.pop, "forward")
+                if region_stays and region.leave not in (None, LAST_BLOCK):
+                    leave = self._model.module.get_submodule(str(region.leave))
+                    restore.callback(leave.register_forward_pre_hook(passing.leave).remove)
+            self._replace_what_leaves(cached, restore)
+            yield
+
+    @contextmanager
+    def whole(self, cached: CachedCall) -> Iterator[None]:
+        """Inside, a call of the module with whole tokens runs only the blocks that `cached` wants."""
+        with ExitStack() as restore:
+            for region, blocks in self._regions:
+                for block in blocks:
+                    block.module.forward = self._whole_forward_of(block, self._cached(cached, region))
+                    restore.callback(block.module.__dict__.pop, "forward")
+            self._replace_what_leaves(cached, restore)
+            yield
+
+    def kept_outputs(self) -> tuple[KeptOutput, ...]:
+        """Those of this module's blocks that a step cache keeps; none where it cannot."""
+        region, blocks = self._regions[-1]
+        if main_region(self._model.regions) is None or len(blocks) < 2:
+            return ()
+        return kept_outputs(region, blocks[0].kind, blocks[-1].kind)
+
+    def _cached(self, cached: CachedCall | None, region: Region) -> CachedCall | None:
+        return cached if region is main_region(self._model.regions) else None
+
+    def _replace_what_leaves(self, cached: CachedCall | None, restore: ExitStack) -> None:
+        """Before anything gathers it."""
+        region, _ = self._regions[-1]
+        if cached is not None and region.leave != LAST_BLOCK:
+            leave = self._model.module.get_submodule(str(region.leave))
+            restore.callback(leave.register_forward_pre_hook(cached.take_leave, prepend=True).remove)
+
+    def _whole_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            def compute() -> Any:
+                return self._run_block(block.module, args, kwargs)
+
+            return compute() if cached is None else cached.run(block, args, kwargs, compute)
+
+        return forward
+
+    def tokens(self) -> BlockTokens:
+        return BlockTokens(self._layout.sequence, self._layout.sequence_shares, self._traffic)
+
+    def run(self, block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's own forward, with what it calls as attention going over all ranks."""
+        args, kwargs, guides = block.without_guides(args, kwargs)
+        attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module, Guides.of(guides))
+        with ExitStack() as inside:
+            inside.enter_context(self._model.attention_by(attention))
+            for path, argument in block.kind.whole.items():
+                module = block.module.get_submodule(path)
+                gather, cut = _around_whole(tokens, argument)
+                inside.callback(module.register_forward_pre_hook(gather).remove)
+                inside.callback(module.register_forward_hook(cut).remove)
+            run = as_it_is if block.kind.whole else self._run_block
+            return run(block.module, args, kwargs)
+
+
+class _Pass:
+    """One pass through a region's blocks, in a call of the module."""
+
+    def __init__(
+        self,
+        calls: BlockCalls,
+        region: Region,
+        stays: bool,
+        control: dict[str, Any] | None,
+        cached: CachedCall | None,
+    ) -> None:
+        self._calls = calls
+        self._cached = cached
+        self._region = region
+        self._stays = stays
+        self._control = control if stays else None
+        self._tokens: BlockTokens | None = None  # whose shares are on their way from block to block
+
+    def forward_of(self, block: Block) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tokens = self._tokens or self._calls.tokens()
+            args, kwargs = cut_arguments(block, tokens, args, kwargs)
+
+            def compute() -> Any:
+                return self._calls.run(block, tokens, args, kwargs)
+
+            cached = self._cached if self._stays else None
+            out = compute() if cached is None else cached.run(block, args, kwargs, compute, tokens)
+            if self._stays:
+                self._tokens = tokens
+                self._cut_control(block, tokens)
+                if not block.is_last or self._region.leave != LAST_BLOCK:
+                    return out
+            self._tokens = None
+            outs = out if isinstance(out, tuple) else (out,)
+            arguments = block.kind.arguments
+            whole = tuple(
+                item if item is None or name is None else tokens.gather(item, tokens_of(arguments[name]))
+                for item, name in zip(outs, block.kind.gives, strict=True)
+            )
+            return whole if isinstance(out, tuple) else whole[0]
+
+        cached = self._cached
+        if cached is None or self._stays:
+            return forward
+        # A block that is left out has nothing to gather.
+        return lambda *args, **kwargs: cached.run(block, args, kwargs, lambda: forward(*args, **kwargs))
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before the module that needs whole tokens again."""
+        if self._tokens is None:  # no block of the region ran
+            return args
+        tokens, self._tokens = self._tokens, None
+        return (tokens.gather(args[0], tokens_of(self._region.leaves)), *args[1:])
+
+    def _cut_control(self, block: Block, tokens: BlockTokens) -> None:
+        if self._control is not None:
+            tokens.cut_residuals(self._control, main_stream(block.kind))
+            self._control = None
+
+
+def _around_whole(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that gather the first argument of a module, and cut what it gives."""
+
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (tokens.gather(args[0], argument), *args[1:])
+
+    def cut(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return tokens.cut(out, argument, carried=True)
+
+    return gather, cut
+
+
+def cut_arguments(
+    block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with this rank's tokens."""
+    listed, named = list(args), dict(kwargs)
+    for name, argument in block.kind.arguments.items():
+        carried = name in block.kind.gives
+        if name in named:
+            named[str(name)] = tokens.cut(named[str(name)], argument, carried)
+            continue
+        place = block.place(name)
+        if place is not None and place < len(listed):
+            listed[place] = tokens.cut(listed[place], argument, carried)
+    return tuple(listed), named

@@ -1,0 +1,133 @@
+"""Collectives over shares of different sizes, each over a group it is given, each counted in one place.
+
+Tensors are split along their first dimension, so that what arrives is one contiguous tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...wire.heartbeat import heartbeat
+from .groups import Axis, is_gloo
+from .traffic_counter import Traffic
+
+# Its name before torch 2.13 warns in that version.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(eq=False)
+class PendingExchange:
+    """What an all-to-all brings: a device waits for it, and a host where that computes, when it is `taken`."""
+
+    _received: Tensor
+    _work: dist.Work | None
+    _ranks: tuple[int, ...]
+    _leaving: Tensor  # must outlive its transfer
+
+    def taken(self) -> Tensor:
+        if self._work is not None:
+            with heartbeat.inside("an all-to-all", self._ranks):
+                self._work.wait()
+            self._work = None
+        return self._received
+
+
+def begin_all_to_all(
+    send: Tensor,
+    send_sizes: tuple[int, ...],
+    receive_sizes: tuple[int, ...],
+    axis: Axis,
+    traffic: Traffic,
+    *,
+    runs_beside: bool = True,
+) -> PendingExchange:
+    """Rows of `send` ([sum(send_sizes), …]) go to the ranks of the axis in order; brings [sum(receive_sizes), …].
+
+    `runs_beside`: what is computed next does not wait for it.
+    """
+    received = send.new_empty(sum(receive_sizes), *send.shape[1:])
+    row = send[0].numel() if len(send) else 0
+    traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
+    sizes = (list(receive_sizes), list(send_sizes))
+    with heartbeat.inside("an all-to-all", axis.ranks):
+        work = dist.all_to_all_single(received, send, *sizes, group=axis.group, async_op=runs_beside)
+    return PendingExchange(received, work, axis.ranks, send)
+
+
+def all_to_all(
+    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+) -> Tensor:
+    """The same, waited for."""
+    return begin_all_to_all(send, send_sizes, receive_sizes, axis, traffic, runs_beside=False).taken()
+
+
+def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Tensor:
+    """[sizes[index], …] of each rank -> [sum(sizes), …] on every rank. Shares are padded to the largest on the way."""
+    if axis.group is None:
+        return mine
+    largest = max(sizes)
+    padded = mine.contiguous()
+    if len(mine) < largest:
+        padded = torch.cat([mine, mine.new_zeros(largest - len(mine), *mine.shape[1:])])
+    gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
+    traffic.add(padded.numel() * (axis.size - 1), padded)
+    with heartbeat.inside("an all-gather", axis.ranks):
+        if is_gloo(axis, mine.device):
+            dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
+        else:  # into a list NCCL copies out of a second tensor as large as all of that
+            all_gather_single(gathered, padded, group=axis.group)
+    if min(sizes) == largest:
+        return gathered
+    return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
+
+
+def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tensor:
+    """The tensor of rank `source` (an index in the axis) on every rank; the others give one of its shape and dtype."""
+    if axis.group is None or not tensor.numel():
+        return tensor
+    traffic.add(tensor.numel() * (axis.size - 1) if axis.index == source else 0, tensor)
+    with heartbeat.inside("a broadcast", axis.ranks):
+        dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
+    """The sum over the axis, in place, on every rank.
+
+    Counted as a ring sends it: 2 (P - 1) / P of the tensor, the least that any algorithm can (Patarasuk and Yuan 2009).
+    """
+    if axis.group is not None and tensor.numel():
+        traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
+        with heartbeat.inside("an all-reduce", axis.ranks):
+            dist.all_reduce(tensor, group=axis.group)
+    return tensor
+
+
+def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Iterator[Tensor]:
+    """Yields every rank's share, this rank's own first, as they travel round the ring.
+
+    The hop of the next share runs while the caller works on the current one. `mine`: [sizes[index], …].
+    """
+    ranks, index, size = axis.ranks, axis.index, axis.size
+    current = mine.contiguous()
+    for hop in range(1, size):
+        following = mine.new_empty(sizes[(index - hop) % size], *mine.shape[1:])
+        traffic.add(current.numel(), current)
+        operations = []  # none for a share without elements: both sides know its size
+        if current.numel():
+            operations.append(dist.P2POp(dist.isend, current, ranks[(index + 1) % size], axis.group))
+        if following.numel():
+            operations.append(dist.P2POp(dist.irecv, following, ranks[(index - 1) % size], axis.group))
+        waiting = dist.batch_isend_irecv(operations) if operations else []
+        yield current
+        if waiting:
+            with heartbeat.inside("a ring step", (ranks[index], ranks[(index - 1) % size])):
+                for work in waiting:
+                    work.wait()
+        current = following
+    yield current

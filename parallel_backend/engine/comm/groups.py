@@ -1,0 +1,245 @@
+"""Rank groups: the process group of a sidecar, and the subgroups that a strategy lays over it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import PlatformError, RequestError
+from ...layout import ALIKE_AXES, AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
+from ...strategy import ParallelStrategy
+from ...wire.heartbeat import heartbeat
+from ...wire.protocol import SHARED_STORE
+from .numa import stay_near
+from .operators import SliceMeeting
+from .traffic_counter import Traffic
+
+SAMPLING_AXES = tuple(axis for axis in AXES if axis != "pipefusion")
+_NO_INTERFACE = "Unable to find address for"  # gloo's words
+# Of every group, and of the store over which NCCL's ranks meet. A collective waits as long as the slowest rank
+# computes, alone or compiling it may be; the supervisor has a limit for that by what is computed (wire/deadlines.py),
+# and names who keeps the others waiting. Torch's own limits, 5 and 10 minutes, would end the ranks that wait.
+PATIENCE = timedelta(days=1)
+# Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
+_WEIGHTS, _RETURN = "weights", "return"
+
+
+class World:
+    """This rank's place in its sidecar and the process groups that span it.
+
+    `group` carries tensors (NCCL on GPUs, gloo on the CPU); `control` is always gloo, for flags that the host reads.
+    Both are None for a single rank. Rendezvous is a FileStore on a fresh path: no port. `devices`: of all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        backend: str,
+        store_path: str,
+        devices: tuple[torch.device, ...] = (),
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.devices = devices or (device,)
+        self.group: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            stay_near(device)
+            heartbeat.follow(
+                partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.set_device, device)
+            )
+        if world_size > 1:
+            store = _open_store(store_path, world_size)
+            store.set_timeout(PATIENCE)
+            try:
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE
+                )
+                self.group = dist.group.WORLD
+                self.control = (
+                    self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
+                )
+            except RuntimeError as error:
+                if _NO_INTERFACE not in str(error):
+                    raise
+                raise PlatformError(
+                    "The ranks meet over this machine's loopback network interface, and lo is down or missing. Bring "
+                    "it up (ip link set lo up), or start the container or sandbox with one."
+                ) from error
+
+
+def _open_store(path: str, world_size: int) -> Any:
+    """A file, or a prefix in the store of torchrun's agents, which the ranks of several machines reach. (torch exports
+    the stores, but not to type checkers.)"""
+    if not path.startswith(SHARED_STORE):
+        return dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,  # the agent, or torchrun's first process (rank/joined/join.py)
+    )
+    return dist.PrefixStore(path.removeprefix(SHARED_STORE), store)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One group of ranks as this rank sees it. `ranks`: global ranks in order; `group` is None for a single rank."""
+
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The groups of one strategy that this rank is in.
+
+    `row` shares out whole images (data x cfg), `pipe` the blocks of the model, `sequence` the tokens of one image
+    (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: what the
+    last stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
+    ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
+    `everyone` has all ranks; `stage` those of one stage of all pipelines, the first of which sample while patches flow.
+    """
+
+    strategy: ParallelStrategy
+    world: World
+    row: Axis
+    pipe: Axis
+    return_group: Axis
+    sequence: Axis
+    ring: Axis
+    ulysses: Axis
+    tensor: Axis
+    shard: Axis
+    everyone: Axis
+    stage: Axis
+
+    @property
+    def sequence_shares(self) -> tuple[float, ...]:
+        """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares."""
+        return self._coordinates.sequence_shares(self.strategy)
+
+    @property
+    def stage_shares(self) -> tuple[float, ...]:
+        """The share of the model's blocks that each stage of this rank's pipeline takes."""
+        return self._coordinates.stage_shares(self.strategy)
+
+    @property
+    def _coordinates(self) -> RankCoordinates:
+        return RankCoordinates.of(self.strategy, self.world.rank)
+
+
+class Layouts:
+    """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order.
+
+    `traffic`: what this rank sends over any of them; `meetings`: where the ranks of a tensor axis meet, by those.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.traffic = Traffic()
+        self.meetings: dict[tuple[int, ...], SliceMeeting] = {}
+        self._layouts: dict[ParallelStrategy, Layout] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks."""
+        world = self.world
+        return Axis(tuple(range(world.world_size)), world.rank, world.group)
+
+    def get(self, strategy: ParallelStrategy) -> Layout:
+        """Of one device among several ranks: each is alone in it, and the first one computes (lead.py)."""
+        if strategy.world_size not in (1, self.world.world_size):
+            raise RequestError(
+                f"{strategy.describe()} needs {strategy.world_size} ranks and this group has {self.world.world_size}."
+            )
+        if strategy not in self._layouts:
+            self._layouts[strategy] = Layout(
+                strategy,
+                self.world,
+                row=self._axis(strategy, ROW_AXES),
+                pipe=self._axis(strategy, ("pipefusion",)),
+                return_group=self._axis(strategy, ("pipefusion",), purpose=_RETURN),
+                sequence=self._axis(strategy, SEQUENCE_AXES),
+                ring=self._axis(strategy, ("ring",)),
+                ulysses=self._axis(strategy, ("ulysses",)),
+                tensor=self._axis(strategy, ("tensor",)),
+                shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
+                everyone=self._axis(strategy, AXES),
+                stage=self._axis(strategy, SAMPLING_AXES),
+            )
+            _connect_stages(self._layouts[strategy])
+        return self._layouts[strategy]
+
+    def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
+        mine = None
+        if strategy.world_size < self.world.world_size:
+            return Axis((self.world.rank,), 0, None)
+        for ranks in rank_groups(strategy, axes):
+            group = self._group(ranks, purpose)
+            if self.world.rank in ranks:
+                mine = Axis(ranks, ranks.index(self.world.rank), group)
+        assert mine is not None, "every rank is in one group of each axis"
+        return mine
+
+    def _group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+        """new_group is collective: every rank creates every group, in the same order, member or not."""
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world.world_size and not purpose:
+            return self.world.group
+        if (ranks, purpose) not in self._groups:
+            self._groups[ranks, purpose] = dist.new_group(list(ranks), timeout=PATIENCE)
+        return self._groups[ranks, purpose]
+
+
+def _connect_stages(layout: Layout) -> None:
+    """Has each two stages that will send to each other meet once, all in the same order.
+
+    NCCL makes a communicator for two ranks at their first send, and holds both hosts up until the other one comes. In
+    the middle of a run a stage may be waiting for something else, and the pipeline would hang. A `device_id` would have
+    all pairs share one communicator, whose messages wait for each other: process groups are made without.
+    """
+    last = layout.pipe.size - 1
+    meetings = [(layout.pipe, stage, stage + 1) for stage in range(last)]
+    if last > 0:
+        meetings.append((layout.return_group, last, 0))
+    token = torch.zeros(1, device=layout.world.device)
+    for axis, sender, receiver in meetings:
+        with heartbeat.inside("a PipeFusion hop", (axis.ranks[sender], axis.ranks[receiver])):
+            if axis.index == sender:
+                dist.send(token, axis.ranks[receiver], axis.group)
+            elif axis.index == receiver:
+                dist.recv(token, axis.ranks[sender], axis.group)
+
+
+def is_gloo(axis: Axis, device: torch.device) -> bool:
+    """Whether gloo carries, or would carry, what the ranks of an axis send of their `device`."""
+    if axis.group is None:
+        return device.type == "cpu"
+    return dist.get_backend(axis.group) == dist.Backend.GLOO
+
+
+def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Global ranks of every group that spans `axes`: ranks that agree on all other coordinates."""
+    others = tuple(axis for axis in AXES if axis not in axes)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(strategy.world_size):
+        groups.setdefault(RankCoordinates.of(strategy, rank).on(others), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]

@@ -1,0 +1,259 @@
+"""Weights shared out over ranks as bytes: any dtype, packed and quantised tensors too; gathered for a block's turn.
+
+Each block, and everything around the blocks as one more part, is one run of bytes of which each rank keeps an equal
+share. A part is whole while it computes, and the next one travels meanwhile: the order of the call before tells which.
+Ranks that share weights must make the same calls together, also those without rows of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RequestError
+from ..models.tensor_pieces import as_built, take_apart
+from ..wire.heartbeat import heartbeat
+from .comm.collectives import all_gather_single
+from .comm.groups import Axis, is_gloo
+from .comm.traffic_counter import Traffic
+
+_BYTES = torch.uint8
+# Bytes; where tensors begin in what is gathered. Kernels want 16; a device's allocator gives 512, torch's on a host 64.
+_ALIGNMENT = 512
+
+Owners = list[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
+
+
+class ByteSharding:
+    """Shares out a module over `axis` (base.ByteSharding). `offload`: a device's shares lie in pinned host memory."""
+
+    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, *, offload: bool) -> None:
+        self._axis = axis
+        self._device = device
+        self._traffic = traffic
+        self._host = offload and device.type != "cpu"
+        self.shares = nn.ParameterList()
+        self._around: _Part | None = None
+        self._part_of: dict[str, _Part] = {}
+        self._order: list[_Part] = []  # in which the call before gathered blocks
+        self._taken: list[_Part] = []  # in which this one did so far
+        self._ahead: tuple[_Part, _Arrival] | None = None
+        self._rests = False  # until the end of this call
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def shard(
+        self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Leaves this rank its share of the parameters of a module in host memory. Buffers stay what they are.
+
+        A block is a module that is called as one. What several of them hold stays with what is around.
+        """
+        owner_of: dict[int, nn.Module] = {}
+        for block in blocks:
+            for parameter in block.parameters():
+                several = owner_of.get(id(parameter), block) is not block
+                owner_of[id(parameter)] = module if several else block
+        found: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for name, parameter in module.named_parameters():
+            found.setdefault(owner_of.get(id(parameter), module), {})[name] = parameter
+        places: dict[int, Owners] = {}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(id(parameter), []).append((owner, name))
+        for whole, parameters in found.items():
+            part = _Part(
+                {
+                    name: (as_built(parameter, dtypes.get(name)), places[id(parameter)])
+                    for name, parameter in parameters.items()
+                },
+                self._axis,
+                self._device,
+                pinned=self._host,
+            )
+            self.shares.append(part.share)
+            self._part_of |= dict.fromkeys(parameters, part)
+            if whole is module:
+                self._around = part
+            else:
+                whole.register_forward_pre_hook(partial(self._enter, part))
+                whole.register_forward_hook(partial(self._leave, part), always_call=True)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def replace(self, name: str, value: Tensor) -> None:
+        """Keeps this rank's share of a parameter's new value, which is made up as the one before."""
+        self._part_of[name].replace(name, value)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call of the module: what is around the blocks is whole, and blocks gather themselves."""
+        self._taken, self._rests = [], False
+        try:
+            if self._around is not None:
+                self._around.fill(self._finish(self._start(self._around)))
+            self._look_ahead()
+            yield
+            self._order = self._order if self._rests else self._taken
+        finally:
+            self._drop_ahead()
+            if self._around is not None:
+                self._around.drop()
+
+    def rest(self) -> None:
+        """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
+        self._rests = True
+
+    def _enter(self, part: _Part, *module_and_inputs: object) -> None:
+        if self._rests:
+            return
+        if self._ahead is not None and self._ahead[0] is part:
+            arrival, self._ahead = self._ahead[1], None
+        else:
+            self._drop_ahead()  # another order than before
+            arrival = self._start(part)
+        part.fill(self._finish(arrival))
+        self._taken.append(part)
+        self._look_ahead()
+
+    def _leave(self, part: _Part, *module_inputs_and_output: object) -> None:
+        part.drop()
+
+    def _look_ahead(self) -> None:
+        """Has the next block's bytes travel, if this call goes as the one before went so far."""
+        count = len(self._taken)
+        if count < len(self._order) and self._taken == self._order[:count]:
+            following = self._order[count]
+            self._ahead = (following, self._start(following))
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._finish(self._ahead[1])
+            self._ahead = None
+
+    def _start(self, part: _Part) -> _Arrival:
+        """Begins to gather a part; nobody waits."""
+        axis, mine = self._axis, part.share.to(self._device, non_blocking=True)
+        if axis.group is None:
+            return _Arrival(mine, mine, [])
+        whole = torch.empty(axis.size * mine.numel(), dtype=_BYTES, device=self._device)
+        self._traffic.add(mine.numel() * (axis.size - 1), mine)
+        if not is_gloo(axis, self._device):
+            return _Arrival(whole, mine, [all_gather_single(whole, mine, group=axis.group, async_op=True)])
+        # Shares go straight there: gloo's own all-gather fills a buffer of its thread first, whose heap keeps it.
+        shares, works = whole.chunk(axis.size), list[dist.Work | None]()
+        shares[axis.index].copy_(mine)
+        for peer in ((axis.index + hop) % axis.size for hop in range(1, axis.size)):
+            works.append(dist.irecv(shares[peer], axis.ranks[peer], group=axis.group))
+            works.append(dist.isend(mine, axis.ranks[peer], group=axis.group))
+        return _Arrival(whole, mine, works)
+
+    def _finish(self, arrival: _Arrival) -> Tensor:
+        with heartbeat.inside("a gather of weights", self._axis.ranks):
+            for work in filter(None, arrival.works):
+                work.wait()
+        return arrival.whole
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A part on its way: `whole` when the works are done; `mine`: what is sent, in use until then."""
+
+    whole: Tensor
+    mine: Tensor
+    works: list[dist.Work | None]
+
+
+@dataclass
+class _Shared:
+    """A parameter of a part: where it belongs, and of which plain tensors it is made (dtype, shape, first byte).
+
+    `absent` stands for it between turns: code may ask for its dtype and device.
+    """
+
+    owners: Owners
+    pieces: list[tuple[torch.dtype, torch.Size, int]]
+    put_together: Callable[[Sequence[Tensor]], Tensor]
+    absent: nn.Parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        for owner, name in self.owners:
+            setattr(owner, name, parameter)
+
+
+class _Part:
+    """Parameters that are gathered together: one run of bytes, of which `share` is this rank's."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, tuple[Tensor, Owners]],
+        axis: Axis,
+        device: torch.device,
+        *,
+        pinned: bool,
+    ) -> None:
+        self._shared: dict[str, _Shared] = {}
+        end, found = 0, []
+        for name, (parameter, owners) in parameters.items():
+            tensors, put_together = take_apart(parameter)
+            pieces = []
+            for tensor in tensors:
+                pieces.append((tensor.dtype, tensor.shape, end))
+                found.append((tensor, end))
+                end += _aligned(tensor.nbytes)
+            absent = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+            self._shared[name] = _Shared(owners, pieces, put_together, absent)
+        size = _aligned(-(-end // axis.size))
+        memory = torch.empty(size, dtype=_BYTES, device="cpu" if pinned else device, pin_memory=pinned)
+        self.share = nn.Parameter(memory, requires_grad=False)
+        self._first = axis.index * size
+        for tensor, begin in found:
+            self._keep(tensor, begin)
+        self.drop()
+
+    def fill(self, whole: Tensor) -> None:
+        """Makes the parameters whole, views of what was gathered."""
+        for shared in self._shared.values():
+            tensors = [
+                whole[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for dtype, shape, begin in shared.pieces
+            ]
+            shared.put(nn.Parameter(shared.put_together(tensors), requires_grad=False))
+
+    def drop(self) -> None:
+        for shared in self._shared.values():
+            shared.put(shared.absent)
+
+    def replace(self, name: str, value: Tensor) -> None:
+        shared = self._shared[name]
+        tensors, put_together = take_apart(value)
+        made_of = [(tensor.dtype, tensor.nbytes) for tensor in tensors]
+        room = [(dtype, math.prod(shape) * dtype.itemsize) for dtype, shape, _ in shared.pieces]
+        if made_of != room:
+            raise RequestError(
+                f"The LoRA makes {name} another format than the file's, which shard_weights cannot hold; turn "
+                f"shard_weights and offload_weights off, or do without the LoRA."
+            )
+        begins = [begin for *_, begin in shared.pieces]
+        for tensor, begin in zip(tensors, begins, strict=True):
+            self._keep(tensor, begin)
+        shared.pieces = [(t.dtype, t.shape, begin) for t, begin in zip(tensors, begins, strict=True)]
+        shared.put_together = put_together
+
+    def _keep(self, tensor: Tensor, begin: int) -> None:
+        """Of a tensor whose first byte is `begin`, the bytes that fall into this rank's share; no others are read."""
+        low, high = max(begin, self._first), min(begin + tensor.nbytes, self._first + self.share.numel())
+        if low < high:
+            data = tensor.contiguous().reshape(-1).view(_BYTES)
+            self.share.data[low - self._first : high - self._first].copy_(data[low - begin : high - begin])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,1 @@
+"""A module's blocks over the stages of a pipeline."""

@@ -1,0 +1,78 @@
+"""Messages from one stage of a pipeline to another: sent without waiting, received in the order they were sent."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...wire.heartbeat import heartbeat
+from ..comm.groups import Axis
+from ..comm.traffic_counter import Traffic
+
+
+@dataclass
+class PendingRecv:
+    """A message on its way here; `taken` waits for it."""
+
+    tensor: Tensor
+    work: dist.Work | None
+    ranks: tuple[int, ...] = ()  # this one and the sender
+
+    def taken(self) -> Tensor:
+        if self.work is not None:
+            with heartbeat.inside("a PipeFusion hop", self.ranks):
+                self.work.wait()
+        return self.tensor
+
+
+class P2PChannel:
+    """Messages from this rank to others of `axis`, and from them.
+
+    A message without elements is not sent: both sides know its size. Handles of messages on their way are kept, since
+    a tensor must outlive its transfer; the oldest is waited for when there are `most` of them.
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic, most: int = 64) -> None:
+        self._axis = axis
+        self._traffic = traffic
+        self._most = most
+        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent_in_round = 0
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """`to`: index in the axis."""
+        if not tensor.numel():
+            return
+        tensor = tensor.contiguous()
+        self._traffic.add(tensor.numel(), tensor)
+        work = dist.isend(tensor, self._axis.ranks[to], self._axis.group)
+        assert work is not None, "this rank is in the group"
+        self._leaving.append((work, tensor))
+        self._sent_in_round += 1
+        if len(self._leaving) > self._most:
+            self._leaving.popleft()[0].wait()
+
+    def receive(self, tensor: Tensor, source: int) -> PendingRecv:
+        """Begins to fill `tensor` with the next message of `source`, an index in the axis."""
+        if not tensor.numel():
+            return PendingRecv(tensor, None)
+        ranks = self._axis.ranks
+        work = dist.irecv(tensor, ranks[source], self._axis.group)
+        return PendingRecv(tensor, work, (ranks[self._axis.index], ranks[source]))
+
+    def end_round(self) -> None:
+        """Waits until everything that was sent before the round which ends now has left, so that its memory is free.
+
+        Who got as far as the end of a round has had answers to all of the round before: this holds nobody up.
+        """
+        while len(self._leaving) > self._sent_in_round:
+            self._leaving.popleft()[0].wait()
+        self._sent_in_round = 0
+
+    def settle(self) -> None:
+        """Waits until everything has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()

@@ -1,0 +1,332 @@
+"""The stages of a ComfyUI module under PipeFusion: each rank runs the module's own forward with its own blocks alone.
+
+Blocks of other stages hand on what they get; the first own one takes what the stage before sent, and behind the last
+own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does; but
+what other lists of blocks compute before these (refiners) the first stage alone has a use for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import RequestError
+from ...layout import stage_blocks
+from ...models.base import ModuleModel
+from ...models.tokens.regions import LAST_BLOCK, Tokens
+from ...requests import STAY, ModuleCall
+from ..blocks.block_calls import as_it_is, cut_arguments
+from ..comm.collectives import broadcast
+from ..comm.groups import Axis, Layout
+from ..comm.traffic_counter import Traffic
+from ..tokens.block_tokens import BlockTokens, LastTokens
+from ..tokens.region_blocks import Block, blocks_of, tokens_of
+from .owners import pack, unpack
+from .p2p import P2PChannel, PendingRecv
+from .stale_keys import KeptKeys
+
+_MARKS = 4  # at which a layer of low precision gives twice the same by chance once in ten billion elements
+
+
+class _Left(Exception):
+    """A patch has been sent on; what the module still would compute is another stage's."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Number `number` of `count` patches of an image's tokens."""
+
+    number: int
+    count: int
+
+
+class ModuleStages:
+    """This rank's stage of `model`. Raises RequestError where this version of the module has other blocks than its
+    table says."""
+
+    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+        self._model = model
+        self._region = model.regions[-1]
+        self._blocks = blocks_of(model.module, self._region)
+        self._refiners = [blocks_of(model.module, region) for region in model.regions[:-1]]
+        self._pipe, self._return_group = layout.pipe, layout.return_group
+        self._leaves = self._leaving_tokens()
+        self._own = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
+        self._traffic = traffic
+        self._onward = P2PChannel(layout.pipe, traffic)
+        self._back = P2PChannel(layout.return_group, traffic)
+        self.tokens = 0  # of an image in the last whole call
+        self._like: Any = None  # the answer to that, in the module's own form
+
+    def _leaving_tokens(self) -> Tokens:
+        """Of the image."""
+        if self._region.leave != LAST_BLOCK:
+            return tokens_of(self._region.leaves)
+        return self._blocks[-1].image[1]
+
+    @property
+    def count(self) -> int:
+        return self._pipe.size
+
+    @property
+    def is_first(self) -> bool:
+        return self._pipe.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._pipe.index == self.count - 1
+
+    def empty_answer(self, rows: int, *sizes: int) -> Tensor:
+        """Like the module's answers to whole images, packed, as far as `sizes` do not say otherwise."""
+        packed = pack(self._like)
+        assert packed is not None, "whole images went before"
+        return packed.new_zeros(rows, *(sizes or packed.shape[1:]))
+
+    def in_form(self, packed: Tensor) -> Any:
+        """An answer of patches as the module itself would give it."""
+        return unpack(packed, self._like)
+
+    def whole(self, call: ModuleCall, keys: KeptKeys | None) -> Any:
+        """The answer to a call of whole images, on every stage. `keys`: where their keys and values are left."""
+        with self._running(call, None, keys):
+            answer = self._model.module(*call.args, **call.kwargs)
+        packed = pack(answer)
+        if packed is None:
+            raise RequestError(
+                f"{type(self._model.module).__name__} answers with more than tensors, which PipeFusion's stages do not "
+                f"know; set pipefusion_degree to 1."
+            )
+        self._onward.settle()
+        packed = broadcast(packed.contiguous(), self.count - 1, self._return_group, self._traffic)
+        answer = unpack(packed, answer)
+        several = isinstance(answer, (list, tuple))
+        empty = [one.new_empty(0, *one.shape[1:]) for one in (answer if several else [answer])]
+        self._like = empty if several else empty[0]  # and no views, which would keep it
+        return answer
+
+    def why_whole(self, call: ModuleCall, keys: KeptKeys) -> str:
+        """Why calls like this one of whole images, which left these keys, cannot be taken through stages in patches, in
+        a user's words; empty where they can."""
+        if keys.masked:
+            return "attention has a mask here, which patches do not know"
+        if call.kwargs.get("control") is not None:
+            return "a ControlNet adds to whole images between blocks"
+        return (
+            "" if call.tokens == STAY else "with these inputs, the model looks at tokens between its blocks"
+        )
+
+    def patch(self, call: ModuleCall, patch: Patch, keys: KeptKeys) -> Tensor | None:
+        """Takes one patch through this stage. On the last one the answer, packed, in which only the elements of that
+        patch mean anything."""
+        try:
+            with self._running(call, patch, keys):
+                return pack(self._model.module(*call.args, **call.kwargs))
+        except _Left:
+            return None
+
+    def send_back(self, answer: Tensor) -> None:
+        """From the last stage to the first."""
+        self._back.send(answer, 0)
+
+    def expect_back(self, empty: Tensor) -> PendingRecv:
+        """What the last stage sends back next, on the first."""
+        return self._back.receive(empty, self.count - 1)
+
+    def end_round(self) -> None:
+        self._onward.end_round()
+        self._back.end_round()
+
+    def settle(self) -> None:
+        """Waits until everything that was sent has left."""
+        self._onward.settle()
+        self._back.settle()
+
+    def owners(self, call: ModuleCall, patches: int, keys: KeptKeys) -> Tensor:
+        """Of each element of a row of the answer, the number of the patch whose tokens alone make it; -1 where there is
+        no such patch. [elements] int64. Asks the module itself: which of them change if the tokens of a patch do that
+        leave the blocks? Of answers behind the first what no patch changes is the last one's: sound whose tokens are
+        whole in each patch, in that one beside the newest keys. Computes no block; no other rank takes part."""
+        plain, found = self._marked(call, None, 0, keys), None
+        for mark in range(1, _MARKS + 1):
+            changed = [
+                (self._marked(call, Patch(n, patches), mark, keys) != plain).flatten() for n in range(patches)
+            ]
+            together = torch.stack(changed)
+            found = together if found is None else found | together
+            if bool(found.any(0).all()):
+                break
+        assert found is not None, "there is a mark"
+        owner, owners = found.int().argmax(0), found.sum(0)
+        behind = torch.arange(len(owner), device=owner.device) >= self._first_answer()
+        owner[behind & (owners == 0)] = patches - 1
+        return owner.where((owners == 1) | (behind & (owners == 0)), -torch.ones_like(owner))
+
+    def _first_answer(self) -> int:
+        """Elements of a row of the answer, or of the first one of several."""
+        first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]
+        return first.shape[1:].numel()
+
+    def _marked(self, call: ModuleCall, patch: Patch | None, mark: int, keys: KeptKeys) -> Tensor:
+        """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
+        cut = None if patch is None else self._cut_into(patch, keys)
+
+        def marked(tokens: Tensor) -> Tensor:
+            plain = torch.empty_like(tokens)
+            plain[:] = _values(0, tokens)
+            if cut is None:
+                return plain
+            own = cut.spread(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
+            return torch.where(own > 0, _values(mark, tokens), plain)
+
+        def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert cut is not None, "of a patch"
+            cut_arguments(self._blocks[0], cut, args, kwargs)
+
+        with ExitStack() as restore:
+            for block in chain(*self._refiners, self._blocks):
+                block.module.forward = lambda *args, _block=block, **kwargs: _block.handed_on(args, kwargs)
+                restore.callback(block.module.__dict__.pop, "forward")
+            if cut is not None:  # it learns how many tokens each stream has
+                first = self._blocks[0].module
+                restore.callback(first.register_forward_pre_hook(learn, with_kwargs=True).remove)
+            restore.callback(self._on_leaving(marked))
+            answer = pack(self._model.module(*call.args, **call.kwargs))
+        assert answer is not None, "whole images went before"
+        return answer[0]
+
+    def _on_leaving(self, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        """From now on the tokens that leave the blocks are `change(tokens)`. Gives what ends that."""
+        if self._region.leave != LAST_BLOCK:
+            leave = self._model.module.get_submodule(str(self._region.leave))
+            return leave.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
+        last = self._blocks[-1]
+        gives = [None if name is None else last.kind.arguments.get(name) for name in last.kind.gives]
+        place = gives.index(self._leaves)
+
+        def given(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if not isinstance(out, tuple):
+                return change(out)
+            return (*out[:place], change(out[place]), *out[place + 1 :])
+
+        return last.module.register_forward_hook(given).remove
+
+    def _cut_into(self, patch: Patch, keys: KeptKeys) -> BlockTokens:
+        """Patches are to tokens what ranks are that share them: a run of each stream. Where text goes before the image
+        in its stream, each prompt's image is cut at the same places: as the last tokens of the longest."""
+        if keys.among:
+            return LastTokens(_axis(patch), (), self._traffic, among=keys.among)
+        return BlockTokens(_axis(patch), (), self._traffic)
+
+    @contextmanager
+    def _running(self, call: ModuleCall, patch: Patch | None, keys: KeptKeys | None) -> Iterator[None]:
+        """Inside, a call of the module computes this stage's blocks."""
+        tokens = None if patch is None or keys is None else self._cut_into(patch, keys)
+
+        def leave(left: Tensor) -> Tensor:
+            if tokens is not None:
+                return tokens.spread(left, self._leaves)
+            self.tokens = left.shape[self._leaves.dim :][: self._leaves.over].numel()
+            return left
+
+        with ExitStack() as restore:
+            for number, block in enumerate(self._blocks):
+                block.module.forward = self._forward_of(number, block, call, tokens, keys)
+                restore.callback(block.module.__dict__.pop, "forward")
+            refines = self.is_first and bool(self._refiners)
+            last = self._last_tokens(patch, call, keys) if refines and patch is not None else None
+            for region, blocks in enumerate(self._refiners):
+                for number, block in enumerate(blocks):
+                    block.module.forward = self._refiner_of((region, number), block, call, last, keys)
+                    restore.callback(block.module.__dict__.pop, "forward")
+            restore.callback(self._on_leaving(leave))
+            yield
+
+    def _forward_of(
+        self, number: int, block: Block, call: ModuleCall, tokens: BlockTokens | None, keys: KeptKeys | None
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if number == 0 and tokens is None and keys is not None:  # on every stage
+                keys.counts[call.prompts] = block.image_tokens(args, kwargs)
+            if tokens is not None:
+                args, kwargs = cut_arguments(block, tokens, args, kwargs)
+            if number == self._own.stop:
+                leaving = block.carried(args, kwargs)
+                for tensor in leaving:
+                    self._onward.send(tensor, self._pipe.index + 1)
+                if tokens is not None:
+                    raise _Left
+                # What lies between blocks may write into tokens (a ControlNet's residuals), and these are on their way.
+                args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
+            if number not in self._own:
+                return block.handed_on(args, kwargs)
+            if number == self._own.start and not self.is_first:
+                args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
+            return self._run(block, (call.prompts, number), tokens, keys, args, kwargs)
+
+        return forward
+
+    def _run(
+        self,
+        block: Block,
+        place: Hashable,
+        tokens: BlockTokens | None,
+        keys: KeptKeys | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        attention = None if keys is None else keys.attention(place, block.kind, tokens)
+        with nullcontext() if attention is None else self._model.attention_by(attention):
+            return as_it_is(block.module, args, kwargs)
+
+    def _refiner_of(
+        self,
+        place: tuple[int, int],
+        block: Block,
+        call: ModuleCall,
+        tokens: BlockTokens | None,
+        keys: KeptKeys | None,
+    ) -> Callable[..., Any]:
+        """Of a list before those of the stages. `place`: the number of its region, and its own there. Patches go
+        through the first region; others (of references) are small."""
+        region, number = place
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_first:
+                return block.handed_on(args, kwargs)
+            if region > 0:
+                return as_it_is(block.module, args, kwargs)
+            if tokens is not None:
+                args, kwargs = cut_arguments(block, tokens, args, kwargs)
+            out = self._run(block, (call.prompts, "refiner", number), tokens, keys, args, kwargs)
+            if tokens is None or not block.is_last:
+                return out
+            return tokens.spread(out, block.image[1])
+
+        return forward
+
+    def _last_tokens(self, patch: Patch, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
+        """A refiner's tokens are the last of the image's stream, as the self-test finds."""
+        assert keys is not None, "whole images left them"
+        return LastTokens(_axis(patch), (), self._traffic, among=keys.among or keys.counts[call.prompts])
+
+    def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """What the stage before sent, in tensors of these forms."""
+        empty = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in like]
+        coming = [self._onward.receive(one, self._pipe.index - 1) for one in empty]
+        return [one.taken() for one in coming]
+
+
+def _axis(patch: Patch) -> Axis:
+    return Axis(tuple(range(patch.count)), patch.number, None)
+
+
+def _values(mark: int, like: Tensor) -> Tensor:
+    """[width] of some values, other ones for each mark."""
+    generator = torch.Generator().manual_seed(mark)
+    return torch.randn(like.shape[-1], generator=generator).to(like)

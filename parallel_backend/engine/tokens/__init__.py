@@ -1,0 +1,1 @@
+"""Finds the blocks of a module, and cuts and gathers their tokens."""

@@ -1,0 +1,255 @@
+"""The tokens of blocks, cut to one rank's share and gathered again, by the words of models/tokens/regions.py.
+
+A joined stream ("txt+img") has this rank's share of each stream that is known by itself, one after the other; where its
+streams are not known, it is one stream. A rank without a token of a stream (an empty prompt has five) holds a stand-in,
+since blocks cannot compute nothing: it goes into no exchange and no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import RequestError
+from ...layout import slice_of, split_sizes
+from ...models.tokens.regions import Argument, ExpandingTimestep, FirstToken, Ranges, Tokens
+from ..comm.collectives import all_gather
+from ..comm.groups import Axis
+from ..comm.traffic_counter import Traffic
+
+
+@dataclass
+class BlockTokens:
+    """The tokens of each stream in one pass through blocks. `axis`: the ranks that share them; `weights`: how much each
+    takes, empty for equal shares.
+
+    `counts`: tokens of each stream, learnt from the first tensors that are cut; `shapes`: of the streams whose tokens
+    take several dims.
+    """
+
+    axis: Axis
+    weights: tuple[float, ...]
+    traffic: Traffic
+    counts: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    # What was cut already, by id; the value is kept, so that its id stays its own.
+    _cuts: dict[tuple[int, Argument], tuple[Any, Any]] = field(default_factory=dict)
+
+    def total(self, stream: str) -> int:
+        return sum(self.counts[name] for name in self._names(stream))
+
+    def lengths(self, stream: str) -> tuple[int, ...]:
+        """Tokens of `stream` on each rank of the axis."""
+        each = [self._sizes(self.counts[name]) for name in self._names(stream)]
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    def held(self, stream: str) -> int:
+        """Tokens of `stream` that this rank holds, stand-ins counted."""
+        return sum(piece.stop - piece.start for piece in self._held(stream))
+
+    def pieces(self, stream: str, index: int | None = None) -> list[slice]:
+        """Where the tokens of a rank, this one by default, lie in a whole tensor of `stream`."""
+        found, offset = [], 0
+        for name in self._names(stream):
+            own = slice_of(self._sizes(self.counts[name]), self.axis.index if index is None else index)
+            found.append(slice(offset + own.start, offset + own.stop))
+            offset += self.counts[name]
+        return found
+
+    def own(self, value: Tensor, stream: str, dim: int) -> Tensor:
+        """This rank's tokens of what it holds, without stand-ins."""
+        sizes = [piece.stop - piece.start for piece in self.pieces(stream)]
+        if 0 not in sizes:
+            return value
+        held = value.split([max(size, 1) for size in sizes], dim)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(held, sizes, strict=True)], dim)
+
+    def with_stand_ins(self, value: Tensor, stream: str, dim: int) -> Tensor:
+        """What this rank holds, from its tokens; a stand-in is 0."""
+        sizes = [piece.stop - piece.start for piece in self.pieces(stream)]
+        if 0 not in sizes:
+            return value
+        stand_in = value.new_zeros([1 if n == dim else size for n, size in enumerate(value.shape)])
+        parts = value.split(sizes, dim)
+        return torch.cat([part if part.shape[dim] else stand_in for part in parts], dim)
+
+    def order(self, stream: str, device: torch.device) -> Tensor:
+        """The numbers of all tokens of `stream`, rank by rank as an exchange brings them."""
+        pieces = (piece for rank in range(self.axis.size) for piece in self.pieces(stream, rank))
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+
+    def cut(self, value: Any, argument: Argument, carried: bool = False) -> Any:
+        """This rank's share of a block's argument. `carried`: it may be a share already, as a block before gave it."""
+        carried = carried or (isinstance(argument, Tokens) and argument.passed)
+        if value is None or (carried and self._is_share(value, argument)):
+            return value
+        if carried:  # another one for each block, not to be kept
+            return self._cut(value, argument, carried)
+        key = (id(value), argument)
+        if key not in self._cuts:
+            self._cuts[key] = (value, self._cut(value, argument, carried))
+        return self._cuts[key][1]
+
+    def gather(self, value: Tensor, argument: Tokens) -> Tensor:
+        """The whole tensor, from the ranks' shares. Collective."""
+        stream, dim = argument.stream, argument.dim % value.ndim
+        several = stream in self.shapes and value.ndim > dim + argument.over
+        if several:
+            value = value.flatten(dim, dim + argument.over - 1)
+        if value.shape[dim] != self.held(stream):
+            raise RequestError(
+                f"A block gave {value.shape[dim]} tokens of {stream} where {self.held(stream)} belong to this "
+                f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
+            )
+        if self.axis.size > 1:
+            mine = self.own(value, stream, dim).movedim(dim, 0)
+            shares = all_gather(mine, self.lengths(stream), self.axis, self.traffic)
+            value = self._in_order(shares, stream).movedim(0, dim).contiguous()
+        return value.unflatten(dim, self.shapes[stream]) if several else value
+
+    def spread(self, value: Tensor, argument: Tokens) -> Tensor:
+        """The whole tensor with this rank's tokens in their places, and 0 in those of others."""
+        stream, dim = argument.stream, argument.dim % value.ndim
+        several = stream in self.shapes and value.ndim > dim + argument.over
+        if several:
+            value = value.flatten(dim, dim + argument.over - 1)
+        whole = value.new_zeros(
+            [self.total(stream) if n == dim else size for n, size in enumerate(value.shape)]
+        )
+        self.put(value, stream, dim, whole)
+        return whole.unflatten(dim, self.shapes[stream]) if several else whole
+
+    def put(self, value: Tensor, stream: str, dim: int, whole: Tensor) -> None:
+        """Writes this rank's tokens, of what it holds, to their places in a whole tensor of `stream`."""
+        pieces = self.pieces(stream)
+        parts = self.own(value, stream, dim).split([piece.stop - piece.start for piece in pieces], dim)
+        for piece, part in zip(pieces, parts, strict=True):
+            whole.narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
+
+    def cut_residuals(self, control: dict[str, Any], stream: str) -> None:
+        """Cuts, in its lists, what a ControlNet adds after blocks: [B, n, C] to the first n tokens of `stream`."""
+        (own,) = self.pieces(stream)
+        for residuals in control.values():
+            residuals[:] = [None if tensor is None else tensor[:, own] for tensor in residuals]
+
+    def _names(self, stream: str) -> list[str]:
+        names = stream.split("+")
+        return names if all(name in self.counts for name in names) else [stream]
+
+    def _held(self, stream: str) -> list[slice]:
+        """As `pieces`, with the stream's first token as the stand-in."""
+        found, offset = [], 0
+        for name, piece in zip(self._names(stream), self.pieces(stream), strict=True):
+            found.append(piece if piece.start < piece.stop else slice(offset, offset + 1))
+            offset += self.counts[name]
+        return found
+
+    def _sizes(self, total: int) -> tuple[int, ...]:
+        return split_sizes(total, self.axis.size, self.weights)
+
+    def _is_share(self, value: Any, argument: Argument) -> bool:
+        if not isinstance(value, Tensor) or not isinstance(argument, Tokens):
+            return False
+        if self._names(argument.stream)[0] not in self.counts:
+            return False
+        dim = argument.dim % value.ndim
+        size = value.shape[dim : dim + argument.over].numel()
+        return size == self.held(argument.stream) and size != self.total(argument.stream)
+
+    def _cut(self, value: Any, argument: Argument, carried: bool) -> Any:
+        match argument:
+            case Ranges(stream):
+                return self._ranges(value, stream)
+            case FirstToken(stream):
+                (own,) = self.pieces(stream)
+                return min(max(value - own.start, 0), own.stop - own.start)
+            case ExpandingTimestep(stream):
+                if isinstance(value, Tensor):
+                    return self._share(value, Tokens(stream, grouped=True))
+                return type(value)(self._share(value.expand(), Tokens(stream)), None)
+            case Tokens():
+                return self._tokens(value, argument, carried)
+
+    def _tokens(self, value: Any, argument: Tokens, carried: bool) -> Any:
+        if isinstance(value, Tensor):
+            return self._share(value, argument)
+        return type(value)(
+            self._share(item, argument)
+            if isinstance(item, Tensor)
+            and argument.item in (None, i)
+            and not (carried and self._is_share(item, argument))
+            else item
+            for i, item in enumerate(value)
+        )
+
+    def _ranges(self, ranges: Iterable[tuple[Any, ...]], stream: str) -> list[tuple[Any, ...]]:
+        """The parts of (first, end, …) that fall into this rank's tokens, as these are numbered."""
+        found, offset = [], 0
+        for own in self.pieces(stream):
+            for begin, end, *rest in ranges:
+                end = self.total(stream) if end is None else end
+                begin, end = max(begin, own.start), min(end, own.stop)
+                if begin < end:
+                    found.append((begin - own.start + offset, end - own.start + offset, *rest))
+            offset += max(own.stop - own.start, 1)
+        return found
+
+    def _share(self, value: Tensor, argument: Tokens) -> Tensor:
+        if argument.ndim not in (None, value.ndim):
+            return value
+        stream, dim = argument.stream, argument.dim % value.ndim
+        several = argument.over > 1 and value.ndim > dim + argument.over
+        if several:
+            self.shapes.setdefault(stream, value.shape[dim : dim + argument.over])
+            value = value.flatten(dim, dim + argument.over - 1)
+        if self._names(stream)[0] not in self.counts and not argument.grouped:
+            self.counts[stream] = value.shape[dim]
+        total = self.total(stream)
+        if value.shape[dim] != total and not argument.grouped and not several:
+            # Versions of ComfyUI differ in where rotary embeddings have their tokens.
+            dim = next((d for d in range(1, value.ndim) if value.shape[d] == total), dim)
+        size = value.shape[dim]
+        if size == 1 and total > 1:  # the same for all tokens
+            return value
+        if size == total:
+            out = torch.cat([value[(slice(None),) * dim + (piece,)] for piece in self._held(stream)], dim)
+            return out.unflatten(dim, (out.shape[dim], *[1] * (argument.over - 1))) if several else out
+        if not argument.grouped or size > total:
+            raise RequestError(
+                f"A block takes {size} tokens where {stream} has {total}, so its tokens cannot be shared out. Set "
+                f"ulysses_degree and ring_degree to 1."
+            )
+        (held,) = self._held(stream)
+        places = torch.arange(held.start, held.stop, device=value.device) // -(-total // size)
+        return value.index_select(dim, places)
+
+    def _in_order(self, shares: Tensor, stream: str) -> Tensor:
+        """[S, …] with the tokens in the order of a whole tensor, from the ranks' shares one after the other."""
+        names = self._names(stream)
+        if len(names) == 1:
+            return shares
+        whole, begin = torch.empty_like(shares), 0
+        for rank in range(self.axis.size):
+            for piece in self.pieces(stream, rank):
+                size = piece.stop - piece.start
+                whole[piece] = shares[begin : begin + size]
+                begin += size
+        return whole
+
+
+@dataclass
+class LastTokens(BlockTokens):
+    """Of a stream whose tokens are the last ones of a longer stream, of which each rank has its share: those of its
+    tokens that fall into that. `among`: tokens of the longer one."""
+
+    among: int = 0
+
+    def _sizes(self, total: int) -> tuple[int, ...]:
+        ends = accumulate(super()._sizes(self.among))
+        places = [max(end - (self.among - total), 0) for end in ends]
+        return tuple(end - begin for begin, end in pairwise((0, *places)))

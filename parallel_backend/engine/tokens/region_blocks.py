@@ -1,0 +1,142 @@
+"""The blocks of a module as its table describes them: which they are, and where their arguments stand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import RequestError
+from ...models.tokens.regions import Argument, Blocks, Guided, Region, Tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a region. `names`: of its forward's arguments; `is_first`, `is_last`: of the region."""
+
+    module: nn.Module
+    kind: Blocks
+    names: tuple[str, ...]
+    is_first: bool
+    is_last: bool
+
+    def place(self, name: str | int) -> int | None:
+        """Of an argument among those without a name."""
+        if isinstance(name, int):
+            return name
+        return self.names.index(name) if name in self.names else None
+
+    @property
+    def image(self) -> tuple[str | int, Tokens]:
+        """The argument that has the image's tokens, and where it has them."""
+        stream, arguments = main_stream(self.kind), self.kind.arguments
+        given = ((name, arguments.get(name)) for name in self.kind.gives if name is not None)
+        return next((name, one) for name, one in given if isinstance(one, Tokens) and one.stream == stream)
+
+    def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """How many of them a call has."""
+        name, tokens = self.image
+        given = self._argument(name, args, kwargs)
+        value: Tensor = given if tokens.item is None else given[tokens.item]
+        return value.shape[tokens.dim :][: tokens.over].numel()
+
+    def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call of it gives if it changes nothing."""
+        found = [self._argument(name, args, kwargs) for name in self.kind.gives if name is not None]
+        # A block that gives more than tokens takes all of that in one tuple.
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def carried(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The arguments that a block before gave, each once; of a tuple (video and sound) its items."""
+        found: list[Tensor] = []
+        for name in self._carried_names():
+            value = self._argument(name, args, kwargs)
+            found += [value] if isinstance(value, Tensor) else value
+        return found
+
+    def with_carried(
+        self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these in place of what `carried` gives."""
+        listed, named, rest = list(args), dict(kwargs), iter(values)
+        for name in self._carried_names():
+            old = self._argument(name, args, kwargs)
+            value = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
+            if name in named:
+                named[str(name)] = value
+                continue
+            place = self.place(name)
+            assert place is not None, "blocks_of has looked"
+            listed[place] = value
+        return tuple(listed), named
+
+    def _carried_names(self) -> list[str | int]:
+        return list(dict.fromkeys(name for name in self.kind.gives if name is not None))
+
+    def without_guides(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments without the one that a Guided of its attention names, and that one: the block, which would tell
+        its own tokens apart by their numbers among all, is not to see it. None where it is a tensor or missing."""
+        for attends in self.kind.attends:
+            if not isinstance(attends, Guided):
+                continue
+            place = self.place(attends.argument)
+            if attends.argument in kwargs:
+                found = kwargs[attends.argument]
+                kwargs = kwargs if isinstance(found, Tensor) else kwargs | {attends.argument: None}
+            elif place is not None and place < len(args):
+                found = args[place]
+                args = args if isinstance(found, Tensor) else (*args[:place], None, *args[place + 1 :])
+            else:
+                continue
+            return args, kwargs, None if isinstance(found, Tensor) else found
+        return args, kwargs, None
+
+    def _argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[str(name)]
+        place = self.place(name)
+        assert place is not None, "blocks_of has looked"
+        return args[place]
+
+
+def blocks_of(module: nn.Module, region: Region) -> list[Block]:
+    """In the order of the table. Raises RequestError where this version of the module has others."""
+    found: list[tuple[nn.Module, Blocks]] = []
+    for path, kind in region.lists.items():
+        try:
+            found += [(block, kind) for block in module.get_submodule(path)]  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            raise _other_version(module, f"it has no list of blocks {path}") from None
+    blocks = []
+    for number, (block, kind) in enumerate(found):
+        parameters = inspect.signature(type(block).forward).parameters.values()
+        names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+        missing = {name for name in kind.gives if isinstance(name, str)} - set(names)
+        if missing:
+            raise _other_version(module, f"{type(block).__name__} does not take {', '.join(sorted(missing))}")
+        blocks.append(Block(block, kind, names, number == 0, number == len(found) - 1))
+    return blocks
+
+
+def _other_version(module: nn.Module, reason: str) -> RequestError:
+    return RequestError(
+        f"The tokens of {type(module).__name__} cannot be shared out in this version of ComfyUI: {reason}. Set "
+        f"ulysses_degree and ring_degree to 1 (cfg_degree and data_degree need no knowledge of blocks)."
+    )
+
+
+def tokens_of(leaves: str | Argument | None) -> Tokens:
+    argument = Tokens(leaves) if isinstance(leaves, str) else leaves
+    assert isinstance(argument, Tokens), f"the table of blocks gathers {argument}"
+    return argument
+
+
+def main_stream(kind: Blocks) -> str:
+    """The image's, to whose tokens a ControlNet adds."""
+    streams = [argument.stream for argument in kind.arguments.values() if isinstance(argument, Tokens)]
+    return "img" if "img" in streams else streams[0]

@@ -1,1 +1,0 @@
-"""One image decoded by all ranks in exact bands of rows."""

@@ -1,0 +1,1 @@
+"""ComfyUI's VAEs and UNets in rows of pixels."""

@@ -1,0 +1,111 @@
+"""The layers of ComfyUI's UNet that look beyond a row, by the resolution that they work at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ....errors import RequestError
+
+
+@dataclass
+class UNetLayers:
+    """`levels`: how often rows are halved; of each layer, how often they were before it. Rows that are odd round up.
+
+    `normed_convolutions`: (group norm, the convolution that takes what it gives, through what leaves zeros zero).
+    `attentions`: to the image's own tokens, where they are called without a context; `self_attentions`: to them always.
+    """
+
+    levels: int = 0
+    convolutions: list[tuple[nn.Module, int]] = field(default_factory=list)
+    norms: list[tuple[nn.Module, int]] = field(default_factory=list)
+    normed_convolutions: list[tuple[nn.Module, nn.Module, int]] = field(default_factory=list)
+    attentions: list[tuple[nn.Module, int]] = field(default_factory=list)
+    self_attentions: list[tuple[nn.Module, int]] = field(default_factory=list)
+
+
+def unet_layers(unet: Any) -> UNetLayers:
+    """Of a `UNetModel`. Raises RequestError for a layer that looks beyond its row in a way not known here."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, Upsample
+
+    found, level = UNetLayers(), 0
+    last = [getattr(unet, name) for name in ("out", "id_predictor") if hasattr(unet, name)]
+    for block in (*unet.input_blocks, unet.middle_block or (), *unet.output_blocks):
+        for layer in block:
+            if isinstance(layer, Upsample):
+                level -= 1
+            _add(found, layer, level)
+            if isinstance(layer, Downsample):
+                level += 1
+                found.levels = max(found.levels, level)
+    for layer in last:
+        _add(found, layer, level)
+    if level or found.levels == 0:
+        raise RequestError(f"a UNet that halves its rows {found.levels} times and leaves them at {level}")
+    return found
+
+
+def _add(found: UNetLayers, layer: nn.Module, level: int) -> None:
+    """What lies in one layer of a block, all of it at one resolution."""
+    paired: set[nn.Module] = set()
+    for norm, convolution in _pairs(layer):
+        found.normed_convolutions.append((norm, convolution, level))
+        paired |= {norm, convolution}
+    for name, part in layer.named_modules():
+        if part in paired:
+            continue
+        if isinstance(part, nn.modules.conv._ConvNd):
+            if not _is_known(part):
+                raise RequestError(f"the convolution {name} ({part})")
+            found.convolutions.append((part, level))
+        elif isinstance(part, nn.GroupNorm):
+            found.norms.append((part, level))
+        elif isinstance(part, (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd)):
+            raise RequestError(f"the pooling {name} ({part})")
+    for attention, always in _attentions(layer):
+        (found.self_attentions if always else found.attentions).append((attention, level))
+
+
+def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
+    from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
+
+    blocks = [part for part in layer.modules() if isinstance(part, ResBlock)]
+    if any(block.updown for block in blocks):
+        raise RequestError("blocks that change the resolution")
+    ways = [block.in_layers for block in blocks]
+    # Otherwise something is added to what the norm gives, and zeros would not stay zero.
+    ways += [block.out_layers for block in blocks if not block.use_scale_shift_norm]
+    if isinstance(layer, nn.Sequential):
+        ways.append(layer)
+    for norm, *others, convolution in map(list, ways):
+        zero_stays = all(isinstance(other, (nn.SiLU, nn.Dropout)) for other in others)
+        if zero_stays and isinstance(norm, nn.GroupNorm) and _is_simple(convolution):
+            yield norm, convolution
+
+
+def _attentions(layer: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
+    """(attention, whether it is always to the image's own tokens). Of a video's frames too: what mixes them over time
+    looks at one place of an image."""
+    from comfy.ldm.modules.attention import SpatialTransformer
+
+    if isinstance(layer, SpatialTransformer):
+        for block in layer.transformer_blocks:
+            yield from ((block.attn1, not block.disable_self_attn), (block.attn2, False))
+
+
+def _is_simple(part: nn.Module) -> bool:
+    """Whether it looks at one row above and below, of rows that no stride thins out."""
+    return isinstance(part, nn.modules.conv._ConvNd) and _is_known(part) and _rows(part) == (3, 1, 1)
+
+
+def _is_known(convolution: nn.modules.conv._ConvNd) -> bool:
+    plain = (convolution.dilation[-2], convolution.padding_mode) == (1, "zeros")
+    return plain and _rows(convolution) in ((1, 0, 1), (3, 1, 1), (3, 1, 2))
+
+
+def _rows(convolution: nn.modules.conv._ConvNd) -> tuple[int | str, ...]:
+    """(kernel, padding, stride)."""
+    return convolution.kernel_size[-2], convolution.padding[-2], convolution.stride[-2]

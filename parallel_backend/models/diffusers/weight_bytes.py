@@ -1,0 +1,116 @@
+"""The bytes of a Flux model's weights that each rank of a strategy holds, and where. Pure functions.
+
+Mirrors models/diffusers/module.py and engine/fsdp.py, which do it; the tests compare the two.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...layout import RankCoordinates, split_blocks
+from ...strategy import ParallelStrategy
+from ..dtypes import FP8, ITEMSIZE, Dtypes
+from ..footprint import HeldWeights, WeightPart
+from .keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
+
+
+def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
+    """Whether the parameter `name` (diffusers' layout) is too small and sensitive for the storage dtype."""
+    if ".norm_" in name:
+        return True
+    # embedders, the last layer and biases
+    return dtypes.storage == FP8 != dtypes.file and (
+        "transformer_blocks." not in name or name.endswith(".bias")
+    )
+
+
+def kept_dtype(name: str, dtypes: Dtypes) -> str:
+    """The dtype that the parameter `name` (diffusers' layout) is kept in."""
+    return dtypes.compute if is_kept_in_compute_dtype(name, dtypes) else dtypes.storage
+
+
+def held_weights(
+    dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
+) -> HeldWeights:
+    """The weights that `rank` holds of a model under `strategy`."""
+    place = RankCoordinates.of(strategy, rank)
+    alike = strategy.row_degree * strategy.sequence_degree
+    sharded = strategy.shards and (alike > 1 or not on_cpu)
+    blocks = _blocks_of(dims, strategy, place)
+    return HeldWeights(
+        parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
+        sharded=sharded,
+        offloaded=strategy.offload_weights and sharded and not on_cpu,
+    )
+
+
+@lru_cache(maxsize=256)  # `auto` asks for every rank of every strategy, and most hold alike
+def _parts(
+    dims: FluxDims, dtypes: Dtypes, blocks: frozenset[int], tensor_degree: int, shares: int, on_cpu: bool
+) -> tuple[WeightPart, ...]:
+    """`shares`: among how many ranks each parameter is shared out, 0 where none is."""
+    last = dims.double_blocks + dims.single_blocks - 1
+    parts: dict[int | None, list[int]] = {None: [0, 0, 0, 0]} | {block: [0, 0, 0, 0] for block in blocks}
+    for name, block, shape in _parameters(dims):
+        if name.startswith(("x_embedder", "context_embedder")) and 0 not in blocks:
+            continue
+        if name.startswith(("norm_out", "proj_out")) and last not in blocks:
+            continue
+        if block not in parts:
+            continue
+        kept = kept_dtype(name, dtypes)
+        first, rest = _sliced(name, shape, tensor_degree)
+        size = first * rest * ITEMSIZE[kept]
+        totals = parts[block]
+        if shares:
+            totals[0] += -(-first // shares) * rest * ITEMSIZE[kept]
+            totals[2] += -(-first // shares) * shares * rest * ITEMSIZE[kept]
+        elif on_cpu and kept == dtypes.file and not _lies_apart(name, tensor_degree):
+            totals[1] += size
+        else:
+            totals[0] += size
+        if kept != dtypes.compute and name.endswith(".weight"):
+            totals[3] = max(totals[3], first * rest * ITEMSIZE[dtypes.compute])
+    return tuple(WeightPart(block, *totals) for block, totals in parts.items())
+
+
+def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
+    """The rank's chunks of blocks, numbered doubles first."""
+    if strategy.pipefusion_degree == 1:
+        return (range(dims.double_blocks + dims.single_blocks),)
+    return split_blocks(dims.double_blocks, dims.single_blocks, place.stage_shares(strategy))[place.stage]
+
+
+def _blocks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> frozenset[int]:
+    return frozenset(block for chunk in chunks_of(dims, strategy, place) for block in chunk)
+
+
+@lru_cache(maxsize=16)
+def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]], ...]:
+    """(name in diffusers' layout, block numbered doubles first or None, shape)."""
+    found = []
+    for name, shape in diffusers_shapes(dims).items():
+        kind, _, rest = name.partition(".")
+        block = None
+        if kind in ("transformer_blocks", "single_transformer_blocks"):
+            block = int(rest.partition(".")[0]) + (dims.double_blocks if kind.startswith("single") else 0)
+        found.append((name, block, shape))
+    return tuple(found)
+
+
+def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
+    """(rows, elements of a row) of a rank's slice of a parameter."""
+    rows, rest = shape[0], shape[1] if len(shape) > 1 else 1
+    layer, _, kind = name.rpartition(".")
+    if degree == 1 or "transformer_blocks." not in name:
+        return rows, rest
+    if layer.endswith(SLICED_BY_ROWS):
+        return rows // degree, rest
+    if layer.endswith(SLICED_BY_COLUMNS) and kind == "weight":
+        return rows, rest // degree
+    return rows, rest
+
+
+def _lies_apart(name: str, degree: int) -> bool:
+    """Whether a rank's slice lies in two places of the file and is copied together: (attention, feed-forward)."""
+    return degree > 1 and "single_transformer_blocks." in name and name.endswith(".proj_out.weight")

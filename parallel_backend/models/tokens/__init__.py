@@ -1,0 +1,1 @@
+"""Which arguments of a class's blocks are tokens, as data."""

@@ -1,0 +1,215 @@
+"""What becomes of each of ComfyUI's VAE networks when ranks decode or encode, by the names of its classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+
+class Way(Enum):
+    """How a latent is decoded. Exactly like VAE Decode in each way."""
+
+    BANDS = "bands"  # rows of each picture shared out, what lies beyond them asked for
+    TILES = "tiles"  # the tiles that the network cuts by itself, whoever decodes, shared out
+    ONE_DEVICE = "one device"  # by ComfyUI
+    REFUSED = "refused"  # makes no picture
+
+
+@dataclass(frozen=True)
+class VaeNetwork:
+    """`models`: whose VAE it is. `way`: of decoding. `decoder`: the class of its decoder, where another would be
+    another network. `encoder`: that of its encoder, where ranks encode in bands; with any other ComfyUI encodes.
+    `reason`: why ComfyUI decodes, or nobody, in a user's words. `at_once`: each layer sees all frames in one call.
+    """
+
+    models: str
+    way: Way
+    decoder: str = ""
+    encoder: str = ""
+    reason: str = ""
+    at_once: bool = False
+
+
+_SOUND = "sound is decoded on one device"
+_KL = "comfy.ldm.modules.diffusionmodules.model"
+_HUNYUAN_IMAGE, _HUNYUAN_VIDEO = "comfy.ldm.hunyuan_video.vae", "comfy.ldm.hunyuan_video.vae_refiner"
+_WAN21, _WAN22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
+_SVD = "comfy.ldm.modules.temporal_ae.VideoDecoder"
+_LTX = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
+_MOCHI, _COG, _SEEDVR = "comfy.ldm.genmo.vae.model", "comfy.ldm.cogvideo.vae", "comfy.ldm.seedvr.vae"
+_COSMOS = "comfy.ldm.cosmos.cosmos_tokenizer.layers3d"
+_TAESD = "comfy.taesd.taesd"
+
+
+def _banded(models: str, decoder: str, encoder: str = "", at_once: bool = False) -> VaeNetwork:
+    return VaeNetwork(models, Way.BANDS, decoder, encoder, at_once=at_once)
+
+
+# All that comfy/sd.py makes a VAE of (tests/models/tokens/test_vae_classes.py walks it). In bands each half looks at
+# one row above and below at most in its convolutions, and at all rows only in group norms and in attention;
+# tests/engine/vae/ proves it.
+NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
+    "comfy.ldm.models.autoencoder.AutoencoderKL": (
+        _banded("Flux.1, SD1.x, SD2.x, SDXL, SD3, Flux.2, HunyuanVideo", f"{_KL}.Decoder", f"{_KL}.Encoder"),
+    ),
+    "comfy.ldm.models.autoencoder.AutoencodingEngine": (
+        _banded("Flux.1, SD and others of that kind", f"{_KL}.Decoder", f"{_KL}.Encoder"),
+        _banded("HunyuanImage 2.1", f"{_HUNYUAN_IMAGE}.Decoder", f"{_HUNYUAN_IMAGE}.Encoder"),
+        _banded(
+            "HunyuanVideo 1.5, HunyuanImage 2.1's refiner",
+            f"{_HUNYUAN_VIDEO}.Decoder",
+            f"{_HUNYUAN_VIDEO}.Encoder",
+        ),
+        _banded("Stable Video Diffusion", _SVD, f"{_KL}.Encoder", at_once=True),
+    ),
+    f"{_WAN21}.WanVAE": (_banded("Wan 2.1, Qwen-Image", f"{_WAN21}.Decoder3d", f"{_WAN21}.Encoder3d"),),
+    f"{_WAN22}.WanVAE": (_banded("Wan 2.2 5B", f"{_WAN22}.Decoder3d", f"{_WAN22}.Encoder3d"),),
+    f"{_LTX}.VideoVAE": (_banded("LTX-Video, LTX-2", f"{_LTX}.Decoder"),),
+    "comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer": (
+        _banded("Cosmos 1", f"{_COSMOS}.DecoderFactorized", at_once=True),
+    ),
+    f"{_MOCHI}.VideoVAE": (_banded("Mochi", f"{_MOCHI}.Decoder", at_once=True),),
+    f"{_COG}.AutoencoderKLCogVideoX": (_banded("CogVideoX", f"{_COG}.Decoder3D"),),
+    f"{_SEEDVR}.VideoAutoencoderKLWrapper": (_banded("SeedVR2", f"{_SEEDVR}.Decoder3D"),),
+    f"{_TAESD}.TAESD": (
+        _banded("TAESD, TAESDXL, TAESD3, TAEF1", f"{_TAESD}.Decoder"),
+        _banded("TAEF2", f"{_TAESD}.DecoderFlux2"),
+    ),
+    "comfy.taesd.taehv.TAEHV": (_banded("TAEHV, TAEW, LightTAE", "torch.nn.modules.container.Sequential"),),
+    "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", Way.TILES),),
+    "comfy.ldm.mage_flow.vae.MageVAE": (
+        VaeNetwork("MageFlow", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
+    ),
+    "comfy.ldm.cascade.stage_a.StageA": (
+        VaeNetwork("Stable Cascade, stage A", Way.ONE_DEVICE, reason="its upsampling is not known in bands"),
+    ),
+    "comfy.ldm.cascade.stage_c_coder.StageC_coder": (
+        VaeNetwork("Stable Cascade, stage C", Way.ONE_DEVICE, reason="it makes previews of a few pixels"),
+    ),
+    "comfy.pixel_space_convert.PixelspaceConversionVAE": (
+        VaeNetwork(
+            "pixel space", Way.ONE_DEVICE, reason="its latents are pixels: there is nothing to decode"
+        ),
+    ),
+    "comfy.ldm.lightricks.vae.audio_vae.AudioVAE": (
+        VaeNetwork("LTX-2, sound", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (
+        VaeNetwork("MiniMax H3, sound", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (
+        VaeNetwork("Stable Audio 1, ACE-Step 1.5", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (VaeNetwork("Stable Audio 3", Way.ONE_DEVICE, reason=_SOUND),),
+    "comfy.ldm.ace.vae.music_dcae_pipeline.MusicDCAE": (
+        VaeNetwork("ACE-Step", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.mmaudio.vae.autoencoder.AudioAutoencoder": (
+        VaeNetwork("MMAudio", Way.ONE_DEVICE, reason=_SOUND),
+    ),
+    "comfy.ldm.hunyuan3d.vae.ShapeVAE": (
+        VaeNetwork("Hunyuan3D", Way.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
+    ),
+    "comfy.ldm.triposplat.vae.OctreeGaussianDecoder": (
+        VaeNetwork("TripoSplat", Way.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
+    ),
+}
+# Whose frames come as images of one batch, in which its layers look from one to the other.
+_FRAMES_ARE_A_BATCH = {_SVD}
+# Whose latents may come as [B, C * frames, h, w].
+_FRAMES_AMONG_CHANNELS = {f"{_SEEDVR}.Decoder3D"}
+# What only one half of a network needs, and of that what ComfyUI looks for to see which network it is.
+_ENCODER = ("encoder.", "quant_conv.", "taesd_encoder.")
+_TELLING_OF_ENCODER = {
+    "encoder.conv1.weight",  # Wan 2.1
+    "encoder.conv_out.conv.weight",  # CogVideoX
+    "encoder.down.5.block.0.conv1.weight",  # MiniMax H3
+}
+_DECODER = ("decoder.", "post_quant_conv.", "conv2.")
+_TELLING_OF_DECODER = {
+    "decoder.conv_in.weight",
+    "decoder.conv_in.conv.weight",
+    "decoder.middle.0.residual.0.gamma",
+    "decoder.upsamples.0.upsamples.0.residual.2.weight",
+    "decoder.head.0.gamma",
+    "decoder.mid.block_1.mix_factor",  # SVD
+    "decoder.head.2.weight",
+    "post_quant_conv.weight",
+}
+_TELLING_BUFFERS = ("decoder.unpatcher3d.wavelets",)  # Cosmos; a state_dict() leaves it out
+
+
+def known(network: Any) -> VaeNetwork | None:
+    """What is known of `network`, the first_stage_model of ComfyUI's VAE; None for a class that is not."""
+    decoder = _class_name(decoder_of(network))
+    return next(
+        (each for each in NETWORKS.get(_class_name(network), ()) if each.decoder in ("", decoder)), None
+    )
+
+
+def decodes_in_bands(network: Any) -> bool:
+    """Whether ranks decode in bands of rows with it."""
+    found = known(network)
+    return found is not None and found.way is Way.BANDS
+
+
+def encodes_in_bands(network: Any) -> bool:
+    """Whether they encode so too; not with one that gives a sample of what it encodes in place of the mean."""
+    found = known(network)
+    if found is None or getattr(getattr(network, "regularization", None), "sample", False):
+        return False
+    return found.encoder == _class_name(encoder_of(network))
+
+
+def decoder_of(network: Any) -> Any:
+    return getattr(network, "decoder", getattr(network, "taesd_decoder", None))
+
+
+def encoder_of(network: Any) -> Any:
+    return getattr(network, "encoder", getattr(network, "taesd_encoder", None))
+
+
+def frames_are_a_batch(network: Any) -> bool:
+    """Whether a latent [frames, C, h, w] is one video."""
+    return _class_name(decoder_of(network)) in _FRAMES_ARE_A_BATCH
+
+
+def frames_among_channels(network: Any) -> bool:
+    """Whether a latent [B, C * frames, h, w] is one of videos."""
+    return _class_name(decoder_of(network)) in _FRAMES_AMONG_CHANNELS
+
+
+def decoding_tensors(network: Any) -> dict[str, Tensor]:
+    """By name, what a file would have of such a network for decoding, and to see which network it is."""
+    buffers = dict(network.named_buffers(remove_duplicate=False))
+    telling = {name: buffers[name] for name in _TELLING_BUFFERS if name in buffers}
+    return _without(_ENCODER, telling | network.state_dict(), _TELLING_OF_ENCODER)
+
+
+def encoding_tensors(network: Any) -> dict[str, Tensor]:
+    """Likewise for encoding."""
+    return _without(_DECODER, network.state_dict(), _TELLING_OF_DECODER)
+
+
+def told_beside(network: Any, latent_channels: int) -> str:
+    """VaeWeights.metadata: what ComfyUI's detection read of this network's file beside names and shapes of tensors."""
+    told: dict[str, object] = {}
+    if isinstance(getattr(network, "config", None), dict):  # LTX
+        told["config"] = json.dumps({"vae": network.config})
+    if hasattr(network, "taesd_decoder"):
+        told["tae_latent_channels"] = latent_channels
+    if hasattr(network, "latent_format"):  # TAEHV, by the dtype in its file
+        told["latent_format"] = getattr(network.latent_format, "__name__", "")
+    return json.dumps(told) if told else ""
+
+
+def _without(half: tuple[str, ...], state: dict[str, Tensor], telling: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(half) or name in telling}
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

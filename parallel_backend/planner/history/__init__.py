@@ -1,1 +1,0 @@
-"""The measurements of this machine, and where they are kept."""

@@ -1,1 +1,0 @@
-"""Predicted memory of each rank, and what fits."""

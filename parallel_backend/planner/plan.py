@@ -1,0 +1,233 @@
+"""The execution plan of a job: a person's settings, what was measured before, what fits, and what the job tries."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..devices import devices_of_a_run, is_cpu
+from ..errors import StrategyError
+from ..layout import crosses_machines
+from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
+from ..requests import RESIDENT_SAMPLERS, SampleRequest
+from ..sidecar.group.device_health import FAILING, left_out
+from ..strategy import ParallelStrategy
+from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
+from .history import MeasurementHistory
+from .rules import Plan, StrategySettings, resolve_strategy
+from .trials import plan_trials
+from .workload.fit import MemoryCheck, check_capacity, fits
+from .workload.rank_memory import fullest_rank
+from .workload.workload import Job, JobModel
+
+# Share of a card's memory that `auto` plans with; the rest is fragmentation and the desktop.
+USABLE_MEMORY = 0.94
+_SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
+
+log = logging.getLogger(__name__)
+
+
+def job_from_request(model: JobModel, request: SampleRequest) -> Job:
+    """The job of a whole request for the resident loop."""
+    job = job_from_latent(
+        model,
+        request.noise.shape,
+        text=request.positive.context.shape[1],
+        has_cfg=len(request.prompts) == 2,
+        steps=len(request.sigmas) - 1,
+    )
+    calls = RESIDENT_SAMPLERS.get(request.sampler, 1)
+    return replace(job, model_calls=calls, step_cache=request.cache_threshold > 0)
+
+
+def job_from_latent(
+    model: JobModel,
+    latent_shape: Sequence[int],
+    *,
+    text: int,
+    has_cfg: bool,
+    steps: int,
+    references: Sequence[Sequence[int]] = (),
+) -> Job:
+    """The job of denoising latents of images [B, C, h, w], videos [B, C, T, h, w] or sound [B, C, L], which counts as
+    one line. `text`: tokens of the prompt; `references`: shapes of the latents that the model gets beside."""
+    width, height, frames = _size(model, latent_shape)
+    return Job(
+        model,
+        width=width,
+        height=height,
+        frames=frames,
+        batch=latent_shape[0],
+        prompts=2 if has_cfg else 1,
+        steps=max(1, steps),
+        text=text,
+        reference_tokens=sum(model.family.image_tokens(*_size(model, shape)) for shape in references),
+    )
+
+
+def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
+    """(width, height in pixels, frames of the latent)"""
+    _, _, *sides = latent_shape
+    *frames, height, width = (1, *sides) if len(sides) == 1 else sides
+    pixels = model.family.latent_pixels
+    return width * pixels, height * pixels, math.prod(frames)
+
+
+def find_machine(devices: str, *, in_order: bool = False, memory_flag: str = "") -> LocalMachine:
+    """The devices of a setting in rank order: as they are listed if they are to stay `in_order`, else with well-joined
+    ones next to each other and without those that fail. Raises DeviceError. `memory_flag`: as in LocalMachine."""
+    named = devices_of_a_run(devices)
+    if in_order:
+        return LocalMachine(named, memory_flag=memory_flag)
+    failing = FAILING.among(named)
+    sound = tuple(device for device in named if device not in failing)
+    return LocalMachine(order_devices(sound), failing, memory_flag)
+
+
+def plan_execution(
+    settings: StrategySettings,
+    job: Job,
+    machine: LocalMachine,
+    history: MeasurementHistory | None,
+    *,
+    tries: bool = False,
+) -> Plan:
+    """The plan for `job`. Raises StrategyError before anything is started.
+
+    `history`: of the machine's devices; without one the rule decides. `tries`: the job may try other strategies on its
+    way.
+    """
+    engine = "xfuser" if settings.engine == "xfuser" else "native"
+    measured = _measured(job, history, engine)
+    count = len(machine.devices)
+    automatic = settings.mode == "auto"
+    if automatic and history is not None and not settings.device_shares:
+        count = joinable(history.topology, count)
+    selected = machine.devices[:count]
+    known = list(_candidates(job, selected, settings.engine, measured))
+    ranking = Ranking()
+    if automatic:
+        among = _split(known, count) if settings.compared else known
+        ranking = rank_candidates(
+            among, approximation=settings.approximation, describe=job.model.shape.describe
+        )
+    failing = (left_out(machine.failing),) if machine.failing else ()
+    plan = resolve_strategy(settings, job, selected, ranking, notes=failing)
+    if count < len(machine.devices):
+        plan = plan.note(_SLICES)
+    if automatic:
+        plan = _economical(plan, machine.memory_flag)
+        if not fits(plan.check):
+            plan = _offloaded(plan, "nothing faster fits in the memory of these devices")
+    plan = replace(plan, memory=check_capacity(plan.check))
+    if settings.compared:
+        plan = replace(plan, devices=_compared_devices(plan.check, selected))
+    plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
+    tries = tries and automatic and not settings.compared
+    if tries and history is not None and history.store.path is not None:
+        first, trials = plan_trials(plan.strategy, plan.candidates, job, history, engine)
+        plan = replace(_begins_with(first, plan), trials=trials)
+    return plan
+
+
+def _candidates(
+    job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
+) -> Iterator[Candidate]:
+    """Every strategy that this version runs on some of `devices`, with what is known of it."""
+    for strategy in enumerate_candidates(job, len(devices)):
+        violations = strategy.violations(job.model.shape, len(devices), engine)
+        if violations or crosses_machines(strategy, devices):
+            continue
+        check = MemoryCheck(job, strategy, devices[: strategy.world_size])
+        memory = fullest_rank(check.memories).private_bytes
+        seconds = measured.get(strategy)
+        # What was seen to run fits, whatever was foreseen; patches that it may have gone without are no part of a kind.
+        seen = seconds is not None and not job.patch_bytes
+        yield Candidate(strategy, memory, seen or fits(check, share=USABLE_MEMORY), seconds)
+
+
+def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:
+    """The plan whose first steps run under `first`, for which the rule's strategy was put off."""
+    if first == plan.strategy:
+        return plan
+    describe = plan.job.model.shape.describe
+    rule = describe(plan.strategy)
+    because = f"each device takes whole images, which is no more work than {rule} and sends less"
+    if first.world_size == 1:
+        because = f"ranks on a CPU share its cores, so {rule} must show first that it gains"
+    return replace(plan, strategy=first, reason=f"{describe(first)}: {because}")
+
+
+def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Those that one device can be compared with. Raises StrategyError when there is none."""
+    found = [candidate for candidate in candidates if candidate.strategy.world_size > 1]
+    if not found:
+        selected = "1 device is" if count == 1 else f"{count} devices are"
+        raise StrategyError(
+            f"Nothing to compare one device with: {selected} selected and no strategy splits this job over more than "
+            f"one. Select 2 devices or more; a model that only shares out whole images needs a batch or a negative "
+            f"prompt.",
+            inputs=("devices",),
+        )
+    return found
+
+
+def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """One rank on each, for both sides of a comparison; raises StrategyError, before the first of them starts, when one
+    device cannot hold the job."""
+    if check.strategy.world_size == 1:
+        return devices
+    try:
+        check_capacity(replace(check, strategy=ParallelStrategy(), devices=check.devices[:1]))
+    except StrategyError as error:
+        raise StrategyError(
+            f"One device cannot run this job, so there is nothing to compare with. {error}"
+        ) from None
+    return check.devices
+
+
+def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapping[ParallelStrategy, float]:
+    """Seconds of a step by strategy. Measurements are never the reason why a picture is not made."""
+    if history is None:
+        return {}
+    try:
+        return history.steps(job, engine)
+    except Exception:
+        log.warning("parallel sampling: what was measured before does not count", exc_info=True)
+        return {}
+
+
+def _by_hand(
+    plan: Plan, measured: Mapping[ParallelStrategy, float], known: Iterable[Candidate]
+) -> tuple[Candidate, ...]:
+    """What is known of a strategy that was set by hand, and of those that could take its place."""
+    chosen = plan.strategy.canonical
+    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
+    return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
+
+
+def _economical(plan: Plan, flag: str) -> Plan:
+    """With weights shared out, or in host memory as well, where ComfyUI was started to save memory."""
+    if flag == NOVRAM:
+        return _offloaded(plan, f"ComfyUI runs with {flag}")
+    if flag != LOWVRAM or not _copies(plan.strategy) or is_cpu(plan.devices):
+        return plan
+    shared = plan.under(plan.strategy.replace(shard_weights=True))
+    return shared.note(f"shard_weights is on: ComfyUI runs with {flag}")
+
+
+def _offloaded(plan: Plan, because: str) -> Plan:
+    """With the weights in host memory, where it fits so."""
+    strategy = plan.strategy
+    if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
+        return plan
+    held = strategy.replace(shard_weights=_copies(strategy) > 0, offload_weights=True)
+    offloaded = plan.under(held).note(f"offload_weights is on: {because}")
+    return offloaded if fits(offloaded.check) else plan
+
+
+def _copies(strategy: ParallelStrategy) -> int:
+    """The number of devices that hold what another one holds too, and could share out; a pipeline's stage is whole."""
+    return 0 if strategy.pipefusion_degree > 1 else strategy.row_degree * strategy.sequence_degree - 1

@@ -1,0 +1,113 @@
+"""The measurements of one machine: step times of real runs. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ..machine.fingerprint import device_key
+from ..strategy import ParallelStrategy
+from .workload.workload import Job
+
+MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
+KEPT_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
+KEPT_KINDS = 400  # a person's models, sizes and strategies; the oldest are forgotten first
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """Runs whose step times can be compared: of one model (JobModel.key), one size of job (as in Job), one strategy and
+    engine. `devices`: device_key() of those in use."""
+
+    model: str
+    width: int
+    height: int
+    frames: int
+    batch: int
+    prompts: int
+    text_tokens: int
+    reference_tokens: int
+    model_calls: int
+    strategy: ParallelStrategy
+    engine: str
+    devices: str
+
+    @classmethod
+    def of(cls, job: Job, strategy: ParallelStrategy, engine: str, devices: Sequence[str]) -> RunKind:
+        return cls(
+            job.model.key,
+            job.width,
+            job.height,
+            job.frames,
+            job.batch,
+            job.prompts,
+            job.text_tokens,
+            job.reference_tokens,
+            job.model_calls,
+            strategy,
+            engine,
+            device_key(devices[: strategy.world_size]),
+        )
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The latest runs of one kind, oldest first. `seconds`: the median warm step of each; `at`: when, Unix time."""
+
+    kind: RunKind
+    seconds: tuple[float, ...]
+    at: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that is kept of one fingerprint."""
+
+    observed: tuple[Observed, ...] = ()
+
+
+def warm_step(step_seconds: Sequence[float]) -> float | None:
+    """The median step without the first, which warms up; None where no other was made."""
+    return median(step_seconds[1:]) if len(step_seconds) > 1 else None
+
+
+def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Measurements:
+    """`known` and one more run of `kind`, whose median warm step took `seconds`; the old is left out."""
+    if not 0 < seconds < float("inf"):
+        return known
+    before = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
+    recent = [(s, t) for s, t in zip(before.seconds, before.at, strict=True) if _is_recent(t, now)]
+    recent = [*recent, (seconds, now)][-KEPT_RUNS:]
+    updated = Observed(kind, tuple(s for s, _ in recent), tuple(t for _, t in recent))
+    others = [o for o in known.observed if o.kind != kind and _is_recent(o.at[-1], now)]
+    kept = sorted([*others, updated], key=lambda o: o.at[-1])[-KEPT_KINDS:]
+    return replace(known, observed=tuple(kept))
+
+
+def measured(
+    known: Measurements, job: Job, devices: Sequence[str], now: float, *, engine: str = "native"
+) -> dict[ParallelStrategy, float]:
+    """Seconds of a step of `job` under every strategy seen before on the first of `devices`, the median of its runs.
+
+    Uneven shares and offloaded weights are no candidates of `auto`.
+    """
+    found = {}
+    for o in known.observed:
+        strategy = o.kind.strategy
+        recent = [s for s, t in zip(o.seconds, o.at, strict=True) if _is_recent(t, now)]
+        if (
+            not recent
+            or strategy.device_shares
+            or strategy.offload_weights
+            or strategy.world_size > len(devices)
+        ):
+            continue
+        if o.kind == RunKind.of(job, strategy, engine, devices):
+            found[strategy.canonical] = median(recent)
+    return found
+
+
+def _is_recent(then: float, now: float) -> bool:
+    # A clock that was set back makes a time lie in the future; a day of that is forgiven.
+    return -86400.0 < now - then < MAX_AGE_S

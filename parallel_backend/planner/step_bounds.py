@@ -1,0 +1,72 @@
+"""The sheet of a strategy: FLOPs and bytes of a device in one step, and the time that no step can go below.
+
+Pure arithmetic on the sizes of a job and on data sheets; nothing is fitted to measurements, and nothing here is a
+prediction of a time. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from ..machine.cards import Card
+from ..strategy import ParallelStrategy
+from .workload.workload import Job
+
+ACTIVATION_BYTES = 2  # bf16 activations
+
+
+def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
+    """From one device in one step (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
+    s, f = strategy, job.model.family
+    rows = -(-job.rows // s.row_degree)
+    ulysses, ring, tensor = s.ulysses_degree, s.ring_degree, s.tensor_degree
+    tokens = (job.image_tokens + job.text_tokens) / s.sequence_degree
+    sent = 0.0
+    queries = s.sequence_degree > 1 and not job.model.shape.splits_tokens
+    for blocks in f.blocks if not job.model.shape.band_rows else ():  # bands: not counted
+        if queries:  # what attention answers to a device's share goes to all others
+            sent += blocks.count * rows * f.hidden * ACTIVATION_BYTES * tokens * (s.sequence_degree - 1)
+            continue
+        moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
+        layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
+        # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest.
+        sent += 4 * layer * moved / s.sequence_degree * (ulysses - 1) / ulysses
+        # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
+        sent += 2 * layer * (moved / ring) * (ring - 1) / ulysses
+        # An all-reduce sends 2 (T - 1) / T of the full width.
+        sent += 2 * blocks.reduces * layer * tensor * tokens * (tensor - 1) / tensor
+    if s.pipefusion_degree > 1:
+        sent += rows * tokens * f.hidden * ACTIVATION_BYTES
+    if s.shard_weights and s.world_size > 1:
+        share = job.model.weight_bytes / (tensor * s.pipefusion_degree) / s.world_size
+        sent += share * (s.world_size - 1)
+    if s.row_degree > 1:
+        latent = job.image_tokens * 64 * 4 * rows  # one patch: 64 numbers in fp32
+        sent += latent * (s.row_degree - 1)
+    return sent
+
+
+def compute_share(job: Job, strategy: ParallelStrategy) -> float:
+    """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
+    s, f = strategy, job.model.family
+    rows = -(-job.rows // s.row_degree) / job.rows
+    if s.sequence_degree > 1 and not job.model.shape.splits_tokens:  # of attention alone
+        return rows * (1 - job.attention_share * (1 - 1 / s.sequence_degree))
+    tokens = int(job.most_bands) if job.model.shape.band_rows else job.image_tokens + job.text_tokens
+    sequence = -(-tokens // s.sequence_degree) / tokens
+    parts = s.ulysses_degree * s.tensor_degree
+    # Heads that do not divide are padded; where nobody knows how many there are, they divide.
+    heads = -(-f.heads // parts) * parts / f.heads if f.heads else 1.0
+    stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
+    return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
+
+
+def lower_bound(job: Job, strategy: ParallelStrategy, card: Card) -> float:
+    """Seconds below which no step can go: the busiest device computes its share at the card's peak rate and reads its
+    weights at the same time.
+
+    Weights of a byte each may be multiplied at twice the rate of bf16.
+    """
+    peak = card.tflops * 1e12 * (2 if job.model.weight_bytes <= 1.01 * job.model.family.parameters else 1)
+    computing = job.flop * compute_share(job, strategy) / peak
+    held = job.model.weight_bytes / (strategy.pipefusion_degree * strategy.tensor_degree)
+    reading = held / (card.bandwidth * 1e9)
+    return max(computing, reading)

@@ -1,0 +1,1 @@
+"""A job as planning sees it, and the memory that it takes."""

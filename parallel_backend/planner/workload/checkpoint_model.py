@@ -1,0 +1,62 @@
+"""A checkpoint as the model of a job."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from ...machine.fingerprint import hashed
+from ...models.arithmetic import Family
+from ...models.dtypes import BYTES_PER_VALUE, FP8
+from ...models.model_file import ModelFile
+from ...options import DEFAULT_COMPUTE, ComputeOptions
+from ...requests import FP8_FAST
+from ...strategy import ModelShape, ParallelStrategy
+from .memory import predict_memory
+from .rank_memory import RankMemory
+from .workload import Job
+
+
+@dataclass(frozen=True)
+class CheckpointModel:
+    """A checkpoint as ranks keep and compute it. `weight_dtype`: as in ModelSpec."""
+
+    file: ModelFile
+    weight_dtype: str = "auto"
+    compute_options: ComputeOptions = DEFAULT_COMPUTE
+
+    @property
+    def family(self) -> Family:
+        return self.file.family
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.file.shape
+
+    @property
+    def weight_bytes(self) -> float:
+        stored = BYTES_PER_VALUE[self.file.dtype]
+        return self.file.tensor_bytes * BYTES_PER_VALUE.get(self.weight_dtype, stored) / stored
+
+    @property
+    def uncompiled(self) -> CheckpointModel:
+        return self.with_compile("off")
+
+    def with_compile(self, mode: str) -> CheckpointModel:
+        return replace(self, compute_options=replace(self.compute_options, compile=mode))
+
+    @property
+    def in_fp8(self) -> CheckpointModel | None:
+        in_fp8 = self.file.dtype == FP8 or self.weight_dtype in (FP8, FP8_FAST)
+        return None if in_fp8 else replace(self, weight_dtype=FP8)
+
+    @property
+    def key(self) -> str:
+        """The dtype that ranks compute in follows from these and the device."""
+        return hashed(*self.file.fingerprint, self.weight_dtype, *_options(self.compute_options))
+
+    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
+        return predict_memory(self.file, strategy, job, weight_dtype=self.weight_dtype, on_cpu=on_cpu)
+
+
+def _options(compute_options: ComputeOptions) -> list[str]:
+    return [f"{name}={value}" for name, value in asdict(compute_options).items()]

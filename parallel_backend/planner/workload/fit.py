@@ -1,0 +1,118 @@
+"""Checks a job against the memory of its devices, and names the smallest change that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...devices import is_cpu
+from ...errors import StrategyError
+from ...host_memory import host_memory
+from ...machine.device_shares import device_memory
+from ...strategy import ParallelStrategy
+from .in_use import held_by_others
+from .rank_memory import RankMemory, fullest_rank, in_gib
+from .workload import Job
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """A job that is about to run, as far as its memory goes. `devices`: one per rank of `strategy`."""
+
+    job: Job
+    strategy: ParallelStrategy
+    devices: tuple[str, ...]
+
+    @cached_property
+    def memories(self) -> tuple[RankMemory, ...]:
+        """Predicted, in rank order."""
+        return self.job.model.memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes of each device, or of the computer's memory that ranks on the CPU share; 0 where nobody could tell.
+    `others`: what other programs hold of each now."""
+
+    sizes: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(devices: tuple[str, ...]) -> Capacity:
+        if is_cpu(devices):
+            return Capacity((host_memory(),))
+        return Capacity(device_memory(devices), held_by_others(devices))
+
+
+def check_capacity(check: MemoryCheck, capacity: Capacity | None = None) -> RankMemory:
+    """The fullest rank of `check`. Raises StrategyError when it cannot fit, with the smallest change that does."""
+    capacity = capacity or Capacity.of(check.devices)
+    over = _overfull(check, capacity)
+    if over is None:
+        return fullest_rank(check.memories)
+    change = next((words for words, other in _changes(check) if _overfull(other, capacity) is None), None)
+    raise StrategyError(
+        f"This does not fit: {over} The smallest change that would fit: "
+        f"{change or 'none of this version; use a smaller model, or devices with more memory'}."
+    )
+
+
+def fits(check: MemoryCheck, capacity: Capacity | None = None, *, share: float = 1.0) -> bool:
+    """Whether it fits in that share of each device's memory."""
+    capacity = capacity or Capacity.of(check.devices)
+    capacity = replace(capacity, sizes=tuple(int(share * size) for size in capacity.sizes))
+    return _overfull(check, capacity) is None
+
+
+def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
+    """In words, the device that is too full; None where all fits."""
+    memories, sizes = check.memories, capacity.sizes
+    if is_cpu(check.devices):
+        needed = sum(memory.private_bytes for memory in memories)
+        if not sizes or not 0 < sizes[0] < needed:
+            return None
+        return (
+            f"Ranks on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
+            f"computer has {in_gib(sizes[0])} GiB."
+        )
+    others = capacity.others or (0,) * len(sizes)
+    for memory, device, size, held in zip(memories, check.devices, sizes, others, strict=False):
+        if 0 < size < memory.private_bytes + held:
+            beside = f", of which other programs hold {in_gib(held)} now" if held else ""
+            return (
+                f"{check.strategy.describe()} needs about {memory.describe()} on {device}, which has "
+                f"{in_gib(size)} GiB{beside}."
+            )
+    return None
+
+
+def _changes(check: MemoryCheck) -> Iterator[tuple[str, MemoryCheck]]:
+    """Changes in words, from those that give the same picture as fast to those that give another one."""
+    strategy, job = check.strategy, check.job
+    alike = strategy.row_degree * strategy.sequence_degree
+    if strategy.pipefusion_degree == 1 and not is_cpu(check.devices):
+        if not strategy.shards and alike > 1:
+            yield (
+                "shard_weights on (same picture)",
+                replace(check, strategy=strategy.replace(shard_weights=True)),
+            )
+        if not strategy.offload_weights:
+            offloaded = strategy.replace(shard_weights=alike > 1, offload_weights=True)
+            yield "offload_weights on (same picture, slower)", replace(check, strategy=offloaded)
+    fp8 = job.model.in_fp8
+    if fp8 is not None and not is_cpu(check.devices):
+        yield (
+            "weight_dtype float8_e4m3fn (half the weights' memory, nearly the same picture)",
+            replace(check, job=replace(job, model=fp8)),
+        )
+    for batch in sorted({job.batch // 2, job.batch // 4, 1} - {0, job.batch}, reverse=True):
+        yield f"a batch of {batch} instead of {job.batch}", replace(check, job=replace(job, batch=batch))
+    for percent in (75, 50, 35, 25):
+        pixels = job.model.family.latent_pixels
+        height, width = (side * percent // 100 * pixels for side in job.latent_size)
+        if height and width:
+            yield (
+                f"an image of {width}x{height} instead of {job.width}x{job.height}",
+                replace(check, job=replace(job, batch=1, height=height, width=width)),
+            )

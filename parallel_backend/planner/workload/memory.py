@@ -1,0 +1,194 @@
+"""Predicts the memory of each rank from the sizes of a model's file, a strategy and a job. Pure functions.
+
+Weights and the fullest moment of a model call are the file's to tell (ModelFile); beside them lie latents, prompts,
+PipeFusion's messages and its keys of the step before. benchmarks/memory.py compares it with what ranks really use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...layout import RankCoordinates, split_sizes
+from ...models.dtypes import ITEMSIZE, Dtypes
+from ...models.footprint import FP32, TokenLoad
+from ...models.model_file import ModelFile
+from ...strategy import ParallelStrategy
+from .communicators import gpu_base_bytes
+from .pipeline_messages import Messages, PipelineRound
+from .rank_memory import CPU_BASE_BYTES, RankMemory
+from .workload import Job
+
+
+def predict_memory(
+    file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
+) -> tuple[RankMemory, ...]:
+    """Of every rank of `strategy`, in rank order."""
+    dtypes = Dtypes.of(weight_dtype, file.dtype, on_cpu)
+    return tuple(
+        _Rank(file, dtypes, strategy, job, rank, on_cpu).predict() for rank in range(strategy.world_size)
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A model call through `blocks`, and the bytes `beside` it: a pipeline's messages, its keys of the step before."""
+
+    call: TokenLoad
+    blocks: range
+    beside: int
+    name: str
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a job under a strategy."""
+
+    file: ModelFile
+    dtypes: Dtypes
+    strategy: ParallelStrategy
+    job: Job
+    rank: int
+    on_cpu: bool
+
+    @property
+    def place(self) -> RankCoordinates:
+        return RankCoordinates.of(self.strategy, self.rank)
+
+    @property
+    def rows(self) -> int:
+        return split_sizes(self.job.rows, self.strategy.row_degree)[self.place.row(self.strategy)]
+
+    def predict(self) -> RankMemory:
+        weights = self.file.held_weights(self.dtypes, self.strategy, self.rank, on_cpu=self.on_cpu)
+        around = self._latents()
+        best = RankMemory(self.rank, weights.around.gathered, 0, around, 0)
+        parts = {part.block: part for part in weights.parts}
+        for run in self._runs():
+            # Blocks of one kind are alike but for their layers' dtypes.
+            kinds = {
+                (self._kind(block), parts[block].cast, parts[block].gathered): block
+                for block in reversed(run.blocks)
+            }
+            for block in kinds.values():
+                for moment in self.file.moments(block, run.call, parts[block].cast):
+                    found = RankMemory(
+                        self.rank,
+                        weights=weights.in_flight(parts[block], self.on_cpu),
+                        activations=moment.alive,
+                        buffers=around + moment.exchanged + run.beside,
+                        base=0,
+                        fullest=f"{moment.where}, {run.name}",
+                    )
+                    best = max(best, found, key=lambda memory: memory.private_bytes)
+        own, host = (0, weights.own) if weights.offloaded else (weights.own, 0)
+        return RankMemory(
+            self.rank,
+            weights=best.weights + own + self.job.patch_bytes,
+            activations=best.activations,
+            buffers=best.buffers,
+            base=CPU_BASE_BYTES if self.on_cpu else gpu_base_bytes(self.strategy, self.rank),
+            mapped=weights.mapped,
+            host=host,
+            fullest=best.fullest,
+        )
+
+    def _kind(self, block: int) -> int:
+        """The number of its kind: blocks of a kind are numbered one after the other."""
+        kind, first = -1, 0
+        for count in self.file.block_counts:
+            kind += block >= first
+            first += count
+        return kind
+
+    def _runs(self) -> Iterator[_Run]:
+        if self.strategy.pipefusion_degree > 1:
+            yield from self._pipeline_runs()
+        elif self.rows:
+            whole = self._call(self.rows, self.job.text_tokens, self.job.image_tokens)
+            # What the first block and the others added to the image; while they compute, its image in place of the
+            # latter.
+            cached = 2 * whole.width(whole.image) if self.job.step_cache else 0
+            yield _Run(whole, range(sum(self.file.block_counts)), cached, "whole images")
+
+    def _call(self, rows: int, text: int, image: int, keys: tuple[int, ...] = ()) -> TokenLoad:
+        """`text` + `image` tokens of a row, over the sequence axis. `keys`: what the ring's members bring, if not
+        these."""
+        strategy, place = self.strategy, self.place
+        ulysses = strategy.ulysses_degree
+        totals = place.split_tokens(strategy, text + image)
+        texts = place.split_tokens(strategy, text)
+        members = tuple(sum(totals[i : i + ulysses]) for i in range(0, len(totals), ulysses))
+        index = place.ring * ulysses + place.ulysses
+        return TokenLoad(
+            rows=rows,
+            text=texts[index],
+            image=totals[index] - texts[index],
+            hidden=self.file.hidden_size,
+            element=ITEMSIZE[self.dtypes.compute],
+            group=members[place.ring],
+            keys=keys or members,
+            ulysses=ulysses,
+            tensor=strategy.tensor_degree,
+        )
+
+    def _pipeline_runs(self) -> Iterator[_Run]:
+        """Whole images while warming up, row after row unless stages take all at once, and patches after that."""
+        strategy, job, place, rows = self.strategy, self.job, self.place, self.rows
+        if not rows:
+            return
+        stages, chunks = strategy.pipefusion_degree, self.file.chunks(strategy, place)
+        turn = PipelineRound(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
+        each, rows = (rows, 1) if self.file.stages_take_all_rows else (1, rows)
+        whole = self._call(each, job.text_tokens, job.image_tokens)
+        output = each * whole.image * self.file.token_channels * FP32  # as it leaves the model
+        # Keys and values of a layer for every token that this member of the ring holds, for its share of the heads.
+        layer = 2 * whole.width(whole.group) // strategy.ulysses_degree
+        flows = strategy.warmup_steps < job.steps
+        if flows:
+            patches = min(strategy.pipeline_patches, job.image_tokens)
+            # Patches of a turn (engine/pipefusion/schedule.py): the first brings the text along.
+            texts = (job.text_tokens, *[0] * (min(2 * stages, patches) - 1))
+            image = -(-job.image_tokens // patches)
+            calls = [self._call(each, text, image, keys=whole.keys) for text in texts]
+            items = [call for call in calls for _ in range(rows)]
+            messages = [call.width(call.tokens) for call in items]
+            beside = rows * (layer * sum(map(len, chunks)) + output * (turn.is_first or turn.is_last))
+            fullest: dict[tuple[int, int], Messages] = {}  # calls of a size are alike but for the messages
+            for moment in turn.moments(messages, before=messages):
+                key = moment.chunk, messages[moment.item]
+                fullest[key] = max(fullest.get(key, moment), moment, key=lambda moment: moment.held)
+            for moment in fullest.values():
+                yield from _chunk(items[moment.item], chunks[moment.chunk], moment, beside, "patches")
+        if strategy.warmup_steps > 0:
+            message, outputs = whole.width(whole.tokens), (rows - 1) * output * turn.is_last
+            first, before = 0, 0
+            while first < rows:
+                size = min(stages, rows - first)
+                for moment in turn.moments([message] * size, before=[message] * before):
+                    # The last whole image leaves its keys and values to the patches, layer by layer.
+                    done = first * sum(map(len, chunks)) + size * sum(map(len, chunks[: moment.chunk]))
+                    layers = done + (moment.item + 1) * len(chunks[moment.chunk])
+                    beside = outputs + layers * layer * flows
+                    yield from _chunk(whole, chunks[moment.chunk], moment, beside, "whole images")
+                first, before = first + size, size
+
+    def _latents(self) -> int:
+        """Latents and prompts that lie beside a model call.
+
+        The sampler's latent and the last denoised one, the rows' latents joined and packed; on a GPU also noise, the
+        latent that came in, and the prompts (on the CPU these stay in the memory that the request came in).
+        """
+        rows = self.rows
+        height, width = self.job.latent_size
+        one = self.job.frames * height * width * self.file.latent_channels * FP32
+        latent = one * self.job.batch
+        joined = rows > 1
+        own = 2 * latent + rows * one * (1 + joined)
+        prompts = rows * self.job.text_tokens * self.file.context_dim * FP32
+        return own + (prompts if joined or not self.on_cpu else 0) + (0 if self.on_cpu else 2 * latent)
+
+
+def _chunk(call: TokenLoad, blocks: range, messages: Messages, beside: int, name: str) -> Iterator[_Run]:
+    """A chunk's first block works on the message itself, which is gone when the others run."""
+    yield _Run(call, blocks, beside + messages.held, name)

@@ -1,0 +1,306 @@
+"""Measures the links between the ranks on the process groups that a strategy uses, within a budget of seconds.
+
+On GPUs each group that is used takes memory for good, and seconds at its first use: measured are only groups that the
+strategy uses anyway, but for a thorough look at all pairs, and the clock starts when their connections stand.
+
+Every rank makes the same number of exchanges: rank 0 decides by its clock, and a rank without memory for the buffers
+vetoes, both in one all_reduce of the control group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...engine.comm.groups import Axis, Layout, World
+from ...errors import StrategyError
+from ...wire.calibration import ALL_TO_ALL, PAIR, POINT_TO_POINT, SIZES, Calibration, RankFacts, Transfer
+from ...wire.protocol import Calibrate
+from ..outcome.errors import is_out_of_memory
+
+BATCHES = 3  # the median of these is reported
+MOST_REPETITIONS = 20  # per batch; a tiny exchange is steady after as many
+_SHARE = 0.1  # of the budget, for one kind at one size
+_ANY = 1 << 20  # what a rank says that leaves the decision to rank 0
+_BLOCK = 4096  # bytes after which the pattern that is sent repeats
+_SUM_ELEMENTS = 256 * 1024
+_REFUSED = 1e30  # stands for a difference that is no number
+
+Transmit = Callable[[], Tensor | None]  # one exchange; what arrived
+Prepared = tuple[Transmit, Callable[[], Tensor], int]  # the exchange, what must arrive, bytes sent
+
+
+def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
+    """Collective: all ranks call it together, with the groups of the same strategy."""
+    if layout.strategy.world_size < world.world_size:
+        raise StrategyError(
+            f"{layout.strategy.describe()} uses one of these {world.world_size} devices: there are no links to "
+            f"measure. Choose a strategy over all of them."
+        )
+    begun = time.perf_counter()
+    transfers: list[Transfer] = []
+    collective_s = 0.0
+    if world.world_size > 1:
+        used = _largest_in_use(layout)
+        ring = layout.ring if layout.ring.size > 1 else used
+        ulysses = layout.ulysses if layout.ulysses.size > 1 else used
+        _connect(world, ring, ulysses, message.thorough)
+        meter = _Meter(world, message.budget_s, message.thorough)
+        collective_s = meter.time_tiny_collective(used)
+        for size in SIZES:  # the small ones of every kind first: they cost least and decide most
+            transfers += meter.time_exchange(POINT_TO_POINT, size, partial(_to_next, size, ring, world))
+            transfers += meter.time_exchange(ALL_TO_ALL, size, partial(_to_all, size, ulysses, world))
+        if message.thorough:
+            transfers += meter.time_pairs()
+    return Calibration(
+        rank=world.rank,
+        backend="none" if world.group is None else dist.get_backend(world.group),
+        strategy=layout.strategy,
+        transfers=tuple(transfers),
+        collective_s=collective_s,
+        seconds=time.perf_counter() - begun,
+        facts=_facts(world) if message.thorough else None,
+    )
+
+
+def _largest_in_use(layout: Layout) -> Axis:
+    """The largest group over which the strategy has collectives; pipelines bring results back over one."""
+    groups = (layout.ulysses, layout.ring, layout.sequence, layout.tensor, layout.row, layout.return_group)
+    return max(groups, key=lambda axis: axis.size)
+
+
+def _connect(world: World, ring: Axis, ulysses: Axis, thorough: bool) -> None:
+    """One small exchange of each kind that will be measured, on all ranks in the same order."""
+    _to_next(_BLOCK, ring, world)[0]()
+    _to_all(_BLOCK * ulysses.size, ulysses, world)[0]()
+    if thorough:
+        for one, other in combinations(range(world.world_size), 2):
+            _there_and_back(_BLOCK, one, other, world)[0]()
+
+
+class _Meter:
+    """Times exchanges until the budget of rank 0's clock is spent; then every further one is left out, on all ranks."""
+
+    def __init__(self, world: World, budget_s: float, thorough: bool) -> None:
+        self._world = world
+        self._ends = time.perf_counter() + budget_s
+        self._share_s = budget_s * _SHARE
+        self._thorough = thorough
+        # Size and seconds of the latest exchange of each kind, as rank 0 saw it.
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def time_tiny_collective(self, axis: Axis) -> float:
+        """Seconds of an all_reduce of one int, the median batch."""
+        flag = torch.zeros(1, dtype=torch.int32, device=self._world.device)
+
+        def reduce() -> None:
+            dist.all_reduce(flag, group=axis.group)
+
+        self._batch(reduce, 1)
+        once = self._batch(reduce, 1)
+        count = self._agree(self._repetitions(once))
+        return median(self._batch(reduce, count) for _ in range(BATCHES)) if count else once
+
+    def time_exchange(
+        self, kind: str, size: int, make: Callable[[], Prepared], peer: int = -1
+    ) -> list[Transfer]:
+        """[the transfer], or [] where no time or no memory was left."""
+        prepared: Prepared | None = None
+        try:
+            prepared = make()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        agreed = self._agree(int(self._affordable(kind, size)), able=prepared is not None)
+        if not agreed or prepared is None:
+            return []
+        exchange, expected, sent = prepared
+        arrived = exchange()
+        self._batch(exchange, 0)
+        intact = not self._thorough or arrived is None or torch.equal(arrived, expected())
+        began = time.perf_counter()
+        once = self._batch(exchange, 1)
+        self._meet()
+        self._last[kind] = (size, time.perf_counter() - began)
+        count = self._agree(self._repetitions(self._last[kind][1]))
+        seconds = median(self._batch(exchange, count) for _ in range(BATCHES)) if count else once
+        return [Transfer(kind, size, sent, seconds, peer, intact)]
+
+    def time_pairs(self) -> list[Transfer]:
+        """Each pair of ranks alone, while the others wait: there and back, of which half is reported."""
+        found, rank = [], self._world.rank
+        for one in range(self._world.world_size):
+            for other in range(one + 1, self._world.world_size):
+                for size in SIZES:
+                    timed = self.time_exchange(
+                        PAIR, size, partial(_there_and_back, size, one, other, self._world)
+                    )
+                    if rank in (one, other):
+                        peer = other if rank == one else one
+                        found += [Transfer(PAIR, size, size, t.seconds / 2, peer, t.intact) for t in timed]
+        return found
+
+    def _batch(self, exchange: Transmit, count: int) -> float:
+        """Seconds of one of `count` exchanges that follow each other, all ranks beginning together."""
+        self._meet()
+        began = time.perf_counter()
+        for _ in range(count):
+            exchange()
+        self._synchronize()
+        return (time.perf_counter() - began) / max(1, count)
+
+    def _repetitions(self, once: float) -> int:
+        left = min(self._share_s, self._ends - time.perf_counter())
+        return max(0, min(MOST_REPETITIONS, int(left / BATCHES / max(once, 1e-6))))
+
+    def _affordable(self, kind: str, size: int) -> bool:
+        before, seconds = self._last.get(kind, (size, 0.0))
+        # Three times: the first one, one to see how long it takes, and room for a slower one.
+        return time.perf_counter() + 3 * seconds * max(1.0, size / before) < self._ends
+
+    def _agree(self, wish: int, *, able: bool = True) -> int:
+        """Rank 0's wish, or 0 where a rank is not able."""
+        mine = 0 if not able else wish if self._world.rank == 0 else _ANY
+        flag = torch.tensor([mine], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._world.control)
+        return int(flag.item())
+
+    def _meet(self) -> None:
+        self._synchronize()
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self._world.control)
+
+    def _synchronize(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+
+def _to_next(size: int, axis: Axis, world: World) -> Prepared:
+    """Every rank sends to the next and receives from the one before, as a ring does."""
+    following, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
+    send, receive = _pattern(world.rank, size, world), _empty(size, world)
+
+    def exchange() -> Tensor:
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, following, axis.group),
+                dist.P2POp(dist.irecv, receive, before, axis.group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return receive
+
+    return exchange, lambda: _pattern(before, size, world), size
+
+
+def _to_all(size: int, axis: Axis, world: World) -> Prepared:
+    """Every rank sends an equal part to every rank, itself included, as Ulysses does."""
+    part = size // axis.size // _BLOCK * _BLOCK
+    send, receive = _pattern(world.rank, part * axis.size, world), _empty(part * axis.size, world)
+
+    def exchange() -> Tensor:
+        dist.all_to_all_single(receive, send, group=axis.group)
+        return receive
+
+    def expected() -> Tensor:
+        return torch.cat([_pattern(rank, part, world) for rank in axis.ranks])
+
+    return exchange, expected, part * (axis.size - 1)
+
+
+def _there_and_back(size: int, one: int, other: int, world: World) -> Prepared:
+    """`one` sends to `other`, which sends as much back; the other ranks do nothing."""
+    if world.rank not in (one, other):
+        return lambda: None, lambda: torch.empty(0), 0
+    peer = other if world.rank == one else one
+    send, receive = _pattern(world.rank, size, world), _empty(size, world)
+
+    def exchange() -> Tensor:
+        if world.rank == one:
+            dist.send(send, peer, world.group)
+            dist.recv(receive, peer, world.group)
+        else:
+            dist.recv(receive, peer, world.group)
+            dist.send(send, peer, world.group)
+        return receive
+
+    return exchange, lambda: _pattern(peer, size, world), size
+
+
+def _pattern(rank: int, size: int, world: World) -> Tensor:
+    """[size] uint8 that tells which rank sent it, and from where in a block."""
+    block = (torch.arange(_BLOCK, device=world.device) % 251 + rank).to(torch.uint8)
+    return block.repeat(size // _BLOCK)
+
+
+def _empty(size: int, world: World) -> Tensor:
+    # Touched, so that the first exchange does not pay for mapping its pages.
+    return torch.zeros(size, dtype=torch.uint8, device=world.device)
+
+
+def _facts(world: World) -> RankFacts:
+    kernel, problem = _try_kernel(world.device)
+    on_gpu = world.device.type == "cuda"
+    return RankFacts(
+        device_uuid=str(getattr(torch.cuda.get_device_properties(world.device), "uuid", ""))
+        if on_gpu
+        else "",
+        peers=_peers(world),
+        all_reduce_error=_all_reduce_error(world),
+        kernel=kernel,
+        kernel_problem=problem,
+    )
+
+
+def _peers(world: World) -> tuple[bool, ...]:
+    """Whether this rank's device can read each rank's memory; ranks on one device can."""
+    index = world.device.index if world.device.type == "cuda" else -1
+    indices = [torch.zeros(1, dtype=torch.int32) for _ in range(world.world_size)]
+    if world.control is None:
+        return (True,)
+    dist.all_gather(indices, torch.tensor([index], dtype=torch.int32), group=world.control)
+    others = [int(other.item()) for other in indices]
+    return tuple(index == other or torch.cuda.can_device_access_peer(index, other) for other in others)
+
+
+def _all_reduce_error(world: World) -> float:
+    """Largest deviation of a sum whose result is known exactly: whole numbers far below 2**24."""
+    if world.group is None:
+        return 0.0
+    pattern = (torch.arange(_SUM_ELEMENTS, device=world.device) % 251).float()
+    total = pattern * (world.rank + 1)
+    dist.all_reduce(total, group=world.group)
+    error = (total - pattern * (world.world_size * (world.world_size + 1) // 2)).abs().max().item()
+    return error if error < _REFUSED else _REFUSED  # not a number compares as false
+
+
+def _try_kernel(device: torch.device) -> tuple[str, str]:
+    """(name, problem): the kernel that half precision would use here, run once against torch's own arithmetic."""
+    name = ""
+    try:
+        from ...engine.attention.kernel_choice import kernel_for  # takes seconds: diffusers
+        from ...engine.attention.kernels import attend
+
+        choice = kernel_for(device, torch.bfloat16)
+        name = choice.name
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (3, 1, 2, 256, 128)
+        inputs = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        with torch.inference_mode():
+            query, key, value = inputs.unbind()
+            out = attend(query, key, value, None, name).float()
+            name = "; ".join([name, *choice.notes])
+            query, key, value = inputs.float().unbind()
+            exact = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1) @ value
+        error = (out - exact).abs().max().item()
+        # Outputs are of order 0.1; bf16 rounds them by 4e-4, and a kernel that quantises by some percent.
+        return name, "" if error < 0.1 else f"it is off by {error:.2g} from exact attention"
+    except Exception as error:  # a build that does not fit this torch fails in its own way
+        return name, f"{type(error).__name__}: {error}"[:500]

@@ -1,0 +1,251 @@
+"""A class of ComfyUI's on two forked ranks against one process: how far may its tokens stay apart, by the table?
+
+Tiny modules with random weights under which every input matters; calls of each kind that the table knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import multiprocessing
+import os
+import select
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.comm.groups import Layouts, World
+from ...engine.module_forward import make_module_forward
+from ...engine.stages.owners import pack
+from ...engine.stages.stages import Patch
+from ...engine.stages.stale_keys import KeptKeys
+from ...errors import RankFailed
+from ...models.comfyui.tiny.cases import CASES, Inputs, TinyModel
+from ...models.comfyui.tiny.weights import fill
+from ...models.tokens.table import TABLE, has_stages, token_mode
+from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
+from ...sampling.image_patches import ElementPatches
+from ...strategy import ParallelStrategy
+from ...wire.parent_death import die_with_parent
+from ...wire.self_test import SelfTest
+from ..outcome.errors import is_out_of_memory
+
+EXACT = 1e-5  # of the largest value; float32 on the CPU comes within 1e-6, a token in the wrong place is off by 1e-2
+ROWS_OF_A_CALL = 2
+ROWS_IN_BANDS = 3  # which two ranks do not divide, and so compute bands of each
+SIZE = (9, 7)  # latent height and width: tokens that two ranks do not divide
+_STRATEGY = ParallelStrategy(ulysses_degree=2)
+_STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
+_WORDS = 500  # of an error, which has to fit a pipe at once
+_PATIENCE = 60.0  # s for the ranks of a class; they take one
+
+Compute = Callable[[World], float]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A module, a call of it and its answer in one process."""
+
+    model: TinyModel
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    answer: list[Tensor]
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        known = token_mode(type(self.model.module).__name__, self.kwargs)
+        return (BANDS,) if known == BANDS else tuple(dict.fromkeys((BLOCK, known)))
+
+
+@torch.inference_mode()
+def prove(name: str) -> SelfTest:
+    """Forks; so this process must have no threads that compute. What the class's own code raises is an outcome."""
+    try:
+        cases = list(_cases(name))
+    except Exception as error:
+        if _is_no_outcome(error):
+            raise
+        return SelfTest(name, ROWS, 0.0, _in_words(error))  # it takes other arguments than the pack knows
+
+    worst, mode = 0.0, STAY
+    # Apart: what tokens that stay apart break says nothing of blocks that gather.
+    ways = ((BANDS, ATTENTION),) if TABLE[name].bands else ((BLOCK, ROWS), (STAY, BLOCK))
+    for mode, otherwise in ways:
+        try:
+            found = max(_on_ranks(functools.partial(_worst, cases, mode)))
+        except _Raised as error:
+            return SelfTest(name, otherwise, 0.0, str(error))
+        if found > EXACT:
+            return SelfTest(name, otherwise, found)
+        worst = max(worst, found)
+    return SelfTest(name, mode, worst)
+
+
+def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
+    """The largest difference of this rank's answers to calls that tokens may be shared out for in this way."""
+    layouts = Layouts(world)
+    worst = 0.0
+    for case in cases:
+        if mode in case.modes:
+            forward = make_module_forward(case.model, layouts, Placement(_STRATEGY))
+            args, kwargs = copy.deepcopy((case.args, case.kwargs))
+            answer = _tensors(forward(ModuleCall(args, kwargs, case.rows, mode)))
+            worst = max(worst, _difference(answer, case.answer))
+        if mode == STAY and has_stages(type(case.model.module).__name__):
+            worst = max(worst, _worst_in_stages(case, layouts))
+    return worst
+
+
+def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
+    """The same with the blocks on two ranks: of the whole answer, and of patches that find the keys of that call."""
+
+    def call() -> ModuleCall:
+        args, kwargs = copy.deepcopy((case.args, case.kwargs))
+        return ModuleCall(args, kwargs, case.rows, case.modes[-1])
+
+    forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), KeptKeys()
+    assert forward.stages is not None, "it was asked for them"
+    whole = forward(call(), keys=keys)
+    worst, answer = _difference(_tensors(whole), case.answer), pack(whole)
+    assert answer is not None, "stages have looked"
+    if forward.stages.why_whole(call(), keys):
+        return worst
+    owners = forward.stages.owners(call(), _PATCHES, keys)
+    if int(owners.min()) < 0:  # nor there
+        return worst
+    split = ElementPatches(owners, answer.shape[1:], _PATCHES)
+    for number in range(_PATCHES):
+        found = forward.stages.patch(call(), Patch(number, _PATCHES), keys)
+        if found is not None:
+            split.put(split.take(found, number), number, answer)
+    forward.stages.settle()
+    return max(worst, _difference(_tensors(forward.stages.in_form(answer)), case.answer))
+
+
+def _cases(name: str) -> Iterator[_Case]:
+    for build, inputs in CASES[name].values():
+        model = TinyModel(fill(build()))
+        try:
+            case = _case(model, inputs, ROWS_IN_BANDS if TABLE[name].bands else ROWS_OF_A_CALL)
+        except RuntimeError:  # some versions of ComfyUI cannot compute more than one of some calls themselves
+            case = _case(model, inputs, 1)
+        yield case
+
+
+def _case(model: TinyModel, inputs: Inputs, rows: int) -> _Case:
+    args, kwargs = inputs(rows, *SIZE)
+    kwargs["transformer_options"] = {}
+    own_args, own_kwargs = copy.deepcopy((args, kwargs))  # a module may write into its arguments
+    return _Case(model, args, kwargs, rows, _tensors(model.module(*own_args, **own_kwargs)))
+
+
+def _tensors(answer: Any) -> list[Tensor]:
+    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest, relative to the largest value; a huge number for NaN and for answers of another form."""
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return float(2**30)
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        difference = ((one - other).abs().max() / other.abs().max()).item()
+        worst = max(worst, difference if math.isfinite(difference) else float(2**30))
+    return worst
+
+
+class _Raised(Exception):
+    """A rank's code raised, and would again."""
+
+
+def _on_ranks(compute: Compute) -> list[float]:
+    """`compute(world)` of two forked gloo ranks. Raises _Raised for the first that raised, RankFailed for one that died
+    or did not end."""
+    context = multiprocessing.get_context("fork")
+    ranks: list[ForkProcess] = []
+    answers: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(_STRATEGY.world_size):
+                reader, writer = os.pipe()
+                answers.append(reader)
+                arguments = (compute, rank, str(Path(folder) / "store"), writer, os.getpid())
+                process = context.Process(target=_rank, args=arguments, daemon=True)
+                try:
+                    process.start()
+                finally:
+                    os.close(writer)
+                ranks.append(process)
+            return _collect(answers)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+                process.close()
+            for reader in answers:
+                os.close(reader)
+
+
+def _rank(compute: Compute, rank: int, store: str, writer: int, parent: int) -> None:
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+    world = World(
+        rank=rank,
+        world_size=_STRATEGY.world_size,
+        device=torch.device("cpu"),
+        backend="gloo",
+        store_path=store,
+    )
+    answer: dict[str, Any]
+    try:
+        answer = {"found": compute(world)}
+    except Exception as error:
+        if _is_no_outcome(error):
+            raise
+        answer = {"error": _in_words(error)}
+    os.write(writer, json.dumps(answer).encode())
+    # The parent ends this process: leaving by itself could end a peer's last collective.
+    time.sleep(2 * _PATIENCE)
+
+
+def _is_no_outcome(error: Exception) -> bool:
+    """Whether it says nothing of the class: what this machine lacks."""
+    return isinstance(error, ImportError) or is_out_of_memory(error)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_WORDS]
+
+
+def _collect(answers: list[int]) -> list[float]:
+    waiting = select.poll()
+    for reader in answers:
+        waiting.register(reader, select.POLLIN)
+    found: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _PATIENCE
+    while len(found) < len(answers):
+        ready = waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+        if not ready:
+            silent = next(rank for rank, reader in enumerate(answers) if reader not in found)
+            raise RankFailed(silent, f"no answer within {_PATIENCE:.0f} s", reason="hang")
+        for reader, _ in ready:
+            waiting.unregister(reader)
+            line = os.read(reader, select.PIPE_BUF)
+            if not line:
+                raise RankFailed(answers.index(reader), "it died without a word", crashed=True, reason="exit")
+            found[reader] = json.loads(line)
+        # One that died has its peer raise, so whoever died is looked at first.
+        for answer in found.values() if not waiting.poll(0) else ():
+            if "error" in answer:
+                raise _Raised(answer["error"])
+    return [found[reader]["found"] for reader in answers]

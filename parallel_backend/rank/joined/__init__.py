@@ -1,0 +1,1 @@
+"""Ranks that torchrun started on another machine."""

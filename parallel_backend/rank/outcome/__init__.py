@@ -1,0 +1,1 @@
+"""How a rank's work ended, in words that a caller reads."""

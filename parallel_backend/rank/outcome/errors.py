@@ -1,0 +1,95 @@
+"""Errors on a rank as the terminal message that the caller reads."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ...engine.comm.traffic_counter import Traffic
+from ...errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to_wire
+from ...wire.device_faults import DEVICE_ERROR, known_fault
+from ...wire.protocol import PEER_FAILED, Failed
+
+_CHARACTERS = 4000  # of the message, and of the last traceback frames; a datagram holds 64 KiB
+
+# What torch and the modules raise for shapes that do not fit; einops has a RuntimeError of its own.
+_REFUSALS = (RuntimeError, ValueError, IndexError, AssertionError)
+
+
+class PeerFailed(ParallelError):
+    """This rank did its part, but gave it up because another rank could not do its own."""
+
+
+# How libraries say in a RuntimeError of torch's that memory ran out: CUDA, HIP, NCCL's CUDA calls and pin_memory in
+# words; cuBLAS, cuDNN and cuSOLVER as a status; torch's CPU allocator by its name.
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC_FAILED|ALLOCATION_FAILED|cannot allocate memory|DefaultCPUAllocator", re.IGNORECASE
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Device or host memory ran out. Only torch's own allocator for CUDA raises an error of a kind for that; of others,
+    some of which raise what a failed device does, the text tells."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """The device, or the link to another rank, failed under code that was right. Some of these errors are plain
+    RuntimeErrors, which only their text tells from others."""
+    kinds = tuple(filter(None, (getattr(torch, "AcceleratorError", None), dist.DistError)))
+    if isinstance(error, kinds):
+        return True
+    return isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Code of ComfyUI's does not accept what it was given, and neither memory nor a device failed."""
+    return isinstance(error, _REFUSALS) and not is_out_of_memory(error) and not is_device_failure(error)
+
+
+@contextmanager
+def refusing(module: str, traffic: Traffic) -> Iterator[None]:
+    """Inside, what the code of a ComfyUI module does not accept is a RequestError, as long as this rank has begun no
+    collective: nobody waits for it, so the ranks stay usable where all of them say the same. Later, and for what is not
+    the input's fault, errors stay what they are."""
+    begun = traffic.collectives
+    try:
+        yield
+    except _REFUSALS as error:
+        if traffic.collectives > begun or not is_refusal(error):
+            raise
+        raise RequestError(
+            f"{module} cannot compute with what it was given ({type(error).__name__}: {error}). The prompt, the latent "
+            f"or something else that goes into it is likely of another model; the same graph without the parallel "
+            f"nodes should say so too."
+        ) from error
+
+
+def failure(error: Exception, rank: int, device: str) -> Failed:
+    """The terminal message for `error`."""
+    if is_out_of_memory(error):
+        kind = "OutOfMemory"
+        message = (
+            f"Rank {rank} ran out of memory on {device} ({error}). Use a smaller image or batch, more devices, or "
+            "weight_dtype float8_e4m3fn."
+        )
+    elif isinstance(error, PeerFailed):
+        kind, message = PEER_FAILED, str(error)
+    else:
+        kind, message = to_wire(error)
+        if kind == "RankFailed" and is_device_failure(error):
+            fault = known_fault(message)
+            if fault is not None:
+                message = f"{fault.words}\n{message}"
+            if fault is None or not fault.repeats:
+                kind = RANK_CRASHED
+    detail = "".join(traceback.format_exception(error))
+    where = error.device if isinstance(error, DeviceError) else None
+    return Failed(kind, message[:_CHARACTERS], detail[-_CHARACTERS:], where)

@@ -1,0 +1,1 @@
+"""Image patches through the stages of a pipeline, within a job."""

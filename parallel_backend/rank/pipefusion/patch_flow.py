@@ -1,0 +1,276 @@
+"""PipeFusion in ComfyUI's own loop: after whole images patches take their steps apart, through stages of its module.
+
+ComfyUI's guider, guidance and masks stay ComfyUI's: for each patch the first rank asks its model twice, once for what
+goes into the network, whose blocks then compute in the stages, and again when what they give has come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.comm.collectives import all_gather, broadcast
+from ...engine.module_forward import ModuleForward
+from ...engine.stages.p2p import PendingRecv
+from ...engine.stages.stages import ModuleStages, Patch
+from ...engine.stages.stale_keys import KeptKeys
+from ...errors import Cancelled
+from ...models.comfyui.loop import ComfyUILoop
+from ...requests import LoopRequest, ModuleCall
+from ...sampling.image_patches import ElementPatches
+from ...sampling.patchwise import OnPatchStep, PatchSampling
+from ...sampling.samplers import STEPS, USUAL_STEPS, History, Sigmas, Step, model_calls, start_history
+from ...strategy import ParallelStrategy
+
+# The model of ComfyUI's sampler: (x [B, C, …], sigma []) -> denoised.
+Denoise = Callable[[Tensor, Tensor], Tensor]
+Sides = tuple[bool, ...]
+WHOLE = "PipeFusion ran exactly and without its speed: {reason}"
+# Of ComfyUI's samplings (how a model's latents and noise mix) that of flow-matching models, and others under which one
+# patch's latent was compared with stock's. All of them are arithmetic on elements.
+_FLOW = "CONST"
+_SAMPLINGS = {_FLOW, "EPS", "V_PREDICTION", "V_PREDICTION_DDPM", "EDM", "COSMOS_RFLOW"}
+
+
+def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
+    """Why no patches can flow in a job under PipeFusion, in a user's words; empty where they can."""
+    steps = len(request.sigmas) - 1
+    if first_flowing(strategy) >= steps:
+        return f"all of the {steps} steps are warm-up steps"
+    if request.sampler not in STEPS:
+        return (
+            f"patches cannot take the steps of {request.sampler} apart; those of {', '.join(STEPS)} they can"
+        )
+    if _SAMPLINGS.isdisjoint(request.sampling["classes"]):
+        return "patches do not know this model's sampling (how it mixes latents and noise)"
+    prompts = [prompt for side in request.conds.values() for prompt in side]
+    if any(prompt.get(name) is not None for prompt in prompts for name in ("area", "default")):
+        return "prompts for areas of an image take it apart in another way than patches do"
+    if any(prompt.get(f"timestep_{end}") is not None for prompt in prompts for end in ("start", "end")):
+        return "prompts for some of the steps leave no keys and values to the others"
+    return ""
+
+
+def first_flowing(strategy: ParallelStrategy) -> int:
+    """The number of steps before patches flow: at least one leaves keys and values to them."""
+    return max(1, strategy.warmup_steps)
+
+
+def step_of(request: LoopRequest) -> Callable[..., Step]:
+    """A step of the job's sampler, as ComfyUI computes it under the model's sampling."""
+    return (STEPS if _FLOW in request.sampling["classes"] else USUAL_STEPS)[request.sampler]
+
+
+def history_of(request: LoopRequest, device: torch.device) -> History:
+    """What its sampler knows before the first step. A flow-matching model may want other noise (ModelNoiseScale)."""
+    is_flow = _FLOW in request.sampling["classes"]
+    scale = request.sampling["values"].get("noise_scale", 1.0) if is_flow else 1.0
+    return start_history(request.seed, device, scale)
+
+
+def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
+    """Sigmas of the model calls from step `first` on."""
+    return [sigma for i in range(first, len(sigmas) - 1) for sigma in model_calls(step, sigmas, i)]
+
+
+class _Guided:
+    """In place of sampling.guidance.Guidance, where ComfyUI guides: `velocities` are what is denoised already."""
+
+    def part(self, of: Callable[[Tensor], Tensor]) -> _Guided:
+        return self
+
+    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor:
+        return x
+
+    def denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
+        return velocities[0]
+
+
+GUIDED = _Guided()
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """One network call's elements of a patch on their way back to the first stage. `shares`: rows of each pipeline."""
+
+    answer: PendingRecv
+    shares: tuple[int, ...]
+
+
+class PatchFlow:
+    """What one job keeps for its patches on one rank, and their steps."""
+
+    def __init__(self, forward: ModuleForward, loop: ComfyUILoop) -> None:
+        assert forward.stages is not None, "PipeFusion has stages"
+        self._forward = forward
+        self._stages: ModuleStages = forward.stages
+        self._loop = loop
+        self._layout = forward.layout
+        self._sides: Sides = ()
+        self.keys = KeptKeys()
+        self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
+        self._patches: ElementPatches | None = None
+        # While a patch is on its way into the network, and out of it.
+        self._now: Patch | None = None
+        self._sent: list[_Coming] = []
+        self._answers: Iterator[Tensor] | None = None
+
+    @property
+    def request(self) -> LoopRequest:
+        return self._loop.request
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps of whole images before patches flow: one at least leaves keys and values to them."""
+        return first_flowing(self._layout.strategy)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no key was ever of the step before."""
+        return self._patches is None or len(self._patches) == 1
+
+    @property
+    def _patch_count(self) -> int:
+        return min(self._layout.strategy.pipeline_patches, self._stages.tokens)
+
+    @property
+    def lag(self) -> int:
+        """How many patches the first stage is ahead of the last."""
+        return self._stages.count
+
+    def whole(self, call: ModuleCall) -> Any:
+        """The network's answer to whole images, which leave keys and values to patches."""
+        self._seen[call.prompts] = call
+        return self._forward(call, keys=self.keys)
+
+    def find_patches(self) -> Tensor | str:
+        """Which patch each element of a latent belongs to, on the first rank; or why patches cannot flow, in a user's
+        words. After whole images."""
+        noise, calls = self.request.noise, list(self._seen.values())
+        assert calls, "whole images went before"
+        for call in calls:
+            if reason := self._stages.why_whole(call, self.keys):
+                return reason
+        own = (self._forward.own_rows(call, self._layout.row)[0] for call in calls)
+        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in own)
+        if not all(torch.equal(owners, other) for other in others):
+            return "the prompts have unlike tokens behind the image's (a reference, or text), so patches would differ"
+        fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
+        return owners if fits else "which part of the latent a patch makes cannot be told"
+
+    def share_patches(self, owners: Tensor | None) -> None:
+        """The first rank's, on all."""
+        noise = self.request.noise
+        if owners is None:
+            owners = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
+        layout = self._layout
+        owners = broadcast(owners, 0, layout.everyone, self._forward.traffic)
+        self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
+
+    @property
+    def patches(self) -> ElementPatches:
+        assert self._patches is not None, "share_patches came before"
+        return self._patches
+
+    def follow(self, sides: Sides, first: int, on_step: OnPatchStep) -> None:
+        """On the other ranks, whatever the first one does with patches from step `first` on. `sides`: whom its calls
+        are of. Raises Cancelled, as on the first."""
+        self._sides = sides
+        self.share_patches(None)
+        self.run(Sigmas(self.request.sigmas, self._forward.model.device), first, on_step, None)
+
+    def run(
+        self, sigmas: Sigmas, first: int, on_step: OnPatchStep, lead: tuple[PatchSampling, Denoise] | None
+    ) -> None:
+        """All steps from `first` on. `lead`: on the first rank. Raises Cancelled on all ranks or none. Collective."""
+        noise = self.request.noise
+        self._x = torch.zeros_like(noise)  # on the first stage, of each patch what its last call saw
+        self._ones = noise.new_ones(len(noise))
+        self._lead = lead
+        self._returning: dict[int, tuple[list[_Coming], Tensor]] = {}  # by patch, with the sigma of its call
+        stopped = False
+        for sigma in calls_from(step_of(self.request), sigmas, first):
+            for number in range(len(self.patches)):
+                stopped = on_step.is_stopped(self._stages.count)
+                if stopped:
+                    break
+                self._take_back(number)
+                self._send(Patch(number, len(self.patches)), sigma)
+            self._stages.end_round()
+            if stopped:
+                break
+        for number in list(self._returning):
+            self._take_back(number, drop=stopped)
+        self._stages.settle()
+        if stopped:
+            raise Cancelled("The request was cancelled.")
+
+    def compute(self, call: ModuleCall) -> Any:
+        """The network's answer to a call of a patch: on its way in anything of that form, on its way out its own."""
+        answer = self._stages.empty_answer(call.rows)
+        if self._answers is not None:
+            self.patches.put(next(self._answers), self._patch.number, answer)
+            return self._stages.in_form(answer)
+        part, shares = self._forward.own_rows(call, self._layout.row)
+        own, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
+        found = self._stages.patch(part, self._patch, self.keys)
+        if found is not None:
+            self._stages.send_back(self.patches.take(found[:own], self._patch.number))
+        if self._stages.is_first:
+            empty = self._stages.empty_answer(own, size.stop - size.start)
+            self._sent.append(_Coming(self._stages.expect_back(empty), shares))
+        return self._stages.in_form(answer)
+
+    def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
+        """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""
+        if self._answers is None and self._layout.row.size > 1:
+            broadcast(self.patches.take(x, self._patch.number), 0, self._layout.row, self._forward.traffic)
+        return self._loop.answers(wanted, x, sigma)
+
+    @property
+    def _patch(self) -> Patch:
+        assert self._now is not None, "a patch is on its way"
+        return self._now
+
+    def _has_elements(self, number: int) -> bool:
+        """One of a reference's tokens has none of the latent; its keys and values are made anew in each step too."""
+        span = self.patches.span(number)
+        return span.start < span.stop
+
+    def _send(self, patch: Patch, sigma: Tensor) -> None:
+        """Takes a patch through this stage."""
+        self._now, self._sent = patch, []
+        if self._lead is not None:
+            sampling, denoise = self._lead
+            if self._has_elements(patch.number):
+                elements = sampling.enter(self.patches.span(patch.number))
+                self.patches.put(elements[..., 0], patch.number, self._x)
+            denoise(self._x, sigma)
+        else:
+            if self._stages.is_first:
+                empty = torch.empty_like(self.patches.take(self._x, patch.number))
+                elements = broadcast(empty, 0, self._layout.row, self._forward.traffic)
+                self.patches.put(elements, patch.number, self._x)
+            self._loop.answers(self._sides, self._x, sigma * self._ones)
+        if self._stages.is_first:
+            self._returning[patch.number] = self._sent, sigma
+
+    def _take_back(self, number: int, *, drop: bool = False) -> None:
+        """Waits for what a patch's last call gave, if there was one, and hands it to the sampler."""
+        coming, sigma = self._returning.pop(number, ([], None))
+        arrived = [(one.answer.taken(), one.shares) for one in coming]
+        if drop or sigma is None or not self._has_elements(number):
+            return
+        row, traffic = self._layout.row, self._forward.traffic
+        found = [all_gather(answer, shares, row, traffic) for answer, shares in arrived]
+        if self._lead is None:
+            return
+        sampling, denoise = self._lead
+        self._now, self._answers = Patch(number, len(self.patches)), iter(found)
+        denoised = self.patches.take(denoise(self._x, sigma), number)
+        self._answers = None
+        sampling.leave(self.patches.span(number), [denoised.unsqueeze(2)])

@@ -1,0 +1,148 @@
+"""The models that a rank holds at once, each with what belongs to it: changes of its weights, forwards, prompts.
+
+ComfyUI's process numbers them and says with each load which ones stay, so all ranks hold the same ones.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...errors import RequestError
+from ...requests import Conditioning, InputShapes, ModelSpec, Placement
+from ...wire.protocol import Predict, RankModels
+from ..lora_worker import LoraWorker
+
+if TYPE_CHECKING:  # imported when they are first needed: they take seconds
+    from ...engine.factory import AnyForward
+    from ...engine.module_forward import ModuleForward
+    from ...models.base import TokenModel
+
+
+class HeldModel:
+    """One model. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks of it
+    that sleep in host memory; `all_good`: as LoraWorker's."""
+
+    def __init__(
+        self, model: TokenModel, inputs: InputShapes | None, all_good: Callable[[Exception | None], bool]
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.patches = LoraWorker(all_good)
+        self.moved_out: list[torch.nn.Module] = []
+        self.forwards: dict[Placement, AnyForward] = {}
+        self.module_forwards: dict[Placement, ModuleForward] = {}
+        self.prompts: dict[int, Conditioning] = {}
+        self.masks: dict[int, Tensor] = {}
+
+    def take_inputs(
+        self, call: Predict, prompt: Conditioning | None, mask: Tensor | None, device: torch.device
+    ) -> tuple[Conditioning, Tensor | None]:
+        """The prompt and the mask of `call` on the device. `prompt`, `mask`: those that it brings, which are kept; they
+        lie in memory that the parent writes again. Raises RequestError for ones that were never sent."""
+        for key in call.forget:
+            self.prompts.pop(key, None)
+            self.masks.pop(key, None)
+        if prompt is not None:
+            self.prompts[call.conditioning] = _on_device(prompt, device)
+        if mask is not None:
+            self.masks[call.mask] = mask.to(device, copy=True)
+        if call.conditioning not in self.prompts:
+            raise RequestError(f"no prompt was sent under the key {call.conditioning}.")
+        if call.mask and call.mask not in self.masks:
+            raise RequestError(f"no attention mask was sent under the key {call.mask}.")
+        return self.prompts[call.conditioning], self.masks[call.mask] if call.mask else None
+
+    def move_out(self, device: torch.device) -> None:
+        """Notes which chunks are to leave the device, but for those that have. Weights that are offloaded lie in host
+        memory as they are."""
+        self.patches.release_originals()
+        gone = set(map(id, self.moved_out))
+        self.moved_out = [
+            chunk
+            for chunk in self.model.chunks
+            if id(chunk) in gone or next(chunk.parameters()).device.type == device.type
+        ]
+
+
+def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
+    guidance = None if prompt.guidance is None else prompt.guidance.to(device, copy=True)
+    return Conditioning(prompt.context.to(device, copy=True), prompt.pooled.to(device, copy=True), guidance)
+
+
+class HeldModels:
+    """By number, the one that goes first when memory ends first. Dropping gives a device's memory back at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._models: dict[int, HeldModel] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[HeldModel]:
+        return iter(self._models.values())
+
+    def get(self, number: int) -> HeldModel:
+        """Raises RequestError for one that is not held."""
+        found = self._models.get(number)
+        if found is None:
+            raise RequestError(f"the ranks hold no model {number}; load one first.")
+        return found
+
+    def add(self, number: int, held: HeldModel) -> None:
+        self._models[number] = held
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Drops all others; those that stay go in this order when memory ends."""
+        before, self._models = self._models, {n: self._models[n] for n in numbers if n in self._models}
+        dropped = len(before) - len(self._models)
+        del before
+        if dropped:
+            collect(self._device)
+
+    def drop_first(self) -> None:
+        self.keep([*self._models][1:])
+
+    def clear(self) -> None:
+        self.keep(())
+
+    @property
+    def chunks(self) -> tuple[torch.nn.Module, ...]:
+        """Of all models."""
+        return tuple(chunk for held in self for chunk in held.model.chunks)
+
+    def report(self) -> RankModels:
+        """For ComfyUI's process."""
+        if self._device.type != "cuda":
+            return RankModels(tuple(self._models))
+        free, total = torch.cuda.mem_get_info(self._device)
+        # torch keeps what was freed for its next allocations.
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return RankModels(tuple(self._models), free + kept, total)
+
+
+def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) -> None:
+    """All that loading imports, which stays: no collection looks through that later, half a million objects for each
+    model that goes. What the rank holds meanwhile would never be collected either, so that must be nothing."""
+    from ...models import registry
+
+    registry.import_for(spec, device)
+    if holds_nothing:
+        gc.freeze()
+
+
+def collect(device: torch.device) -> None:
+    """Gives memory back that nothing holds any more."""
+    gc.collect()
+    release_cache(device)
+
+
+def release_cache(device: torch.device) -> None:
+    """Gives memory back that torch keeps for its next allocations."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,55 @@
+"""The record of a request that a rank ran, and what of its forward's doing people are told."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...requests import Placement
+from ...wire.heartbeat import heartbeat
+from ...wire.protocol import RankRun
+
+if TYPE_CHECKING:  # imported when they are first needed: they take seconds
+    from ...engine.factory import AnyForward
+    from ...engine.module_forward import ModuleForward
+
+
+def run_record(
+    forward: AnyForward | ModuleForward, placement: Placement, begun: float, sent_before: int
+) -> RankRun:
+    """Of a request that began at `begun` (time.perf_counter), when `sent_before` bytes were sent."""
+    compiled, notes = None, [*forward.notes]
+    wish = placement.compute_options.attention
+    if wish not in ("auto", forward.kernel):
+        notes.append(f"attention {wish} fell back to {forward.kernel}: {_why_other_kernel(forward)}")
+    if forward.compiles:
+        from ...engine.blocks.compile import compiler
+
+        compiled = compiler().take()
+        notes += compiler().notes_on(compiled)
+    return RankRun(
+        engine=forward.engine,
+        strategy=placement.strategy,
+        seconds=time.perf_counter() - begun,
+        bytes_sent=forward.bytes_sent - sent_before,
+        notes=tuple(notes),
+        exact=forward.exact,
+        kernel=forward.kernel,
+        compiled=compiled,
+    )
+
+
+def as_one_step(run: RankRun) -> RankRun:
+    """With the time in collectives of a model call whose device has done all."""
+    return replace(run, inside_seconds=tuple(round(seconds, 6) for seconds in heartbeat.inside_seconds(1)))
+
+
+def _why_other_kernel(forward: AnyForward | ModuleForward) -> str:
+    from ...engine.module_forward import ModuleForward
+
+    if isinstance(forward, ModuleForward):
+        return "modules of ComfyUI's own attend as its command line has it"
+    if forward.engine == "xfuser":
+        return "engine xfuser does not have it"
+    return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"

@@ -1,0 +1,379 @@
+"""The requests that one rank serves: hold models, run a sampling job, make one model call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ...devices import machine_of
+from ...engine.comm.groups import Layouts, World
+from ...errors import RequestError
+from ...options import check_step_cache
+from ...requests import InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
+from ...strategy import ParallelStrategy
+from ...trials import TrialRun
+from ...wire.calibration import Calibration
+from ...wire.heartbeat import heartbeat
+from ...wire.payloads import Tensors, predict_parts, sample_request, take_state
+from ...wire.protocol import (
+    ApplyPatches,
+    Calibrate,
+    Call,
+    KeepModels,
+    Load,
+    Predict,
+    RankAndModel,
+    RankModels,
+    RankPatch,
+    RankRun,
+    Sample,
+    SampleLoop,
+    Setup,
+    Sleep,
+)
+from ..module_calls import ModuleCalls
+from ..outcome.errors import PeerFailed, is_out_of_memory
+from ..vae_worker import VaeWorker
+from .device import allocated, device_of
+from .held_models import HeldModel, HeldModels, collect, import_for
+from .memory_meter import MemoryMeter, weight_bytes
+from .run_record import as_one_step, run_record
+from .step_boundary import StepBoundary
+
+if TYPE_CHECKING:  # imported when they are first needed: they take seconds
+    from ...engine.factory import AnyForward
+    from ...engine.module_forward import ModuleForward
+    from ...models.base import ModuleModel, TokenModel
+    from ...models.comfyui.model import ComfyUIModel
+    from .switching import SwitchingForward
+
+OnCompile = Callable[[], None]
+F = TypeVar("F", "AnyForward", "ModuleForward")
+
+_GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
+
+
+class RankWorker:
+    """The state that a rank keeps between requests: its place in the world, its models, the prompts it was sent."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Joins the process group; blocks until all ranks have."""
+        if setup.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # as ComfyUI does
+        self.world = World(
+            rank=setup.rank,
+            world_size=setup.world_size,
+            device=device_of(setup.devices[setup.rank]),
+            backend=setup.backend,
+            store_path=setup.rendezvous,
+            devices=tuple(device_of(name) for name in _seen_from(setup)),
+        )
+        self.vae = VaeWorker(self.world, self._all_good)
+        self.models = HeldModels(self.world.device)
+        self._layouts = Layouts(self.world)
+        self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
+        self.calls = ModuleCalls(self.world, self._layouts.traffic)
+
+    def load(self, message: Load) -> LoadInfo:
+        """Holds one more model on every rank or on none, split as `strategy` has it.
+
+        All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep one after the other
+        until it fits, unless the load yields to them.
+        """
+        begun, device = time.perf_counter(), self.world.device
+        self.models.keep(message.keep)
+        spec = self._locate(message)
+        held, error = self._try_load(spec, message.strategy)
+        worst = self._agree(error)
+        while worst == _NO_MEMORY and self.models and not message.yields:
+            held = error = None
+            self.models.drop_first()  # it was in the way
+            held, error = self._try_load(spec, message.strategy)
+            worst = self._agree(error)
+        if worst != _GOOD or held is None:
+            held = None
+            collect(device)
+            self._record_weights()
+            raise error or PeerFailed("another rank could not load the model")
+        self.models.add(message.model, held)
+        self._record_weights()
+        model = held.model
+        shares = getattr(model, "byte_sharding", None) or model.sharding
+        return LoadInfo(
+            seconds=time.perf_counter() - begun,
+            bytes=model.bytes,
+            cached=False,
+            dtype=model.stored_dtype,
+            compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+            inputs=held.inputs,
+            device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
+            host_bytes=0 if shares is None else weight_bytes(model.chunks, torch.device("cpu")),
+        )
+
+    def _locate(self, message: Load) -> ModelSpec:
+        """The model as this rank finds it: where the parent does, on the same computer. Collective elsewhere."""
+        return message.spec
+
+    def keep_models(self, message: KeepModels) -> RankModels:
+        """Drops all others."""
+        self.models.keep(message.models)
+        self._record_weights()
+        return self.models.report()
+
+    def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
+        """Changes a model's weights on every rank or on none."""
+        held = self.models.get(message.model)
+        try:
+            return held.patches.apply(held.model.weights, message, tensors)
+        finally:
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()  # whole tensors in float32 leave holes that activations do not fill
+
+    def sample(
+        self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
+    ) -> tuple[Tensors, RankRun]:
+        """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
+        are compiled."""
+        from ...engine.first_block_cache import CachedForward
+        from ...sampling.denoise import Keep, denoise
+        from .switching import SwitchingForward
+
+        begun = time.perf_counter()
+        state = take_state(tensors)
+        if state is not None:
+            heartbeat.steps_done(state.step)
+        request = sample_request(message, tensors)
+        held, placement = self.models.get(message.model), message.placement
+        forward = self._forward(held, placement, on_compile)
+        sent = forward.bytes_sent
+        switching: SwitchingForward | None = None
+        if message.trials:
+            trials = TrialRun(placement.strategy, message.trials, len(request.sigmas) - 1)
+            switching = SwitchingForward(
+                self.world,
+                trials,
+                lambda s: self._kept_forward(held, replace(placement, strategy=s)),
+                on_step,
+            )
+        cached: CachedForward | None = None
+        keep: Keep = on_step.keep
+        if request.cache_threshold > 0:
+            check_step_cache(request.cache_threshold, placement.strategy)
+            from ...engine.forward import ParallelForward
+
+            assert isinstance(forward, ParallelForward), "only PipeFusion has another, and was refused"
+            cached = CachedForward(forward, request.cache_threshold, state)
+            keep = cached.kept_by(on_step.keep)
+        boundary = on_step if switching is None else switching.on_step
+        latent = denoise(cached or switching or forward, request, boundary, state=state, keep=keep)
+        on_step.finish()
+        result = {
+            "latent": latent.float(),
+            "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
+        }
+        run = run_record(forward if switching is None else switching.current, placement, begun, sent)
+        run = replace(run, inside_seconds=on_step.inside_seconds)
+        if switching is not None:
+            run = switching.told(run)
+        if cached is not None:
+            exact = run.exact and not cached.reused
+            run = replace(run, exact=exact, model_calls=cached.calls, reused_calls=cached.reused)
+        return result, run if state is None else replace(run, exact=run.exact and state.exact)
+
+    @torch.inference_mode()
+    def sample_loop(
+        self, message: SampleLoop, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
+    ) -> tuple[Tensors, RankRun]:
+        """Runs the whole job by ComfyUI's own loop; the latent is the first rank's."""
+        from .loop_worker import sample_loop
+
+        held = self.models.get(message.model)
+
+        def forward_under(strategy: ParallelStrategy) -> ModuleForward:
+            return self._module_forward(held, replace(message.placement, strategy=strategy))
+
+        _watched(forward_under(message.placement.strategy), on_compile)
+        model = cast("ComfyUIModel", held.model)
+        return sample_loop(self._layouts, model, message, tensors, on_step, forward_under)
+
+    @torch.inference_mode()
+    def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
+        """One model call; the velocity is the same on every rank."""
+        begun = time.perf_counter()
+        x, sigma, conditioning, extras = predict_parts(tensors)
+        device, held = self.world.device, self.models.get(message.model)
+        prompt, mask = held.take_inputs(message, conditioning, extras.mask, device)
+        extras = replace(extras, mask=mask)
+        forward = self._forward(held, message.placement, on_compile)
+        sent = forward.bytes_sent
+        x, sigma = (t.to(device, copy=True) for t in (x, sigma))  # the parent's memory is read-only here
+        (velocity,) = forward([Rows(x, sigma, prompt, extras)])
+        result = {"velocity": velocity.float().cpu()}
+        return result, as_one_step(run_record(forward, message.placement, begun, sent))
+
+    @torch.inference_mode()
+    def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
+        """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
+
+        def forward() -> ModuleForward:
+            held = self.models.get(message.model)
+            return _watched(self._module_forward(held, message.placement), on_compile)
+
+        return self.calls.make(message, tensors, forward)
+
+    def calibrate(self, message: Calibrate) -> Calibration:
+        """Measures the links over the groups of a strategy; needs no model."""
+        from ..checks.calibrate import calibrate
+
+        return calibrate(self.world, self._layouts.get(message.strategy), message)
+
+    def sleep(self, message: Sleep) -> SleepInfo:
+        """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
+
+        The VAE is discarded at both: ComfyUI's process has it in host memory already. A rank that gives back one model
+        alone keeps all else, and every rank joins the agreement on that.
+        """
+        begun, device = time.perf_counter(), self.world.device
+        before = allocated(device)
+        if message.only is None:
+            self.vae.drop()
+            self.calls.clear()
+        if message.level == 1:
+            for number in self.models.report().models:
+                if message.only in (None, RankAndModel(self.world.rank, number)):
+                    self.models.get(number).move_out(device)
+            self._move(torch.device("cpu"))
+        else:
+            self.models.clear()
+        self._record_weights()
+        return SleepInfo(time.perf_counter() - begun, before - allocated(device))
+
+    def wake(self) -> SleepInfo:
+        """Takes the weights back from host memory, bit for bit."""
+        begun, before = time.perf_counter(), allocated(self.world.device)
+        self._move(self.world.device)
+        for held in self.models:
+            held.moved_out = []
+        self._record_weights()
+        return SleepInfo(time.perf_counter() - begun, before - allocated(self.world.device))
+
+    def _record_weights(self) -> None:
+        self.meter.record_weights(self.models.chunks)
+
+    def _move(self, device: torch.device) -> None:
+        """Moves what sleeps at level 1, on every rank. Where one has no room, all drop a model after the other, and the
+        last one with the error."""
+        error = self._try_move(device)
+        worst = self._agree(error)
+        while worst == _NO_MEMORY and len(self.models) > 1:
+            error = None
+            self.models.drop_first()
+            error = self._try_move(device)
+            worst = self._agree(error)
+        if worst != _GOOD:
+            self.models.clear()
+            raise error or PeerFailed("another rank could not move its weights")
+        collect(self.world.device)
+
+    def _try_move(self, device: torch.device) -> Exception | None:
+        try:
+            for held in self.models:
+                for chunk in held.moved_out:
+                    chunk.to(device)
+        except Exception as error:
+            return error
+        return None
+
+    def _kept_forward(self, held: HeldModel, placement: Placement) -> AnyForward:
+        if placement not in held.forwards:
+            held.forwards[placement] = self._make_forward(held.model, placement)
+        return held.forwards[placement]
+
+    def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
+        return _watched(self._kept_forward(held, placement), on_compile)
+
+    def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
+        from ...engine.module_forward import make_module_forward
+
+        model = held.model
+        if not hasattr(model, "module"):
+            raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
+        if placement not in held.module_forwards:
+            held.module_forwards[placement] = make_module_forward(
+                cast("ModuleModel", model), self._layouts, placement
+            )
+        return held.module_forwards[placement]
+
+    def _make_forward(self, model: TokenModel, placement: Placement) -> AnyForward:
+        """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
+        from ...engine.attention.kernel_choice import kernel_for
+        from ...engine.factory import make_forward
+
+        error = None
+        try:
+            wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
+            kernel_for(self.world.device, model.compute_dtype, wish, ring=ring)
+        except Exception as failure:
+            error = failure
+        if self._agree(error) != _GOOD:
+            raise error or PeerFailed("another rank lacks the attention kernel")
+        return make_forward(model, self._layouts, placement)
+
+    def _try_load(
+        self, spec: ModelSpec, strategy: ParallelStrategy
+    ) -> tuple[HeldModel | None, Exception | None]:
+        """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
+        try:
+            heartbeat.point("load")
+            heartbeat.loading(0.0)
+            import_for(spec, self.world.device, holds_nothing=not self.models and not self.vae.is_held)
+            model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
+            heartbeat.loading(1.0)
+            return HeldModel(model, inputs, self._all_good), None
+        except Exception as error:
+            return None, error
+
+    def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
+        if spec.comfyui is not None:
+            return None  # its calls carry what ComfyUI would have given the module: nothing to compare
+        from ...models.registry import inspect_model
+
+        return inspect_model(spec.path, spec.family).inputs
+
+    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> TokenModel:
+        from ...engine.load import load_under
+
+        return load_under(spec, self._layouts, strategy)
+
+    def _all_good(self, error: Exception | None) -> bool:
+        return self._agree(error) == _GOOD
+
+    def _agree(self, error: Exception | None) -> int:
+        mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
+        flag = torch.tensor([mine], dtype=torch.int32)
+        if self.world.control is not None:
+            with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
+        return int(flag.item())
+
+
+def _seen_from(setup: Setup) -> tuple[str, ...]:
+    """The devices of all ranks. Those of other machines cannot be looked at from here, and are taken to be of the kind
+    of this rank's own."""
+    own = setup.devices[setup.rank]
+    return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
+
+
+def _watched(forward: F, on_compile: OnCompile) -> F:
+    """The forward, whose compiling is told and counted from here on."""
+    if forward.compiles:
+        from ...engine.blocks.compile import compiler
+
+        compiler().on_begin = on_compile
+        compiler().take()  # what a request did that failed or was cancelled
+    return forward

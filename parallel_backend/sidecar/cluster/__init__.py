@@ -1,0 +1,1 @@
+"""The other machines of a cluster, as the head has them."""

@@ -1,0 +1,385 @@
+"""The clusters of which this process is the head: listening, who joined, who has left, and machines for a group.
+
+A head listens as soon as its cluster is known or used. Who connects must show the certificate of the machines within
+deadlines.ADMIT; a few from one address, and some in all, may be about it at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...cluster.channel import Kind
+from ...cluster.endpoint import NAME, Endpoint, find_head, known_clusters
+from ...cluster.handshake import Join, receive_first, send_first, unpack, versions
+from ...cluster.tls import make_context, secure
+from ...devices import find_clusters_by, machine_of
+from ...errors import Cancelled, DeviceError, ParallelError, TransportError
+from ...wire import deadlines
+from ...wire.heartbeat import MOST_RANKS, Page
+from ...wire.transport import Link
+from .remote_machine import Departure, RemoteMachine
+
+MOST_AT_THE_DOOR, MOST_FROM_ONE = 32, 4  # connections that have not joined yet, in all and from one address
+_SAY = 10.0  # s between two lines of the log on connections that were refused
+
+OnDeparture = Callable[[Departure], None]
+log = logging.getLogger("parallel_backend.cluster")
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """A machine that was there. `at`: time.monotonic()."""
+
+    devices: tuple[str, ...]
+    words: str
+    at: float
+    silent: bool
+
+    @property
+    def is_absent(self) -> bool:
+        """Rather than about to come back: torchrun starts processes anew whose group ended."""
+        return self.silent or time.monotonic() - self.at > deadlines.MACHINES
+
+
+class ClusterHead:
+    """Listens from the beginning to `close`. Raises DeviceError where it cannot."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._context = make_context(endpoint)
+        self._machines: dict[str, RemoteMachine] = {}
+        self._gone: dict[str, _Gone] = {}
+        self._groups: dict[RemoteMachine, OnDeparture] = {}
+        self._changed = threading.Condition()
+        self._door: collections.Counter[str] = collections.Counter()  # connections by address
+        self._refused, self._said = 0, float("-inf")
+        self._closed = False
+        try:
+            self._listener = socket.create_server((endpoint.address, endpoint.port), backlog=64)
+        except OSError as error:
+            raise DeviceError(
+                f"The cluster {endpoint.cluster} cannot be served: port {endpoint.port} of "
+                f"{endpoint.address or 'this computer'} is not to be had ({error.strerror}). A ComfyUI, or a "
+                f"doctor or bench, may be its head already; only one can be, so end that one first."
+            ) from None
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._listen, name=f"cluster-{endpoint.cluster}", daemon=True).start()
+
+    # Who is there.
+
+    def devices(self) -> tuple[str, ...]:
+        """Of all machines, by name; also of those that left, until they are forgotten."""
+        with self._changed:
+            found = {name: gone.devices for name, gone in self._gone.items()}
+            found |= {name: machine.devices for name, machine in self._machines.items()}
+        return tuple(device for name in sorted(found) for device in found[name])
+
+    def memory_of(self, device: str) -> int:
+        with self._changed:
+            return next((m.memory[device] for m in self._machines.values() if device in m.memory), 0)
+
+    def why_absent(self, machine: str) -> str:
+        """In words; "" while it is there, or about to come back."""
+        with self._changed:
+            gone = self._gone.get(machine)
+        return gone.words if gone is not None and gone.is_absent else ""
+
+    def forget_absent(self) -> None:
+        with self._changed:
+            self._gone = {name: gone for name, gone in self._gone.items() if not gone.is_absent}
+
+    def wait_for(self, machines: Sequence[str], cancelled: Callable[[], bool]) -> None:
+        """Until all are there and serve no group. Raises DeviceError naming one after deadlines.MACHINES, Cancelled."""
+        until = time.monotonic() + deadlines.MACHINES
+        with self._changed:
+            while missing := [name for name in machines if not self._is_free(name)]:
+                if cancelled():
+                    raise Cancelled("The request was cancelled while it waited for machines.")
+                if time.monotonic() > until:
+                    raise self._missing(missing)
+                self._changed.wait(deadlines.POLL)
+
+    def _is_free(self, name: str) -> bool:
+        return name in self._machines and not self._machines[name].busy
+
+    def _missing(self, names: Sequence[str]) -> DeviceError:
+        """Names one: one that was cut off, rather than those whose processes only ended with its own."""
+        cut_off = [name for name in names if name in self._gone and self._gone[name].silent]
+        name = (cut_off or names)[0]
+        return DeviceError(f"Machine {name} of the cluster {self.endpoint.cluster} {self._why(name)}")
+
+    def _why(self, name: str) -> str:
+        if name in self._machines:
+            return "serves other ranks of this ComfyUI; stop those (sidebar tab Parallel, Stop)."
+        gone = self._gone.get(name)
+        return (
+            f"is not there ({gone.words if gone else 'it has not joined'}; waited {deadlines.MACHINES:g} s). See that "
+            f"torchrun runs on it; until it is back, mode auto of Strategy Selector does without it."
+        )
+
+    def take(
+        self, devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
+    ) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
+        """The machines that have `devices`, now of one group, and its links by rank. Raises DeviceError."""
+        names = dict.fromkeys(machine_of(device).partition("/")[2] for device in devices)
+        ranks = {device: rank for rank, device in enumerate(devices)}
+        with self._changed:
+            missing = [name for name in names if not self._is_free(name)]
+            if missing:
+                raise self._missing(missing)
+            machines = tuple(self._machines[name] for name in names)
+            for machine in machines:
+                machine.busy = True
+                self._groups[machine] = on_departure
+        links: dict[int, Link] = {}
+        for machine in machines:
+            links |= machine.start(epoch, ranks, page)
+        return machines, links
+
+    def _departed(self, machine: RemoteMachine, departure: Departure) -> None:
+        words = f"{departure.words}, at {time.strftime('%H:%M:%S')}"
+        with self._changed:
+            if self._machines.get(machine.name) is machine:
+                del self._machines[machine.name]
+                self._gone[machine.name] = _Gone(machine.devices, words, time.monotonic(), departure.silent)
+            on_departure = self._groups.pop(machine, None)
+            self._changed.notify_all()
+        log.info("machine %s left the cluster %s: %s", machine.name, self.endpoint.cluster, departure.words)
+        if on_departure is not None:
+            on_departure(departure)
+
+    # The door.
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(deadlines.POLL)  # no descriptors left, for the moment
+                continue
+            with self._changed:
+                full = self._door.total() >= MOST_AT_THE_DOOR or self._door[address] >= MOST_FROM_ONE
+                if not full:
+                    self._door[address] += 1
+            if full:
+                connection.close()
+                self._refuse(address, "too many connections that have not joined")
+                continue
+            threading.Thread(target=self._admit, args=(connection, address), daemon=True).start()
+
+    def _admit(self, plain: socket.socket, address: str) -> None:
+        """One connection: the handshake, the first frame, and welcome."""
+        connection: ssl.SSLSocket | None = None
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = secure(plain, self.endpoint, self._context, deadlines.ADMIT)
+            kind, text = receive_first(connection, deadlines.ADMIT)
+            if kind is not Kind.JOIN:
+                raise TransportError("the first frame is no machine's")
+            join = unpack(text, Join)
+            if reason := self._check(join):
+                send_first(connection, Kind.REFUSED, reason.encode())
+                raise TransportError(reason)
+            send_first(connection, Kind.WELCOME)
+            self._welcome(connection, join)
+        except (OSError, TransportError) as error:
+            if connection is not None:
+                connection.close()
+            self._refuse(address, str(error))
+        finally:
+            with self._changed:
+                self._door[address] -= 1
+                self._door += collections.Counter()  # without those of none
+
+    def _check(self, join: Join) -> str:
+        """Why a machine is refused; "" where it is not."""
+        if not NAME.fullmatch(join.machine) or not 0 < len(join.devices) <= MOST_RANKS:
+            return "its name or its number of processes is not allowed"
+        if len(join.memory) != len(join.devices) or any(not _is_device(name) for name in join.devices):
+            return "its devices are not understood"
+        theirs, ours = (join.protocol, join.python, join.torch), versions()
+        if theirs != ours:
+            return (
+                f"machine {join.machine} runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, and ComfyUI "
+                f"runs protocol {ours[0]}, Python {ours[1]}, torch {ours[2]}; make them alike"
+            )
+        with self._changed:
+            known = self._machines.get(join.machine)
+        if known is not None and known.was_heard_lately:
+            return f"a machine called {join.machine} is there already; start this one with --machine and another name"
+        return ""
+
+    def _welcome(self, connection: ssl.SSLSocket, join: Join) -> None:
+        machine = RemoteMachine(connection, join, self.endpoint.cluster, self._departed)
+        with self._changed:
+            before = self._machines.get(join.machine)
+            self._machines[join.machine] = machine
+            self._gone.pop(join.machine, None)
+            machine.begin()
+            closed = self._closed
+            self._changed.notify_all()
+        if before is not None:  # which nobody has heard for a while
+            before.end("it joined again")
+        if closed:
+            machine.end("the head ends")
+        log.info(
+            "machine %s joined the cluster %s from %s with %s",
+            machine.name,
+            self.endpoint.cluster,
+            machine.address,
+            ", ".join(join.devices),
+        )
+
+    def _refuse(self, address: str, why: str) -> None:
+        """On the log, however many come."""
+        self._refused += 1
+        if time.monotonic() - self._said > _SAY:
+            log.warning(
+                "cluster %s: refused %d connection(s), the last one from %s: %s",
+                self.endpoint.cluster,
+                self._refused,
+                address,
+                why,
+            )
+            self._refused, self._said = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Ends the connections of all machines; their processes end, and dial until a head is there again."""
+        with self._changed:
+            self._closed = True
+            machines = tuple(self._machines.values())
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._listener.close()
+        for machine in machines:
+            machine.end("the head ends")
+
+
+def _is_device(name: str) -> bool:
+    kind, _, index = name.partition(":")
+    return kind in ("cuda", "cpu") and index.isdecimal() and len(index) < 4
+
+
+# The heads of this process.
+
+_heads: dict[str, ClusterHead] = {}
+_lock = threading.Lock()
+
+
+def open_head(cluster: str) -> ClusterHead:
+    """The head of this cluster, which listens from now on. Raises DeviceError, PlatformError."""
+    with _lock:
+        if cluster not in _heads:
+            _heads[cluster] = ClusterHead(find_head(cluster))
+            log.info("cluster %s: waiting for machines on port %d", cluster, _heads[cluster].port)
+        return _heads[cluster]
+
+
+def find_by_name() -> None:
+    """Makes cluster:NAME a set of devices; a head listens from its first use on."""
+    find_clusters_by(_Registry())
+
+
+def serve_known() -> None:
+    """As find_by_name, and listens now for the machines of all clusters that this computer knows."""
+    find_by_name()
+    for cluster in known_clusters():
+        try:
+            open_head(cluster)
+        except ParallelError as error:
+            log.warning("parallel sampling: %s", error)
+
+
+def served() -> dict[str, tuple[str, ...]]:
+    """The devices of each cluster whose machines this process listens for; none where no machine has joined."""
+    return {cluster: head.devices() for cluster, head in tuple(_heads.items())}
+
+
+class _Registry:
+    """devices.Clusters"""
+
+    def devices_of(self, cluster: str) -> tuple[str, ...]:
+        head = open_head(cluster)
+        devices = head.devices()
+        if not devices:
+            raise DeviceError(
+                f"devices 'cluster:{cluster}': no machine has joined it yet. Start torchrun on each machine "
+                f"(docs/deployment.md, Several machines); this computer waits for them on port {head.port}.",
+                nearest=(("devices", "all"),),
+            )
+        return devices
+
+    def memory_of(self, device: str) -> int:
+        cluster = machine_of(device).partition("/")[0]
+        return _heads[cluster].memory_of(device) if cluster in _heads else 0
+
+
+def why_absent(device: str) -> str:
+    """Of a device whose machine has left its cluster: in words; "" for any other."""
+    cluster, _, machine = machine_of(device).partition("/")
+    return _heads[cluster].why_absent(machine) if cluster in _heads else ""
+
+
+def forget_absent() -> None:
+    """Machines that have left do not count as a cluster's any more, until they are back."""
+    for head in tuple(_heads.values()):
+        head.forget_absent()
+
+
+def wait_for(devices: Sequence[str], cancelled: Callable[[], bool]) -> None:
+    """Until the machines of these devices are there. Raises DeviceError."""
+    for cluster, machines in _by_cluster(devices).items():
+        open_head(cluster).wait_for(tuple(machines), cancelled)
+
+
+def take(
+    devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
+) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
+    """As ClusterHead.take. Raises DeviceError for devices of several clusters, and for any of this computer."""
+    clusters = _by_cluster(devices)
+    if len(clusters) != 1 or not all(map(machine_of, devices)):
+        raise DeviceError(f"{', '.join(devices)}: one group has devices of one cluster and no others.")
+    if len(devices) > MOST_RANKS:
+        raise DeviceError(
+            f"{len(devices)} devices: a group has {MOST_RANKS} at most; name some of them, with commas."
+        )
+    return open_head(next(iter(clusters))).take(devices, epoch, page, on_departure)
+
+
+def _by_cluster(devices: Sequence[str]) -> dict[str, dict[str, None]]:
+    found: dict[str, dict[str, None]] = {}
+    for device in devices:
+        cluster, _, machine = machine_of(device).partition("/")
+        if machine:
+            found.setdefault(cluster, {})[machine] = None
+    return found
+
+
+def close_all() -> None:
+    """Ends the heads of this process."""
+    with _lock:
+        while _heads:
+            _heads.popitem()[1].close()
+
+
+_owner = os.getpid()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:  # a forked child must leave its parent's connections alone
+        close_all()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,1 @@
+"""A group of ranks: started, watched, asked, restarted."""

@@ -1,0 +1,61 @@
+"""Devices whose ranks failed more than once lately, in any group: `auto` goes on without them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ...devices import is_cpu, machine_of
+from ...wire.deadlines import BROKEN_WINDOW
+from ..cluster import head as clusters
+
+FAILURES_UNTIL_LEFT_OUT = 2  # within deadlines.BROKEN_WINDOW
+
+
+class FailingDevices:
+    """The failures of this process by device. Any thread; `clock` gives seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: dict[str, list[float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, device: str, failures: int = 1) -> None:
+        """A rank on `device` failed. Several `failures` at once: a device that is not there any more."""
+        with self._lock:
+            self._failures.setdefault(device, []).extend([self._clock()] * failures)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._failures.clear()
+
+    def among(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Those of `devices` to leave out: none where nothing would be left, none on the CPU, whose ranks share it."""
+        absent = tuple(device for device in devices if clusters.why_absent(device))
+        if is_cpu(devices):
+            return absent if len(absent) < len(devices) else ()
+        now = self._clock()
+        with self._lock:
+            recent = {d: sum(now - at < BROKEN_WINDOW for at in self._failures.get(d, ())) for d in devices}
+        failing = tuple(d for d in devices if recent[d] >= FAILURES_UNTIL_LEFT_OUT or d in absent)
+        return failing if len(failing) < len(devices) else ()
+
+
+FAILING = FailingDevices()
+
+
+def left_out(failing: Sequence[str]) -> str:
+    """The line of a report on them."""
+    absent = {machine_of(d): words for d in failing if (words := clusters.why_absent(d))}
+    said = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
+    failing = [device for device in failing if machine_of(device) not in absent]
+    return "; ".join([*said, *([_failed_too_often(failing)] if failing else [])])
+
+
+def _failed_too_often(failing: Sequence[str]) -> str:
+    return (
+        f"{', '.join(failing)} left out: ranks there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
+        f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Try again in ComfyUI's sidebar tab Parallel "
+        f"takes it back at once"
+    )

@@ -1,0 +1,367 @@
+"""One request to all ranks of a group: send it, follow it to every rank's terminal message, and give one outcome.
+
+The calling thread reads the links itself, so a request costs no thread switch. The rules, in one place:
+- every rank ends a request with one terminal message; a rank that does not, after another one failed, is stuck in a
+  collective, and the group is killed;
+- a cancel, or any exception from a callback, goes to rank 0, and the terminal messages are waited for, so that the
+  group stays warm; a message that is not due ends the group;
+- the error raised is the first failure, not those of its victims.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ...errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
+from ...wire import deadlines
+from ...wire.heartbeat import find_laggard, in_words
+from ...wire.payloads import Tensors
+from ...wire.protocol import (
+    PEER_FAILED,
+    Call,
+    Cancel,
+    Done,
+    Envelope,
+    Failed,
+    Message,
+    Predict,
+    Ready,
+    encode,
+)
+from ...wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
+from .liveness import MOST_EXTENSIONS, is_computing, last_beat
+from .supervisor import RankGroup, get_supervisor
+
+# Errors that every rank raises at a point they all reach, so that no collective is left half done.
+USER_ERRORS = frozenset(
+    {"PlatformError", "DeviceError", "StrategyError", "CheckpointError", "RequestError", "Cancelled"}
+    | {"TransportError", PEER_FAILED}
+)
+# Ranks agree on the outcome before they report, so that an out-of-memory there leaves no collective half done.
+AGREED_ERRORS = USER_ERRORS | {"OutOfMemory"}
+
+# (rank, message, payload tensors or None)
+OnMessage = Callable[[int, Message, "Tensors | None"], None]
+Terminal = TypeVar("Terminal", Done, Ready)
+M = TypeVar("M", bound=Message)
+E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def expect(rank: int, message: Message, kind: type[M]) -> M:
+    """`message`, which is a `kind`. Raises TransportError for any other."""
+    if not isinstance(message, kind):
+        raise TransportError(f"rank {rank} sent {type(message).__name__} where {kind.__name__} was due")
+    return message
+
+
+def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
+    """The part of each rank's answer that `of` gives, in rank order."""
+    found: list[T] = []
+    for rank, answer in enumerate(done):
+        part = of(answer)
+        if part is None:
+            raise TransportError(f"rank {rank} ended the request without saying how it ran")
+        found.append(part)
+    return found
+
+
+class Exchange(Generic[Terminal]):
+    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise; `terminal`: the
+    message with which every rank ends it; `survivable`: the errors that leave the group usable."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        request: int,
+        cancelled: Callable[[], bool],
+        terminal: type[Terminal],
+        survivable: frozenset[str],
+    ) -> None:
+        self._group = group
+        self._request = request
+        self._cancelled = cancelled
+        self._terminal: type[Terminal] = terminal
+        self._survivable = survivable
+        self._pending = set(range(group.world_size))
+        self._done: dict[int, Terminal] = {}
+        self._failed: dict[int, Failed] = {}  # in the order of arrival
+        self._interrupt: BaseException | None = None
+        self._deadline = float("inf")
+        self._alive = 0.0  # when there was a sign of life last
+        self._extensions = 0  # of the deadline, since then
+        self._looked = 0.0  # when this thread last looked at its links
+        self.result: Tensors = {}  # payload of rank 0's terminal message
+
+    def send(self, message: Message, tensors: Tensors | None = None) -> None:
+        """Gives `message` to every rank, with the same payload."""
+        payload = () if tensors is None else (pack_tensors(tensors),)
+        try:
+            self._send_to_all(message, payload)
+        finally:
+            close_all(payload)
+
+    def send_call(self, message: Predict | Call, tensors: Tensors) -> None:
+        """Gives `message` to every rank, with the tensors that they do not have yet placed where all can read them."""
+        arena = self._group.requests
+        self._send_to_all(replace(message, placed=arena.place(tensors)), (arena.descriptor,))
+
+    def _send_to_all(self, message: Message, payload: tuple[int, ...]) -> None:
+        data = encode(self._envelope(message))
+        for rank in range(self._group.world_size):
+            self._send(rank, data, payload)
+
+    def send_to(self, rank: int, message: Message, payload: tuple[int, ...] = ()) -> None:
+        """Gives `message` to one rank; descriptors in `payload` stay the caller's."""
+        self._send(rank, encode(self._envelope(message)), payload)
+
+    def _send(self, rank: int, data: bytes, payload: tuple[int, ...]) -> None:
+        try:
+            self._group.links[rank].send_encoded(data, payload, deadlines.SEND)
+        except LinkClosed:
+            raise self._group_ended(rank) from None
+        except LinkFull:
+            cause = f"took no request for {deadlines.SEND:g} s"
+            raise self._kill(RankFailed(rank, cause, crashed=True, reason="hang")) from None
+
+    def wait(self, budget: Callable[[], float], on_message: OnMessage | None = None) -> list[Terminal]:
+        """Every rank's terminal message, in rank order. `budget()` is the seconds allowed until the next sign of life;
+        without `on_message` no other message is due.
+
+        Raises the first failure; a callback's own exception after the ranks have ended the request; Cancelled.
+        """
+        with selectors.PollSelector() as selector:
+            for rank, link in enumerate(self._group.links):
+                selector.register(link, selectors.EVENT_READ, rank)
+            selector.register(self._group.alarm, selectors.EVENT_READ, None)
+            self._set_deadline(time.monotonic(), budget())
+            self._looked = time.monotonic()
+            while self._pending:
+                try:
+                    self.guard(self._look_for_cancel)
+                    self._turn(selector, budget, on_message)
+                except KeyboardInterrupt as error:
+                    self._cancel(error)
+        return self._outcome()
+
+    def _turn(
+        self, selector: selectors.PollSelector, budget: Callable[[], float], on_message: OnMessage | None
+    ) -> None:
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > deadlines.PAUSE:  # a container's or a laptop's, and likely the ranks' too
+            self._deadline += now - before
+        left = self._deadline - now
+        if left <= 0:
+            if not self._still_working(budget()):
+                raise self._expired(budget())
+            left = 0.0
+        events = selector.select(min(left, deadlines.POLL))
+        # Messages first: a rank that reports and then dies has told the better reason.
+        for key, _ in sorted(events, key=lambda event: event[0].data is None):
+            if key.data is None:
+                if not self._pending:
+                    return  # all had reported before one died; the next request will see it
+                raise self._group_ended(None)
+            received = self._receive(key.data)
+            if received is None:
+                continue
+            message, tensors = received
+            if self._take_terminal(key.data, message, tensors):
+                continue
+            if self._interrupt is None:
+                self._pass_on(on_message, key.data, message, tensors)
+                if self._interrupt is None and not self._failed:
+                    self._set_deadline(time.monotonic(), budget())
+
+    def _still_working(self, allowed: float) -> bool:
+        """Whether the limit was passed by ranks that are slow and not stuck, which then get more time."""
+        if self._interrupt is not None or self._failed:
+            return False
+        if (beat := last_beat(self._group, self._pending)) > self._alive:
+            self._set_deadline(beat, allowed)
+            if self._deadline > time.monotonic():
+                return True
+        if self._extensions == MOST_EXTENSIONS or not is_computing(self._group, self._pending):
+            return False
+        self._extensions += 1
+        self._deadline = time.monotonic() + allowed
+        return True
+
+    def _set_deadline(self, alive: float, allowed: float) -> None:
+        """`alive`: when there was a sign of life, after which the next is due within `allowed` seconds."""
+        self._alive, self._extensions = alive, 0
+        self._deadline = alive + allowed
+
+    def _pass_on(
+        self, on_message: OnMessage | None, rank: int, message: Message, tensors: Tensors | None
+    ) -> None:
+        def call() -> None:
+            if on_message is None:
+                expect(rank, message, self._terminal)
+            else:
+                on_message(rank, message, tensors)
+
+        self.guard(call)
+        if isinstance(self._interrupt, TransportError):
+            raise self._kill(self._interrupt)
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Runs the caller's code; whatever it raises cancels the request and is raised at its end."""
+        try:
+            call()
+        except BaseException as error:
+            self._cancel(error)
+
+    def refuse(self, text: str) -> TransportError:
+        """The error for ranks that do not keep to the protocol; ends them."""
+        return self._kill(TransportError(text))
+
+    def _look_for_cancel(self) -> None:
+        if self._interrupt is None and self._cancelled():
+            raise Cancelled("The request was cancelled.")
+
+    def _cancel(self, reason: BaseException) -> None:
+        if self._interrupt is not None:
+            return
+        self._interrupt = reason
+        if self._terminal is Ready:  # a group that is starting has no step boundary
+            self._deadline = 0.0
+            return
+        self._deadline = min(self._deadline, time.monotonic() + deadlines.CANCEL)
+        with contextlib.suppress(LinkClosed, LinkFull):  # the wait notices its end, and the deadline
+            self._group.links[0].send(self._envelope(Cancel()))
+
+    def _receive(self, rank: int) -> tuple[Message, Tensors | None] | None:
+        try:
+            received = self._group.links[rank].receive(0.0)
+            if received is None:
+                return None
+            envelope, descriptors = received
+            try:
+                self._check(envelope)
+                tensors = self._read(envelope.message, descriptors[0]) if descriptors else None
+            finally:
+                close_all(descriptors)
+        except LinkClosed:
+            raise self._group_ended(rank) from None
+        except TransportError as error:
+            raise self.refuse(f"rank {rank} sent what the protocol does not allow: {error}") from None
+        return envelope.message, tensors
+
+    def _read(self, message: Message, descriptor: int) -> Tensors:
+        """The tensors that came with a message; the caller's own, for the rank's arena has its next answer soon."""
+        if not isinstance(message, Done) or message.placed is None:
+            return unpack_tensors(descriptor)
+        return self._group.answers.take(descriptor, message.placed)
+
+    def _check(self, envelope: Envelope) -> None:
+        if envelope.epoch != self._group.epoch or envelope.request != self._request:
+            raise TransportError(
+                f"a message of epoch {envelope.epoch}, request {envelope.request} came in epoch "
+                f"{self._group.epoch}, request {self._request}"
+            )
+
+    def _take_terminal(self, rank: int, message: Message, tensors: Tensors | None) -> bool:
+        """Whether `message` ends the request on `rank`."""
+        if not isinstance(message, (self._terminal, Failed)):
+            return False
+        if rank not in self._pending:
+            raise self.refuse(f"rank {rank} ended request {self._request} twice")
+        self._pending.discard(rank)
+        if isinstance(message, Failed):
+            log.debug("rank %d: %s: %s\n%s", rank, message.kind, message.message, message.detail)
+            self._failed[rank] = message
+            self._deadline = min(self._deadline, time.monotonic() + deadlines.REPORT)
+        else:
+            self._done[rank] = message
+            if tensors is not None and rank == 0:
+                self.result = tensors
+        return True
+
+    def _outcome(self) -> list[Terminal]:
+        """All ranks have reported."""
+        if any(failed.kind not in self._survivable for failed in self._failed.values()):
+            get_supervisor().kill(self._group)
+        if self._interrupt is not None:
+            raise self._interrupt
+        if self._failed:
+            raise self._first_failure()
+        return [self._done[rank] for rank in sorted(self._done)]
+
+    def _first_failure(self) -> ParallelError:
+        reported = list(self._failed.items())
+        own = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
+        rank, failed = own[0]
+        detail = f"\n{failed.detail}" if failed.kind in ("RankFailed", RANK_CRASHED) and failed.detail else ""
+        return from_wire(failed.kind, failed.message + detail, rank, failed.device)
+
+    def _group_ended(self, rank: int | None) -> BaseException:
+        """The error for a group that died or was stopped; `rank`: whose link closed, if that is how we know."""
+        if not self._group.ended.wait(deadlines.DEATH_NOTICE):
+            cause = "closed its control link"
+            return self._kill(RankFailed(rank or 0, cause, crashed=True, reason="link"))
+        death = self._group.death
+        self._collect_reports()
+        get_supervisor().kill(self._group)
+        if self._interrupt is not None:
+            return self._interrupt
+        if death is None:
+            return Cancelled("The ranks were stopped while they worked on the request.")
+        # A rank that reported before it ended gave the reason; otherwise the others are victims of its death.
+        return self._first_failure() if death.rank in self._failed else death.error()
+
+    def _collect_reports(self) -> None:
+        for rank, link in enumerate(self._group.links):
+            try:
+                while (received := link.receive(0.0)) is not None:
+                    envelope, descriptors = received
+                    close_all(descriptors)
+                    if isinstance(envelope.message, Failed):
+                        self._failed.setdefault(rank, envelope.message)
+            except TransportError:  # end of file, or a frame that no longer matters
+                continue
+
+    def _expired(self, allowed: float) -> BaseException:
+        if self._failed:
+            return self._kill(self._interrupt or self._first_failure())
+        if self._interrupt is not None:
+            return self._kill(self._interrupt)
+        beats = [self._group.heartbeat.read(rank) for rank in range(self._group.world_size)]
+        stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
+        rank = stopped[0] if stopped else find_laggard(beats, self._pending)
+        how = "was stopped by a signal" if stopped else "gave no sign of life"
+        if rank is None:  # all wait for each other: to leave out a device that may be sound helps nobody
+            how = f"{how}, none of them behind the others"
+        shown = min(self._pending) if rank is None else rank
+        where = in_words(beats, shown)
+        cause = f"{how}; the limit here is {allowed:.3g} s" + (f" ({where})" if where else "")
+        stack = "" if stopped else get_supervisor().stack_of(self._group, shown)
+        cause = f"{cause}\n{stack}" if stack else cause
+        return self._kill(RankFailed(rank, cause, crashed=True, reason="hang"))
+
+    def _kill(self, error: E) -> E:
+        """Ends the group; `error` says why."""
+        get_supervisor().kill(self._group)
+        return error
+
+    def _envelope(self, message: Message) -> Envelope:
+        return Envelope(self._group.epoch, self._request, message)
+
+
+def _is_stopped(group: RankGroup, rank: int) -> bool:
+    """Whether the rank's process is held by SIGSTOP or a debugger."""
+    pid = group.pid_of(rank)
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False

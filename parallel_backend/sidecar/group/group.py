@@ -1,0 +1,329 @@
+"""The ranks of one device set from start to end: one caller at a time, failures counted, a new start after a crash."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ...errors import (
+    Cancelled,
+    DeviceError,
+    OutOfMemory,
+    ParallelError,
+    RankFailed,
+    RequestError,
+    TransportError,
+)
+from ...wire import deadlines
+from ...wire.protocol import Done
+from ..cluster import head as clusters
+from ..process.device_lock import lock_devices
+from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
+from .events import Changed, Ended, Released, RequestFailed, Started, emit
+from .exchange import Exchange
+from .handshake import join_ranks
+from .lease import PROMPT_ID, Lease, ShouldCancel, State
+from .phases import Phase, PhaseKind
+from .restart_policy import CrashHistory
+from .supervisor import RankGroup, get_supervisor, require_linux
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class RankGroupRunner:
+    """Ranks that live from one request to the next, leased to one caller at a time.
+
+    `forget` is called when they are gone, and what was known of their memory with them. `exclusive`: other processes'
+    ranks may not use the same GPUs meanwhile.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[str, ...],
+        rank_module: str,
+        *,
+        resumes: bool,
+        exclusive: bool,
+        forget: Callable[[], None],
+    ) -> None:
+        if not devices:
+            raise RequestError("A sidecar needs at least one device.")
+        twice = [name for name in devices if devices.count(name) > 1]
+        if twice:
+            raise DeviceError(f"{twice[0]} is named twice; each rank needs a device of its own.")
+        self.devices = tuple(devices)
+        self.crashes = CrashHistory()
+        self.group: RankGroup | None = None
+        self.phase: Phase | None = None  # of the request that runs
+        self._rank_module = rank_module
+        self._resumes = resumes
+        self._exclusive = exclusive
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # thread that serves a request
+        self._cancel = threading.Event()
+        self._activity = State.READY
+        self._requests = itertools.count(1)
+        self._last_failure: RankFailed | None = None
+        self._failure_known = False  # to listeners, of these ranks
+        self._idle_since: float | None = None  # None while there are no ranks, or a request has them
+
+    @property
+    def state(self) -> State:
+        """Any but ASLEEP, of which these know nothing."""
+        group = self.group
+        if self.crashes.is_broken:
+            return State.BROKEN
+        if group is None:
+            return State.DOWN if self._last_failure is None else State.FAILED
+        if group.ended.is_set():
+            return State.FAILED
+        return self._activity
+
+    @property
+    def running(self) -> bool:
+        """Whether there are ranks, as far as anyone knows."""
+        return self.group is not None and not self.group.ended.is_set()
+
+    @property
+    def epoch(self) -> int:
+        """The number of this start of the ranks; 0 while there are none."""
+        return 0 if self.group is None else self.group.epoch
+
+    @property
+    def last_failure(self) -> str:
+        """Why there are no ranks, in a line; "" where nothing failed."""
+        group, failure = self.group, self._last_failure
+        if failure is None and group is not None and group.death is not None:
+            failure = group.death.error()
+        return "" if failure is None else str(failure).split("\n", 1)[0]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """In rank order; empty when there are none."""
+        group = self.group
+        return () if group is None else group.pids
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def stop(self) -> None:
+        """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
+        if self._owner == threading.get_ident():  # from a callback: the request cleans up as it ends
+            self._cancel.set()
+            if self.group is None:
+                return
+            get_supervisor().stop(self.group)
+            return
+        while not self._lock.acquire(timeout=deadlines.POLL):
+            self._cancel.set()  # for a request that has not started the ranks yet
+            if (group := self.group) is not None:
+                get_supervisor().stop(group)
+        self._end_and_release()
+
+    def stop_if_idle(self) -> bool:
+        """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._end_and_release()
+        return True
+
+    def _end_and_release(self) -> None:
+        had_ranks, idle_s = self.group is not None, self._end_of_idling()
+        try:
+            self.discard()
+            self.crashes.clear()
+            self._last_failure = None
+        finally:
+            self._lock.release()
+            if had_ranks:
+                emit(Released(self.devices, idle_s))
+            emit(Changed(self.devices))
+
+    def _end_of_idling(self) -> float:
+        """Seconds for which ranks have waited until now."""
+        since, self._idle_since = self._idle_since, None
+        return 0.0 if since is None else time.monotonic() - since
+
+    @contextmanager
+    def lease(
+        self,
+        request: str,
+        should_cancel: ShouldCancel | None = None,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> Iterator[Lease]:
+        """Waits until no other caller has the ranks; keeps count of crashes. `request`: its kind, for Ended."""
+        require_linux()
+        if self._owner == threading.get_ident():
+            raise RequestError("A callback of a request may not send another request to the same ranks.")
+        while not self._lock.acquire(timeout=deadlines.POLL):
+            if should_cancel is not None and should_cancel():
+                raise Cancelled("The request was cancelled while it waited for its turn.")
+        self._owner = threading.get_ident()
+        self._cancel.clear()
+
+        def report_progress(phase: Phase) -> None:
+            self.phase = phase
+            emit(Changed(self.devices))
+            if on_phase is not None:
+                on_phase(phase.text)
+
+        lease = Lease(request, self._cancel, should_cancel, report_progress, self._exchange)
+        lease.idle_s = self._end_of_idling()
+        result = "failed"
+        try:
+            if self.crashes.is_broken:
+                result = "refused"
+                raise self.crashes.refusal()
+            yield lease
+            result = "done"
+            self._last_failure = None
+        except RankFailed as error:
+            self._record_failure(error)
+            raise
+        except Cancelled:
+            result = "cancelled"
+            raise
+        except OutOfMemory:
+            result = "out_of_memory"
+            raise
+        except TransportError:
+            raise
+        except ParallelError:
+            result = "refused"
+            raise
+        finally:
+            self._activity, self.phase = State.READY, None
+            if self.group is not None and self.group.ended.is_set():
+                self.discard()
+            self._idle_since = None if self.group is None else time.monotonic()
+            self._owner = None
+            self._lock.release()
+            self._emit_end(lease, result)
+
+    def _emit_end(self, lease: Lease, result: str) -> None:
+        now = time.monotonic()
+        emit(
+            Ended(
+                self.devices,
+                lease.request,
+                result,
+                seconds=now - lease.begun,
+                cancel_s=None if lease.cancelled_at is None else now - lease.cancelled_at,
+                info=lease.info,
+                strategy=lease.strategy,
+                images=lease.images,
+                spec=lease.spec,
+                prompt_id=PROMPT_ID.get(),
+                idle_s=lease.idle_s,
+            )
+        )
+        emit(Changed(self.devices))
+
+    def working(self) -> None:
+        """A request that computes has begun."""
+        self._activity = State.RUNNING
+        emit(Changed(self.devices))
+
+    def _record_failure(self, error: RankFailed) -> None:
+        """Only a crash counts: what the code raises would come again on any device."""
+        if not self.crashes.is_broken:  # else it is the refusal, or recorded already
+            if error.crashed:
+                device = error.device_of(self.devices)
+                self.crashes.add(error, device)
+                if device is not None:
+                    FAILING.add(device)
+            self._emit_failure(error)
+        self._last_failure = error
+
+    def _emit_failure(self, error: RankFailed) -> None:
+        self._failure_known = True
+        cause = error.cause.split("\n", 1)[0]
+        broken = self.crashes.is_broken
+        emit(RequestFailed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
+
+    def through_a_crash(
+        self,
+        attempt: Callable[[], T],
+        lease: Lease,
+        survive: Callable[[RankFailed, str | None], str] | None = None,
+    ) -> T:
+        """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
+
+        An error that the code raised would come again, and so would an out-of-memory; ranks that do not even start are
+        no better off for starting again. Those are not tried again.
+        """
+        try:
+            return attempt()
+        except RankFailed as error:
+            if not (error.crashed and self._resumes) or self._activity is State.STARTING:
+                raise
+            self._record_failure(error)
+            if self.crashes.is_broken:
+                raise
+            device = error.device_of(self.devices)
+            text = survive(error, device) if survive is not None else f"{error.who(device)} failed"
+            log.warning("%s: %s", text, error.cause)
+            self.discard()
+            lease.on_phase(Phase(PhaseKind.RECOVERING, text))
+            self._back_off(lease)
+            return attempt()
+
+    def _back_off(self, lease: Lease) -> None:
+        """Gives a driver time to recover when this is not the first crash lately, twice as long each time."""
+        earlier = self.crashes.count - 1
+        if earlier > 0:
+            lease.wait(time.monotonic() + deadlines.BACK_OFF * 2 ** (earlier - 1))
+
+    def start(self, lease: Lease) -> float:
+        """Starts the ranks, whether or not any were left; returns the seconds it took."""
+        self.discard()
+        begun = time.monotonic()
+        self._activity, self._failure_known = State.STARTING, False
+        count = len(self.devices)
+        lease.on_phase(Phase(PhaseKind.STARTING, f"{count} rank{'s' if count > 1 else ''}"))
+        clusters.wait_for(self.devices, lease.cancelled)
+        locks = lock_devices(self.devices) if self._exclusive else None
+        self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
+        try:
+            join_ranks(self.group, lease.cancelled)
+        except DeviceError as error:
+            if error.device is not None:
+                FAILING.add(error.device, FAILURES_UNTIL_LEFT_OUT)
+            raise
+        self._activity = State.READY
+        seconds = time.monotonic() - begun
+        emit(Started(self.devices, seconds, self.last_failure))
+        return seconds
+
+    def release_arenas(self) -> None:
+        """As RankGroup.release_arenas."""
+        if self.group is not None:
+            self.group.release_arenas()
+
+    def discard(self) -> None:
+        """Ends the ranks, if there are any, and gives back what belonged to them."""
+        group, self.group = self.group, None
+        if group is None:
+            return
+        get_supervisor().stop(group)
+        if group.death is not None:
+            if not self._failure_known:  # it died while it was idle, or while a request was cancelled
+                self._emit_failure(group.death.error())
+            if self._last_failure is None:
+                self._last_failure = group.death.error()
+        group.close()
+        self._forget()
+
+    def _exchange(self, lease: Lease, survivable: frozenset[str]) -> Exchange[Done]:
+        if lease.cancelled():
+            raise Cancelled("The request was cancelled before it reached the ranks.")
+        assert self.group is not None, "ranks start before a request is sent to them"
+        return Exchange(self.group, next(self._requests), lease.cancelled, Done, survivable)

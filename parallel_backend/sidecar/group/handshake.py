@@ -1,0 +1,50 @@
+"""Greeting the ranks of a group that has just been spawned, until all of them are ready."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+
+from ...errors import RankFailed
+from ...wire import deadlines
+from ...wire.payloads import Tensors
+from ...wire.protocol import NO_REQUEST, VERSION, Hello, Message, Ready, Setup
+from .exchange import Exchange, expect
+from .supervisor import RankGroup
+
+
+def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
+    """Tells every rank who it is and waits until the process group stands. Raises what kept a rank from joining."""
+    exchange = Exchange(group, NO_REQUEST, cancelled, Ready, survivable=frozenset())
+
+    def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
+        _check_versions(rank, expect(rank, message, Hello))
+        setup = Setup(
+            rank=rank,
+            world_size=group.world_size,
+            devices=group.devices,
+            rendezvous=group.rendezvous,
+            backend=_backend(group.devices),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        exchange.send_to(rank, setup)
+
+    exchange.wait(lambda: deadlines.START, greet)
+
+
+def _backend(devices: tuple[str, ...]) -> str:
+    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
+
+
+def _check_versions(rank: int, hello: Hello) -> None:
+    ours = (VERSION, platform.python_version(), str(torch.__version__))
+    theirs = (hello.protocol, hello.python, hello.torch)
+    if ours != theirs:
+        raise RankFailed(
+            rank,
+            f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
+            f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
+            reason="version",
+        )

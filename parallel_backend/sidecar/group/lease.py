@@ -1,0 +1,81 @@
+"""The states of a group of ranks, and the lease under which one caller at a time uses them."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+
+from ...requests import ModelSpec, RunInfo
+from ...strategy import ParallelStrategy
+from ...wire import deadlines
+from ...wire.protocol import Done
+from .exchange import USER_ERRORS, Exchange
+from .phases import OnPhase
+
+ShouldCancel = Callable[[], bool]
+# ComfyUI's id of the prompt for which the current thread calls the ranks; "" for none.
+PROMPT_ID: ContextVar[str] = ContextVar("PROMPT_ID", default="")
+
+
+class State(enum.Enum):
+    """DOWN -> STARTING -> READY <-> RUNNING; READY <-> ASLEEP; any -> FAILED -> STARTING; after three crashes in ten
+    minutes BROKEN, until those are past or somebody resets it."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    RUNNING = "running"
+    ASLEEP = "asleep"
+    FAILED = "failed"
+    BROKEN = "broken"
+
+
+class Lease:
+    """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
+    it has none; `images`: that it makes; `spec`: the model that it is for; `idle_s`: that ranks had waited for it."""
+
+    def __init__(
+        self,
+        request: str,
+        cancel: threading.Event,
+        should_cancel: ShouldCancel | None,
+        on_phase: OnPhase,
+        new_exchange: Callable[[Lease, frozenset[str]], Exchange[Done]],
+    ) -> None:
+        self.request = request
+        self.info: RunInfo | None = None
+        self.strategy: ParallelStrategy | None = None
+        self.images = 0
+        self.spec: ModelSpec | None = None
+        self.idle_s = 0.0
+        self.begun = time.monotonic()
+        self.cancelled_at: float | None = None
+        self.on_phase = on_phase
+        self._cancel = cancel
+        self._should_cancel = should_cancel
+        self._new_exchange = new_exchange
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.begun
+
+    def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange[Done]:
+        """A new one with all ranks; `survivable`: the errors that leave them usable. Raises Cancelled."""
+        return self._new_exchange(self, survivable)
+
+    def cancelled(self) -> bool:
+        """Whether the caller wants it ended."""
+        if not (self._cancel.is_set() or (self._should_cancel is not None and self._should_cancel())):
+            return False
+        if self.cancelled_at is None:
+            self.cancelled_at = time.monotonic()
+        return True
+
+    def wait(self, until: float) -> None:
+        """Until time.monotonic() is `until`, or it is cancelled."""
+        while time.monotonic() < until and not self.cancelled():
+            time.sleep(deadlines.POLL)

@@ -1,0 +1,1 @@
+"""One rank's process: its environment, its device's lock, its end."""

@@ -1,0 +1,196 @@
+"""One lock per GPU, so that two processes never put ranks on the same one unknowingly; the second learns who has it.
+
+The lock is an flock on a small file named by the GPU's UUID, because device numbers depend on what each process may
+see. The GPU's rank inherits the descriptor: the kernel releases the lock with the last process that had it, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from ...devices import machine_of
+from ...errors import DeviceError
+from ...wire import deadlines
+from .rendezvous import lives
+
+VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # a folder that several containers share, or `off`
+CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on`: cpu:0 and so on are locked as GPUs are, to try it where there is none
+_MOST_BYTES = 1024  # of a note on who holds a device
+_LOCKS = Path("/proc/locks")  # proc(5): …, MAJOR:MINOR:INODE, the first byte, the last
+
+log = logging.getLogger(__name__)
+
+
+class DeviceLocks:
+    """The devices that a group holds, until `release`. `held`: descriptors by device; empty holds nothing."""
+
+    def __init__(self, held: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._held = dict(held)
+
+    def of(self, device: str) -> tuple[int, ...]:
+        """What the rank on `device` inherits: one descriptor, or none where it is not locked."""
+        return (self._held[device],) if device in self._held else ()
+
+    def release(self) -> None:
+        """Leaves the devices to others, once the ranks that inherited the locks are gone as well."""
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+
+def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> DeviceLocks:
+    """Locks the GPUs among `devices`, and nothing of the CPU, which ranks of any number of processes share.
+
+    Raises DeviceError where another process holds one: who, since when, and what to do. Where no lock file can be
+    written there are no locks, and the log says so: that is no reason not to run.
+    """
+    chosen = environ.get(VARIABLE, "").strip()
+    cpu_too = environ.get(CPU_TOO, "").strip().lower() == "on"
+    names = {device: name for device in devices if (name := _file_name(device, cpu_too)) is not None}
+    if chosen.lower() == "off" or not names:
+        return DeviceLocks()
+    held: dict[str, int] = {}
+    try:
+        folder = Path(chosen) if chosen else _own_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for device in sorted(names, key=lambda device: names[device]):
+            held[device] = _lock(folder / names[device], device)
+    except OSError as error:
+        DeviceLocks(held).release()
+        log.warning(
+            "parallel sampling: devices cannot be locked against other processes (%s); %s may name a folder for it",
+            error.strerror,
+            VARIABLE,
+        )
+        return DeviceLocks()
+    except BaseException:
+        DeviceLocks(held).release()
+        raise
+    return DeviceLocks(held)
+
+
+def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The other process that has locked a GPU, in words; "" where there is none, or nobody knows.
+
+    Read from the kernel's list: even to try a lock for a moment could refuse it to a process that starts just then.
+    """
+    chosen = environ.get(VARIABLE, "").strip()
+    name = _file_name(device, environ.get(CPU_TOO, "").strip().lower() == "on")
+    if chosen.lower() == "off" or name is None:
+        return ""
+    try:
+        path = (Path(chosen) if chosen else _own_folder()) / name
+        inode = path.stat().st_ino
+        held = {
+            line.split()[-3].rpartition(":")[2]
+            for line in _LOCKS.read_text().splitlines()
+            if " FLOCK " in line
+        }
+        if str(inode) not in held:
+            return ""
+        with path.open("rb") as file:
+            note = _read(file.fileno())
+    except (OSError, IndexError):
+        return ""
+    ours = note.get("pid") == os.getpid() and note.get("host") == socket.gethostname()
+    return "" if ours else _who(note)
+
+
+def _file_name(device: str, cpu_too: bool) -> str | None:
+    """None for what is not locked."""
+    kind, _, index = device.partition(":")
+    if machine_of(device):  # a machine serves one head, and this one knows
+        return None
+    if kind == "cpu":
+        return f"cpu-{index}.lock" if cpu_too else None
+    try:
+        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", index))
+    except (RuntimeError, AssertionError):  # not there: its rank will say so
+        return None
+    return f"gpu-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
+
+
+def _own_folder() -> Path:
+    """This user's. Raises OSError where somebody else has put one of that name there.
+
+    Not $XDG_RUNTIME_DIR: a service has none where a login has one, and it goes with the login that ranks outlive.
+    """
+    folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(0, "the folder for locks is another user's")
+    return folder
+
+
+def _lock(path: Path, device: str) -> int:
+    """A descriptor that holds the lock. Raises DeviceError, OSError."""
+    import fcntl  # not on Windows, where ranks do not run but this module must load
+
+    until = time.monotonic() + 2 * deadlines.TERMINATE
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was deleted meanwhile
+                note = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(note).encode(), 0)
+                return descriptor
+        except BlockingIOError:
+            holder = _read(descriptor)
+            if time.monotonic() > until or not _is_leaving(holder):
+                os.close(descriptor)
+                raise DeviceError(
+                    f"{device} is in use by another ComfyUI's ranks ({_who(holder)}). Choose other devices here, or "
+                    f"stop the ranks there (sidebar tab Parallel, Stop)."
+                ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(deadlines.POLL)
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    """What the holder noted; empty where it has not yet."""
+    try:
+        found = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_leaving(holder: Mapping[str, object]) -> bool:
+    """Whether only ranks hold it whose ComfyUI has ended, or was started anew under the same number."""
+    pid = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    return pid == os.getpid() or not lives(pid)
+
+
+def _who(holder: Mapping[str, object]) -> str:
+    pid, host, since = holder.get("pid"), holder.get("host"), holder.get("since")
+    if not (isinstance(pid, int) and isinstance(host, str) and isinstance(since, str)):
+        return "a process that has not said its number"
+    where = "" if host == socket.gethostname() else f" on {host[:64]}"
+    return f"process {pid}{where}, since {since[:32]}"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

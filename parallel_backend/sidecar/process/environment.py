@@ -1,0 +1,138 @@
+"""The environment a rank starts with: what it needs to find its libraries and devices, and nothing secret."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...devices import is_cpu
+from ...options import COMPILE_BACKEND, DEVICE_QUEUES, THREADS_ALONE
+from ...wire.fault_injection import VARIABLE as FAULT
+
+_NAMES = {
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LIBRARY_PATH",  # with the next one where a compiler of Conda's or Nix' looks for CUDA
+    "CPATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+    "HF_HOME",
+    "CC",
+    "CXX",
+    "COMFYUI_ENABLE_MIOPEN",  # else ComfyUI turns it off on most of AMD's cards
+    COMPILE_BACKEND,
+    FAULT,  # set by tests and benchmarks only
+}
+_PREFIXES = (
+    "LC_",
+    "XDG_",
+    "CUDA",
+    "CUBLAS",  # ComfyUI's --deterministic sets CUBLAS_WORKSPACE_CONFIG
+    "CUDNN_",
+    "NVIDIA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "GOMP_",
+    "MKL_",
+    "KMP_",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "ROCM_",
+    "ROCBLAS_",
+    "HIPBLAS",
+    "MIOPEN_",
+    "FLASH_ATTENTION_",  # which of its two builds flash-attn takes on ROCm
+    "DISABLE_ADDMM_",  # torch's switches for fused products
+    "MALLOC_",
+)
+# torch's allocator has had three names.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Where ranks compute on the CPU alone there is none: libraries (comfy, xfuser) would take what they see for the device,
+# and no process can use a GPU that was forked from one which has looked for it (sidecar/self_test.py). To HIP an empty
+# text says nothing.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+
+
+def interpreter_flags() -> list[str]:
+    """Those of this process that decide what a rank may import and how. Not -P and -I: a rank is found by its working
+    directory."""
+    wanted = (
+        ("-s", sys.flags.no_user_site),  # PYTHONNOUSERSITE too
+        ("-E", sys.flags.ignore_environment),
+        ("-B", sys.flags.dont_write_bytecode),
+        ("-O", sys.flags.optimize),
+    )
+    return [flag for flag, count in wanted for _ in range(count)]
+
+
+def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
+    """The part of `source` a rank may see, plus what the ranks of `devices` need; `root` comes first on its path."""
+    kept = {
+        name: value
+        for name, value in source.items()
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
+    }
+    for name in kept.keys() & set(_ALLOCATOR):
+        kept[name] = _without_backend(kept[name])
+    # OpenMP takes one number for each level of threads. What it cannot read it ignores: all cores for each rank.
+    outermost = kept.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not outermost.isdecimal() or not int(outermost):
+        kept.pop("OMP_NUM_THREADS", None)
+        outermost = ""
+    search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
+    cores = len(os.sched_getaffinity(0))
+    # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
+    # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
+    threads = max(1, cores // len(devices))
+    # torch's own choice is 32 processes that compile, for each rank.
+    compiling = 1 if is_cpu(devices) else min(4, threads)
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
+    if is_cpu(devices) and "OMP_WAIT_POLICY" not in kept:
+        # Where anything else runs, threads that spin while they wait for one without a core make a step 10 times as
+        # long. So many spins libgomp itself allows where it knows of more threads than cores.
+        defaults["GOMP_SPINCOUNT"] = "1000"
+    if cache := _cache_folder(source):
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
+            cache / "compiled"
+        )  # torch's own is gone with the next boot
+    fixed = DEVICE_QUEUES | {
+        THREADS_ALONE: outermost or str(cores),
+        "PYTHONPATH": os.pathsep.join(search),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
+    }
+    return defaults | kept | fixed | (_NO_GPU if is_cpu(devices) else {})
+
+
+def _cache_folder(source: Mapping[str, str]) -> Path | None:
+    """The pack's own, beside its measurements."""
+    parent = source.get("XDG_CACHE_HOME") or (source.get("HOME") and f"{source['HOME']}/.cache")
+    return Path(parent) / "comfyui-parallel-sampling" if parent else None
+
+
+def _without_backend(settings: str) -> str:
+    """An allocator's settings but its backend, so that it is torch's own.
+
+    ComfyUI sets backend:cudaMallocAsync for itself; beside NCCL, ranks run out of memory with it after a few steps
+    (raylight issue 99).
+    """
+    options = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", settings)  # a value may be a list: [256:1,512:2]
+    return ",".join(option for option in options if option.partition(":")[0].strip() != "backend")

@@ -1,0 +1,364 @@
+"""The doctor's verdicts from injected faults: each check is a pure function of what was observed."""
+
+import dataclasses
+import math
+
+import pytest
+
+import fake_nvml
+from parallel_backend.commands.doctor.devices import check_devices
+from parallel_backend.commands.doctor.kernels import check_kernels
+from parallel_backend.commands.doctor.links import check_links
+from parallel_backend.commands.doctor.parity import Parity, check_parity, failed_start
+from parallel_backend.commands.doctor.system import MIB, Leftovers, System, check_leftovers, check_system
+from parallel_backend.commands.doctor.versions import (
+    BOUNDS,
+    SHOWN,
+    TESTED,
+    check_platform,
+    check_versions,
+    parse,
+)
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.topology import Topology
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.calibration import (
+    ALL_TO_ALL,
+    PAIR,
+    POINT_TO_POINT,
+    SIZES,
+    Calibration,
+    RankFacts,
+    Transfer,
+)
+
+GOOD = {
+    "python": "3.11.7",
+    "torch": "2.13.0+cu128",
+    "diffusers": "0.42.1",
+    "xfuser": "0.7.0",
+    "safetensors": "0.8.0",
+    "numpy": "2.4.6",
+    "triton": "3.5.0",
+    "nvidia-ml-py": "13.0",
+}
+SYSTEM = System(
+    cores=32,
+    shm=16 * 1024 * MIB,
+    shm_free=15 * 1024 * MIB,
+    open_files=4096,
+    locked_memory=-1,
+    temp_problem="",
+    temp_free=10 * 1024 * MIB,
+    variables={},
+)
+FACTS = RankFacts("", (True, True), 0.0, "flash", "")
+
+
+def named(verdicts, name):
+    (found,) = [v for v in verdicts if v.name == name]
+    return found
+
+
+def not_ok(verdicts):
+    return {v.name: v.status for v in verdicts if v.status != "ok"}
+
+
+def versions(gpus=2, **changes):
+    return check_versions({**GOOD, **{k.replace("_", "-"): v for k, v in changes.items()}}, gpus)
+
+
+# Software.
+
+
+def test_a_good_installation_has_nothing_to_say():
+    assert not_ok(versions()) == {} and [v.name for v in versions()] == list(SHOWN)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status"),
+    [
+        ("torch", "2.5.1+cu124", "broken"),
+        ("torch", "", "broken"),
+        ("diffusers", "0.41.9", "broken"),
+        ("diffusers", "", "broken"),
+        ("safetensors", "0.4.1", "broken"),
+        ("numpy", "1.24.4", "broken"),
+        ("python", "3.9.18", "broken"),
+        ("xfuser", "0.6.3", "slow"),
+        ("xfuser", "", "skipped"),
+    ],
+)
+def test_a_version_that_cannot_work_is_named_with_the_reason_and_the_remedy(package, version, status):
+    verdict = named(versions(**{package: version}), package)
+    bound = next(b for b in BOUNDS if b.package == package)
+    assert verdict.status == status and bound.why in verdict.finding and verdict.remedy
+    assert version in verdict.finding
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status"),
+    [
+        ({"triton": ""}, "xfuser + triton", "slow"),
+        ({"torch": "2.13.0+cpu"}, "torch build", "broken"),
+        ({"nvidia_ml_py": ""}, "nvidia-ml-py", "slow"),
+    ],
+)
+def test_a_combination_that_is_known_to_be_bad_is_named(changes, name, status):
+    assert not_ok(versions(**changes)) == {name: status}
+    assert named(versions(**changes), name).remedy
+
+
+def test_a_torch_that_cannot_be_imported_is_named():
+    verdict = named(check_versions(GOOD, 2, "OSError: libcudart.so.12"), "torch import")
+    assert verdict.status == "broken" and "libcudart" in verdict.finding
+
+
+def test_what_only_gpus_need_is_not_asked_for_without_them():
+    assert not_ok(versions(gpus=0, torch="2.13.0+cpu", triton="", nvidia_ml_py="")) == {}
+    assert not_ok(versions(torch="2.9.0+rocm6.4", nvidia_ml_py="")) == {}
+
+
+def test_a_version_newer_than_the_tested_one_is_said():
+    assert TESTED["diffusers"] in named(versions(diffusers="0.50.0"), "diffusers").finding
+
+
+def test_bounds_agree_with_what_the_pack_asks_pip_for():
+    from pathlib import Path
+
+    asked = (Path(__file__).resolve().parents[3] / "requirements.txt").read_text()
+    for bound in BOUNDS:
+        assert bound.package == "python" or f"{bound.package}>={bound.least}" in asked
+
+
+def test_release_numbers_are_read_from_any_spelling():
+    assert parse("2.13.0a1+cu128") == (2, 13, 0) and parse("v0.7") == (0, 7) and parse("unknown") == ()
+
+
+@pytest.mark.parametrize(
+    ("platform", "release", "status"),
+    [("linux", "6.8.0", "ok"), ("linux", "5.15.1-microsoft-standard-WSL2", "slow"), ("win32", "", "broken")],
+)
+def test_systems(platform, release, status):
+    assert check_platform(platform, release).status == status
+
+
+# System.
+
+
+def system(ranks=2, on_gpus=True, **changes):
+    return check_system(dataclasses.replace(SYSTEM, **changes), ranks, on_gpus)
+
+
+def test_a_good_system_has_nothing_to_say():
+    assert not_ok(system()) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status"),
+    [
+        ({"shm": 64 * MIB, "shm_free": 64 * MIB}, "/dev/shm", "broken"),
+        ({"shm": 256 * MIB, "shm_free": 256 * MIB}, "/dev/shm", "slow"),
+        ({"shm": 1024 * MIB, "shm_free": MIB}, "/dev/shm", "broken"),
+        ({"shm": None}, "/dev/shm", "broken"),
+        ({"open_files": 128}, "open files", "broken"),
+        ({"open_files": 512}, "open files", "slow"),
+        ({"temp_problem": "No space left on device"}, "temp folder", "broken"),
+        ({"cores": 3}, "CPU cores", "slow"),
+        ({"variables": {"NCCL_P2P_DISABLE": "1"}}, "environment", "slow"),
+        ({"variables": {"TORCH_DISTRIBUTED_DEBUG": "detail"}}, "environment", "slow"),
+    ],
+)
+def test_a_limit_of_the_system_is_named_with_its_remedy(changes, name, status):
+    verdicts = system(**changes)
+    assert not_ok(verdicts) == {name: status} and named(verdicts, name).remedy
+
+
+def test_what_only_nccl_needs_is_not_asked_for_on_the_cpu():
+    assert not_ok(system(on_gpus=False, shm=MIB, shm_free=MIB, cores=1)) == {}
+    assert not_ok(system(open_files=-1, variables={"NCCL_P2P_DISABLE": "0"})) == {}
+
+
+def test_ranks_that_outlive_their_parent_are_a_fault_and_empty_folders_are_not():
+    assert check_leftovers(Leftovers((), 0)).status == "ok"
+    folders = check_leftovers(Leftovers((), 3))
+    assert folders.status == "ok" and "3 empty" in folders.finding and folders.remedy
+    ranks = check_leftovers(Leftovers((41, 42), 1))
+    assert ranks.status == "broken" and "kill 41 42" in ranks.remedy
+
+
+# Devices.
+
+
+def devices(shape, tmp_path):
+    return check_devices(read_topology(shape(), sys_root=tmp_path), "some processor")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (fake_nvml.h100_nvswitch, {}),
+        (fake_nvml.two_4090, {"paths": "slow"}),
+        (fake_nvml.a6000_pairs, {"paths": "slow"}),
+        (fake_nvml.l40_two_sockets, {"paths": "slow"}),
+        (fake_nvml.mixed_4080_4090, {"together": "slow", "paths": "slow"}),
+        (fake_nvml.mig, {"NVML": "slow", "MIG": "broken", "paths": "slow"}),
+    ],
+)
+def test_real_shapes_of_boxes(shape, expected, tmp_path):
+    assert not_ok(devices(shape, tmp_path)) == expected
+
+
+def test_the_matrix_of_paths_has_a_row_per_gpu(tmp_path):
+    paths = named(devices(fake_nvml.a6000_pairs, tmp_path), "paths")
+    assert len(paths.details) == 5
+    assert paths.details[1].split() == ["GPU", "0", "·", "NVLINK", "56", "SYS", "32", "SYS", "32"]
+    assert "across sockets" in paths.finding
+
+
+def test_a_card_that_is_too_old_or_too_small_is_named(tmp_path):
+    box = read_topology(fake_nvml.h100_nvswitch(2), sys_root=tmp_path)
+    old = dataclasses.replace(box.devices[0], capability=(7, 5))
+    small = dataclasses.replace(box.devices[1], memory=8 * 10**9)
+    found = check_devices(dataclasses.replace(box, devices=(old, small)), "")
+    assert "float16" in named(found, "GPU 0").remedy and named(found, "GPU 0").status == "slow"
+    assert "does not fit" in named(found, "GPU 1").finding and named(found, "GPU 1").status == "slow"
+
+
+def test_a_gpu_that_lets_no_second_process_in_is_named_and_one_that_is_lost(tmp_path):
+    nvml = fake_nvml.h100_nvswitch(3)
+    nvml.boards[1].compute_mode = 3  # exclusive process
+    nvml.boards[2].is_lost = True
+    found = check_devices(read_topology(nvml, sys_root=tmp_path), "")
+    assert not_ok(found) == {"NVML": "slow", "GPU 1": "broken"}
+    assert "GPU 2 does not answer" in named(found, "NVML").finding
+    assert "nvidia-smi -c DEFAULT" in named(found, "GPU 1").remedy
+
+
+def test_without_a_gpu_the_processor_is_named():
+    verdicts = check_devices(Topology(()), "some processor")
+    assert named(verdicts, "CPU").finding == "some processor"
+    assert not_ok(verdicts) == {"GPUs": "skipped"}
+
+
+# Links.
+
+
+def calibrations(count=2, rate=20e9, backend="nccl", collective_s=30e-6, facts=FACTS):
+    """A healthy thorough calibration of `count` ranks."""
+    found = []
+    for rank in range(count):
+        transfers = [
+            Transfer(kind, size, size, size / rate) for kind in (ALL_TO_ALL, POINT_TO_POINT) for size in SIZES
+        ]
+        transfers += [
+            Transfer(PAIR, size, size, size / rate, peer)
+            for peer in range(count)
+            for size in SIZES
+            if peer != rank
+        ]
+        own = dataclasses.replace(facts, peers=(True,) * count)
+        strategy = ParallelStrategy(ring_degree=count)
+        found.append(Calibration(rank, backend, strategy, tuple(transfers), collective_s, 1.0, own))
+    return found
+
+
+def with_facts(ranks, rank, **changes):
+    ranks = list(ranks)
+    ranks[rank] = dataclasses.replace(ranks[rank], facts=dataclasses.replace(ranks[rank].facts, **changes))
+    return ranks
+
+
+@pytest.fixture
+def two_a6000(tmp_path):
+    return read_topology(fake_nvml.a6000_pairs(), sys_root=tmp_path).select([f"GPU-{i:08x}" for i in (0, 1)])
+
+
+def test_good_links_have_nothing_to_say(two_a6000):
+    assert not_ok(check_links(calibrations(), two_a6000)) == {}
+    assert not_ok(check_links(calibrations(backend="gloo", collective_s=1e-4), None)) == {}
+
+
+def test_a_sum_that_is_wrong_is_broken():
+    verdict = named(check_links(with_facts(calibrations(), 1, all_reduce_error=3.0), None), "all-reduce")
+    assert (
+        verdict.status == "broken" and "rank 1 is off by 3" in verdict.finding and "IOMMU" in verdict.remedy
+    )
+
+
+def test_data_that_arrives_altered_is_broken():
+    ranks = calibrations()
+    *most, last = ranks[1].transfers
+    altered = dataclasses.replace(last, intact=False)
+    ranks[1] = dataclasses.replace(ranks[1], transfers=(*most, altered))
+    verdict = named(check_links(ranks, None), "data")
+    assert verdict.status == "broken" and "between ranks 0 and 1" in verdict.finding
+    assert "NCCL_P2P_DISABLE=1" in verdict.remedy
+
+
+def test_missing_peer_access_is_slow_and_a_broken_promise_of_nvml_is_told(tmp_path, two_a6000):
+    promised = named(
+        check_links(with_facts(calibrations(), 0, peers=(True, False)), two_a6000), "peer access"
+    )
+    assert promised.status == "slow" and "NVML promises it for 1" in promised.finding
+    geforce = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
+    unknown = with_facts(
+        calibrations(facts=dataclasses.replace(FACTS, device_uuid="1")), 0, peers=(True, False)
+    )
+    assert named(check_links(unknown, None), "peer access").status == "slow"
+    by_design = named(check_links(with_facts(calibrations(), 0, peers=(True, False)), geforce), "peer access")
+    assert by_design.status == "slow" and "GeForce" in by_design.remedy
+
+
+def test_a_pair_far_below_its_nominal_rate_is_slow(two_a6000):
+    verdict = named(check_links(calibrations(rate=5e9), two_a6000), "bandwidth")
+    assert verdict.status == "slow" and "0–1" in verdict.finding
+    assert len(verdict.details) == 3 and verdict.details[1].split() == ["GPU", "0", "·", "5.00"]
+
+
+def test_a_slow_collective_is_slow_by_the_measure_of_its_backend():
+    assert named(check_links(calibrations(collective_s=1e-3), None), "latency").status == "slow"
+    gloo = calibrations(backend="gloo", collective_s=1e-3)
+    assert named(check_links(gloo, None), "latency").status == "ok"
+
+
+def test_links_that_could_not_be_timed_are_skipped():
+    ranks = [dataclasses.replace(c, transfers=()) for c in calibrations()]
+    assert not_ok(check_links(ranks, None)) == {"bandwidth": "skipped", "all at once": "skipped"}
+
+
+# Attention and the picture.
+
+
+def test_missing_kernels_are_no_fault_but_a_hint():
+    verdicts = check_kernels(set(), [dataclasses.replace(FACTS, kernel="torch")], on_gpus=True)
+    assert not_ok(verdicts) == {} and "flash-attn" in named(verdicts, "installed").remedy
+    assert not named(check_kernels({"flash_attn"}, [FACTS], on_gpus=True), "installed").remedy
+    assert not named(check_kernels(set(), [FACTS], on_gpus=False), "installed").remedy
+
+
+def test_a_kernel_that_does_not_work_is_broken():
+    bad = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
+    verdict = named(check_kernels({"flash_attn"}, [FACTS, bad], on_gpus=True), "in use")
+    assert verdict.status == "broken" and "undefined symbol" in verdict.finding
+    assert "attention: torch" in verdict.remedy
+    assert named(check_kernels(set(), [], on_gpus=True), "in use").status == "skipped"
+
+
+@pytest.mark.parametrize("difference", [2e-4, 1.0, math.inf, math.nan])
+def test_latents_that_differ_are_broken(difference):
+    runs = [Parity("float32", "Ulysses 2", 1e-6), Parity("float32", "Ring 2", difference)]
+    (verdict,) = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])[:1]
+    assert verdict.status == "broken" and "Ring 2" in verdict.finding and verdict.remedy
+
+
+def test_rounding_is_no_difference():
+    runs = [Parity("float32", "Ulysses 2", 1e-6), Parity("float32", "Ring 2", 2e-6)]
+    verdicts = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])
+    assert [v.status for v in verdicts] == ["ok", "ok"]
+    assert "Ulysses 2, Ring 2" in verdicts[0].finding and "2.0e-06" in verdicts[0].finding
+
+
+def test_ranks_that_do_not_start_are_broken():
+    verdict = failed_start(2, "rank 1 failed: exited with code 1")
+    assert verdict.status == "broken" and "rank 1 failed" in verdict.finding

@@ -1,0 +1,221 @@
+"""The doctor as a whole: its report's form, its privacy, its probes, and real runs on two CPU ranks."""
+
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_backend.commands.doctor import examine as examination
+from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrubbed
+from parallel_backend.commands.doctor.probes import probe_leftovers, probe_system, probe_versions
+from parallel_backend.commands.doctor.report import Report, Verdict
+from parallel_backend.errors import Cancelled
+from parallel_backend.sidecar.sidecar import Sidecar
+
+ROOT = Path(__file__).resolve().parents[3]
+OK = Verdict("Software", "torch", "ok", "2.13.0")
+BROKEN = Verdict(
+    "Links", "all-reduce", "broken", "a wrong sum " * 12, "do this " * 20, ("  a table's row", "another")
+)
+
+
+# The report's form.
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_text_fits_a_terminal_and_says_a_remedy_for_what_is_wrong(width):
+    text = Report((OK, BROKEN)).as_text(width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "Software" and lines[1].split() == ["ok", "torch", "2.13.0"]
+    assert any(line.strip().startswith("→ do this") for line in lines)
+    assert any("a table's row" in line for line in lines)
+    assert "1 ok, 1 broken" in text
+
+
+def test_the_exit_status_is_1_only_where_something_is_broken():
+    slow = Verdict("Links", "peer access", "slow", "none")
+    assert Report((OK, slow)).exit_status == 0 and Report((OK, BROKEN)).exit_status == 1
+    assert Report((OK, BROKEN)).as_dict()["counts"] == {"ok": 1, "slow": 0, "broken": 1, "skipped": 0}
+
+
+# Nothing private.
+
+
+def test_paths_names_and_serial_numbers_are_taken_out():
+    private = Private(
+        (("/opt/comfy/pack", "<pack>"), ("/data/jo", "~")), (("bigbox", "<host>"), ("jo", "<user>"))
+    )
+    text = (
+        "/opt/comfy/pack/a.py by jo at bigbox:8188, /data/jo/models/x.safetensors, /home/ann/.cache, "
+        "GPU-5a1b2c3d-0000-1111-2222-333344445555, jolly, /opt/comfy/packs"
+    )
+    clean = scrub(text, private)
+    assert clean == (
+        "<pack>/a.py by <user> at <host>:8188, ~/models/x.safetensors, ~, GPU-…, jolly, /opt/comfy/packs"
+    )
+
+
+def test_this_process_names_are_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "jdoe"))
+    monkeypatch.setenv("USER", "jdoe")
+    monkeypatch.setenv("LOGNAME", "jdoe")
+    monkeypatch.setattr(socket, "gethostname", lambda: "bigbox.example.org")
+    text = f"{tmp_path}/jdoe/ComfyUI/x.py, {ROOT}/parallel_backend/rank.py, jdoe, bigbox.example.org, bigbox"
+    verdict = Verdict("a", "b", "broken", text, text, (text,))
+    (clean,) = scrubbed(Report((verdict,)), find_private()).verdicts
+    for shown in (clean.finding, clean.remedy, *clean.details):
+        assert shown == "~/ComfyUI/x.py, <pack>/parallel_backend/rank.py, <user>, <host>, <host>"
+
+
+# Probes.
+
+
+def test_probes_see_this_machine():
+    versions = probe_versions()
+    assert re.fullmatch(r"3\.\d+\.\d+.*", versions["python"]) and versions["torch"]
+    system = probe_system()
+    assert system.cores >= 1 and system.temp_problem == "" and system.temp_free > 0
+    assert probe_system(Path("/nowhere")).shm is None
+
+
+def test_a_temp_folder_that_cannot_be_written_to_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    assert probe_system().temp_problem == "Not a directory"
+
+
+def _process(proc, pid, arguments, parent):
+    entry = proc / str(pid)
+    entry.mkdir(parents=True)
+    (entry / "cmdline").write_bytes(b"\0".join(a.encode() for a in arguments) + b"\0")
+    (entry / "stat").write_text(f"{pid} (python (x) y) S {parent} 1 1 0")
+
+
+def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
+    proc, temp = tmp_path / "proc", tmp_path / "temp"
+    rank = ["python", "-m", "parallel_backend.rank", "--fd", "5", "--parent"]
+    _process(proc, 100, ["python", "main.py"], 1)
+    _process(proc, 101, [*rank, "100"], 100)  # at work
+    _process(proc, 102, [*rank, "99"], 1)  # its parent is gone
+    _process(proc, 103, [*rank, "99"], 50)  # and adopted by a subreaper
+    _process(proc, 105, [*rank, "1"], 1)  # ComfyUI is the first process of a container
+    _process(proc, 104, ["grep", "parallel_backend.rank"], 1)
+    (proc / "self").mkdir()
+    for name in ("parallel-backend-100-abc", "parallel-backend-99-def", "parallel-backend-x-y", "other-99-a"):
+        (temp / name).mkdir(parents=True)
+    seen = probe_leftovers(proc, temp)
+    assert seen.ranks == (102, 103) and seen.folders == 1
+
+
+# Whole runs.
+
+
+def _doctor(*arguments, environ=None, timeout=240):
+    return subprocess.run(
+        [sys.executable, "-m", "parallel_backend", "doctor", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks):
+    done = _doctor("--devices", "cpu:2", "--json")
+    report = json.loads(done.stdout)
+    statuses = {v["name"]: v["status"] for v in report["verdicts"]}
+    assert done.returncode == report["exit_status"] == 0, done.stdout + done.stderr
+    for name in (
+        "torch",
+        "diffusers",
+        "temp folder",
+        "all-reduce",
+        "data",
+        "bandwidth",
+        "in use",
+        "same latent",
+    ):
+        assert statuses[name] in ("ok", "slow"), name
+    parity = next(v["finding"] for v in report["verdicts"] if v["name"] == "same latent")
+    assert "Ulysses 2, Ring 2, CFG 2" in parity and "float32" in parity
+    matrix = next(v["details"] for v in report["verdicts"] if v["name"] == "bandwidth")
+    assert len(matrix) == 3
+    for private in (socket.gethostname(), str(Path.home()), str(ROOT), f"{getpass.getuser()} "):
+        assert private not in done.stdout
+
+
+def test_devices_that_do_not_exist_are_refused():
+    done = _doctor("--devices", "99")
+    assert done.returncode == 2 and "99" in done.stderr and done.stdout == ""
+
+
+def test_it_runs_where_torch_is_missing_and_says_so():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.metadata as m; real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'torch': raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        "from parallel_backend.__main__ import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"broken +torch +is not installed", done.stdout)
+    assert "cannot start without what is missing" in done.stdout
+
+
+@pytest.mark.real_start
+def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
+    monkeypatch.setitem(
+        Sidecar.__init__.__kwdefaults__, "rank_module", "tests.support.rank_programs.garbage_rank"
+    )
+    report = examination.examine(("cpu:0", "cpu:1"))
+    broken = [v for v in report.verdicts if v.status == "broken"]
+    assert [v.name for v in broken] == ["ranks"] and report.exit_status == 1
+    assert "protocol does not allow" in broken[0].finding
+
+
+def test_it_can_be_cancelled(no_leaks):
+    phases = []
+    with pytest.raises(Cancelled):
+        examination.examine(
+            ("cpu:0", "cpu:1"),
+            on_phase=phases.append,
+            should_cancel=lambda: "measuring the links" in phases,
+        )
+    assert phases[0] == "looking at the installation"
+
+
+def test_a_driver_that_does_not_answer_is_one_broken_line(no_leaks, monkeypatch):
+    def lost():
+        raise RuntimeError("GPU is lost")
+
+    monkeypatch.setattr(examination, "read_visible", lost)
+    monkeypatch.setattr(examination, "_with_ranks", lambda *_: [])
+    broken = [v for v in examination.examine().verdicts if v.status == "broken"]
+    assert [v.name for v in broken] == ["driver"] and "GPU is lost" in broken[0].finding
+
+
+@pytest.mark.real_start
+def test_a_machine_that_cannot_start_a_process_is_one_broken_line(no_leaks, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    broken = [v for v in examination.examine(("cpu:0", "cpu:1")).verdicts if v.status == "broken"]
+    assert [v.name for v in broken] == ["ranks"] and "temporarily unavailable" in broken[0].finding
+
+
+def test_another_system_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    report = examination.examine()
+    assert [v.status for v in report.verdicts] == ["broken"] and "WSL2" in report.verdicts[0].remedy

@@ -1,0 +1,192 @@
+"""The checks of the GPU check that have ranks: on real ones of the CPU, and that what is wrong is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fake_nvml
+from parallel_backend.commands.gpu_check import faults, memory, ranks, timing
+from parallel_backend.commands.gpu_check import one_device as one_gpu
+from parallel_backend.commands.gpu_check import several_devices as several_gpus
+from parallel_backend.commands.gpu_check.run import make_subject
+from parallel_backend.errors import ParallelError
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.options import COMPILE_BACKEND
+from parallel_backend.requests import LoadInfo, RunInfo, SampleResult
+from parallel_backend.strategy import ParallelStrategy
+
+pytestmark = pytest.mark.xdist_group("gpu_checks")  # one group of ranks at a time serves all
+TINY = replace(make_subject(("cpu:0", "cpu:1")), pixels=64, odd_pixels=(56, 72), text=8, steps=2)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """One group of ranks at a time for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(COMPILE_BACKEND, "eager")
+        held = ranks.Ranks(TINY)
+        yield held
+        held.close()
+
+
+def result(latent, dtype="float32"):
+    load = LoadInfo(0.0, 0, False, dtype, dtype)
+    return SampleResult(latent, RunInfo("native", ParallelStrategy(), load=load))
+
+
+# On two ranks of the CPU; all that runs on one device first, since another number of ranks are other processes.
+
+GOOD = [
+    (one_gpu.check_installation, {"Software: torch": "ok", "Devices: CPU": "ok"}),
+    (one_gpu.check_checkpoint, {"loading": "ok", "memory": "ok", "NVML": "skipped"}),
+    (one_gpu.check_steps, {"uncompiled": "ok", "compiled": "ok"}),
+    (one_gpu.check_same_bits, {"two runs": "ok"}),
+    (memory.check_fp8, {"fp8": "ok"}),
+    (memory.check_offload, {"offload": "ok"}),
+    (memory.check_lora, {"LoRA on": "ok", "LoRA off": "ok"}),
+    (memory.check_sleep, {"sleep 1": "ok", "sleep 2": "ok"}),
+    (memory.check_comfyui, {"text encoder and VAE": "skipped"}),
+    (
+        several_gpus.check_strategies,
+        {"same latent at 64 × 64": "ok", "same latent at 72 × 56": "ok", "steps": "ok"},
+    ),
+    (several_gpus.check_all_links, {"all-reduce": "ok", "data": "ok"}),
+    *((several_gpus.pipefusion(w, p), {f"warm-up {w}, {p} patches": "ok"}) for w, p in several_gpus.PIPES),
+    (several_gpus.check_one_process, {"memory after each": "ok"}),
+    (faults.check_cancel, {"cancel": "ok"}),
+    (faults.check_kill, {"killed rank": "ok"}),
+    (faults.check_out_of_memory, {"out of memory": "ok"}),
+    (timing.check_stepwise, {"stepwise": "ok"}),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("check", "expected"), GOOD, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_check_on_the_cpu_finds_nothing_wrong(two, check, expected):
+    found = {finding.name: finding for finding in check(two)}
+    assert {name: found[name].status for name in expected} == expected, found
+
+
+@pytest.mark.timeout(600)
+def test_each_check_with_ranks_is_tried_above():
+    """But the one that asks NVML about cards."""
+    tried = {getattr(check, "__qualname__", "") for check, _ in GOOD}
+    from parallel_backend.commands.gpu_check.run import choose
+
+    every = {c.examine.__qualname__ for _, c in choose(()) if c.examine is not None}
+    assert every - tried == {"check_identity"}
+
+
+# What is wrong is found.
+
+EXPECTED = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("latent", "dtype", "compared", "same"),
+    [
+        (EXPECTED, "float32", "ok", "ok"),
+        (EXPECTED + 1e-6, "float32", "ok", "slow"),
+        (EXPECTED + 0.01, "float32", "broken", "broken"),
+        (EXPECTED + 0.01, "bfloat16", "ok", "slow"),
+        (EXPECTED + 0.5, "bfloat16", "broken", "broken"),
+        (EXPECTED * torch.nan, "bfloat16", "broken", "broken"),
+    ],
+)
+def test_a_latent_that_differs_is_told_by_the_measure_of_its_dtype(latent, dtype, compared, same):
+    expected = result(EXPECTED, dtype)
+    assert ranks.compared("x", result(latent, dtype), expected).status == compared
+    assert ranks.same_bits("x", result(latent, dtype), expected, "twice").status == same
+
+
+class Scripted(ranks.Ranks):
+    """Ranks whose jobs end with these latents, one after the other."""
+
+    def __init__(self, *latents):
+        super().__init__(TINY)
+        self.latents = list(latents)
+
+    def sample(self, *_, **__):
+        return result(self.latents.pop(0))
+
+    def group(self, *_, **__):
+        return self
+
+    def load(self, *_):
+        pass
+
+
+def test_a_lora_that_changes_nothing_or_stays_is_found():
+    on, off = memory.check_lora(Scripted(EXPECTED, EXPECTED, EXPECTED + 1))
+    assert (on.status, off.status) == ("broken", "broken")
+
+
+def test_another_picture_in_fp8_and_under_a_split_is_found():
+    (fp8,) = memory.check_fp8(Scripted(EXPECTED, -EXPECTED))
+    assert fp8.status == "broken" and "another picture" in fp8.finding
+    splits = [EXPECTED] * 2 * len(several_gpus.SPLITS)
+    wrong = several_gpus.check_strategies(Scripted(EXPECTED, EXPECTED, EXPECTED + 1, *splits[1:]))
+    assert [f.status for f in wrong] == ["broken", "ok", "ok"] and "Ulysses 2" in wrong[0].finding
+
+
+def test_pipefusion_that_gives_no_numbers_is_found():
+    (found,) = several_gpus.pipefusion(0, 6)(Scripted(EXPECTED * torch.inf))
+    assert found.status == "broken" and "not finite" in found.finding
+
+
+def test_a_job_that_does_not_end_within_its_limit_is_ended(two):
+    with pytest.raises(ParallelError, match="did not end within 0 s"):
+        two.sample(steps=50, limit_s=0.0)
+
+
+def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():
+    assert one_gpu.judge_memory("…", 12.2e9, 12e9).status == "ok"
+    assert one_gpu.judge_memory("…", 24e9, 12e9).status == "slow"
+    assert several_gpus.judge_growth({"Ring 2": 10**9}, {"Ring 2": 10**9 + 10**7}).status == "ok"
+    grown = several_gpus.judge_growth(
+        {"Ring 2": 10**9, "CFG 2": 10**9}, {"Ring 2": 2 * 10**9, "CFG 2": 10**9}
+    )
+    assert grown.status == "slow" and "grows with Ring 2" in grown.finding and len(grown.details) == 2
+
+
+@pytest.mark.parametrize(
+    ("cards", "status", "words"),
+    [
+        ((0, 1), "ok", "by the same numbers"),
+        ((1, 0), "broken", "in another order"),
+        ((0, 0), "broken", "two ranks compute on one card"),
+        ((0, 7), "slow", "does not know the cards"),
+    ],
+)
+def test_cards_that_nvml_and_cuda_take_for_others_are_told(monkeypatch, cards, status, words):
+    """`cards`: those that the ranks of cuda:0 and cuda:1 found, by NVML's numbers."""
+    nvml = fake_nvml.h100_nvswitch(2)
+    monkeypatch.setattr(one_gpu, "read_visible", lambda: read_topology(nvml))
+    facts = [SimpleNamespace(device_uuid=f"{card:08x}-aaaa-bbbb-cccc-{card:012x}") for card in cards]
+    monkeypatch.setattr(one_gpu, "probe_links", lambda *_: [SimpleNamespace(facts=f) for f in facts])
+    subject = make_subject(("cuda:0", "cuda:1"))
+    (found,) = one_gpu.check_identity(SimpleNamespace(subject=subject, group=lambda count: None))
+    assert found.status == status and words in found.finding
+
+
+def test_a_call_whose_answer_changes_is_told(two, monkeypatch):
+    """As where a rank reads what a GPU has yet to write."""
+    monkeypatch.setattr(
+        timing, "controlled_call", lambda *_: SimpleNamespace(extras=SimpleNamespace(residuals={}))
+    )
+    answers = [torch.ones(4)] * 3 + [torch.zeros(4)] + [torch.ones(4)] * 8
+    sidecar = SimpleNamespace(predict=lambda *_: (answers.pop(), SimpleNamespace(step_seconds=(0.0,))))
+    monkeypatch.setattr(two, "group", lambda count: sidecar)
+    (found,) = timing.check_stepwise(two)
+    assert found.status == "broken" and "pictures would differ" in found.finding
+
+
+def test_a_controlnet_has_other_residuals_for_each_of_its_blocks(two):
+    call = timing.controlled_call(two.file, 64, 8)
+    residuals = call.extras.residuals
+    assert list(residuals) == list(range(5))  # of the 15, as many as the demo model has blocks
+    assert residuals[0].shape == (1, 16, 256) and not residuals[0].equal(residuals[1])

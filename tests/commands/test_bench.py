@@ -1,0 +1,292 @@
+"""`python -m parallel_backend bench`: real strategies side by side on two CPU ranks, what is written, and refused."""
+
+import getpass
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fake_nvml
+from jobs import FP8, flux_job
+from parallel_backend.__main__ import main
+from parallel_backend.commands.bench import chart, measure
+from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
+from parallel_backend.commands.bench.fitting import split_by_memory
+from parallel_backend.commands.bench.outcome import Outcome, Row
+from parallel_backend.commands.bench.rounds import Comparison, fits_side_by_side, random_request
+from parallel_backend.commands.bench.table import as_text
+from parallel_backend.errors import StrategyError
+from parallel_backend.machine.cache_files import VARIABLE
+from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
+from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.topology import Topology
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.planner.plan import job_from_request
+from parallel_backend.planner.records import measured
+from parallel_backend.planner.store import MeasurementStore
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.fit import Capacity
+from parallel_backend.planner.workload.workload import Job
+from parallel_backend.requests import ModelSpec
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import fault_injection as faults
+from tiny_flux import write_tiny_flux
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
+PIPE, CFG = ParallelStrategy(pipefusion_degree=2), ParallelStrategy(cfg_degree=2)
+CPUS = tuple(f"cpu:{index}" for index in range(4))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_flux(tmp_path_factory.mktemp("private_models") / "my_secret_finetune.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts(tmp_path_factory):
+    """matplotlib keeps its fonts open from the first picture on, which is no leak of a test."""
+    if chart.can_draw():
+        chart.draw(outcome(), tmp_path_factory.mktemp("fonts") / "bench.png")
+
+
+@pytest.fixture
+def bench(model, tmp_path, monkeypatch, capsys):
+    """Runs the command on two CPU ranks; gives (exit status, what it printed, the folder it wrote to)."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(*arguments, path=model):
+        small = ["--size", "128x96", "--text", "16", "--steps", "2", "--rounds", "2", "--devices", "cpu:2"]
+        out = tmp_path / "out"
+        status = main(["bench", "--model", str(path), *small, "--out", str(out), *arguments])
+        return status, capsys.readouterr(), out
+
+    return run
+
+
+# A real run.
+
+
+def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no_leaks, model, tmp_path):
+    status, printed, out = bench("--strategies", "one,ulysses2,ring2,cfg2", "--cfg", "on")
+    assert status == 0
+    outcome = json.loads((out / "bench.json").read_text())
+    assert [row["name"] for row in outcome["rows"]] == ["one device", "Ulysses 2", "Ring 2", "CFG 2"]
+    for row in outcome["rows"]:
+        assert row["problem"] == "" and row["steps_measured"] == 2 and row["step_s"] > 0
+        assert row["difference_from_one_device"] <= 1e-5
+        assert row["step_s_least"] <= row["step_s"] <= row["step_s_most"]
+        assert row["predicted_memory_bytes"] > 0
+    one, ulysses, *_ = outcome["rows"]
+    assert ulysses["speedup"] == pytest.approx(one["step_s"] / ulysses["step_s"])
+    assert one["sent_bytes_per_step"] == 0 < ulysses["sent_bytes_per_step"]
+    assert outcome["label"] == "measured" and outcome["interleaved"] and len(outcome["links"]) == 3
+
+    assert printed.out.startswith("MEASURED: Flux.1 dev form, 1+1 blocks of width 256")
+    assert "predicted" not in printed.out.lower()
+    assert (out / "bench.png").exists() is chart.can_draw()
+    written = (out / "bench.json").read_text() + printed.out.partition("Written:")[0]
+    for private in (model.name, model.stem, str(tmp_path), socket.gethostname(), str(Path.home())):
+        assert private not in written
+    assert getpass.getuser() not in written.replace("\n", " ").split()
+
+    # What was seen can be used by the next choice.
+    job = Job(CheckpointModel(inspect_flux(model)), width=128, height=96, text=16, prompts=2, steps=20)
+    known = MeasurementStore(take_fingerprint(Topology(()))).read()
+    seen = measured(known, job, ("cpu:0", "cpu:1"), known.observed[0].at[0])
+    assert set(seen) == {ONE, ULYSSES, RING, ParallelStrategy(cfg_degree=2)}
+    assert [len(o.seconds) for o in known.observed] == [2] * 4
+
+
+@pytest.mark.skipif(not chart.can_draw(), reason="matplotlib is not installed")
+def test_the_picture_is_a_png(tmp_path):
+    chart.draw(outcome(), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_without_matplotlib_it_says_so_and_writes_the_rest(bench, no_leaks, monkeypatch):
+    monkeypatch.setattr(chart, "can_draw", lambda: False)
+    status, printed, out = bench("--strategies", "one", "--json")
+    assert status == 0 and json.loads(printed.out)["rows"][0]["name"] == "one device"
+    assert "matplotlib is not installed" in printed.err
+    assert [path.name for path in out.iterdir()] == ["bench.json"]
+
+
+def test_a_strategy_that_fails_costs_only_its_row(bench, no_leaks, monkeypatch):
+    fault = {"rank": 0, "step": 0, "kind": "raise", "point": "load", "once": None}
+    monkeypatch.setenv(faults.VARIABLE, json.dumps(fault))
+    status, printed, out = bench("--strategies", "one,ring2")
+    assert status == 1 and not (out / "bench.png").exists()
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    assert all("on purpose" in row["problem"] for row in rows)
+    assert "did not run" in printed.out and "Nothing ran." in printed.out
+
+
+def test_what_is_predicted_not_to_fit_is_listed_and_not_started(bench, monkeypatch):
+    monkeypatch.setattr("parallel_backend.planner.workload.fit.host_memory", lambda: 1)
+    status, printed, out = bench()
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    assert status == 1 and rows[0]["name"] == "one device"
+    assert all("predicted not to fit" in row["problem"] for row in rows)
+    assert "Nothing ran." in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--size", "big"], "WIDTHxHEIGHT"),
+        (["--size", "99999x64"], "at most"),
+        (["--steps", "0"], "at least 1"),
+        (["--strategies", "warp9"], "not understood"),
+        (["--strategies", "cfg2"], "--cfg on"),
+        (["--strategies", "data2"], "--batch 2"),
+        (["--strategies", "ulysses4"], "needs 4 devices"),
+        (["--weight-dtype", "int3"], "weight-dtype"),
+        (["--devices", "99"], "99"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(bench, arguments, reason):
+    status, printed, out = bench(*arguments)
+    assert status == 2 and reason in printed.err
+    assert not (out / "bench.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_minutes_of_measuring(bench, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, printed, _ = bench("--out", str(tmp_path / "file" / "x"))
+    assert status == 2 and "cannot be made a folder" in printed.err
+
+
+def test_a_file_that_is_no_model_is_refused(bench, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"no")
+    status, printed, _ = bench(path=tmp_path / "x.safetensors")
+    assert status == 2 and "x.safetensors" in printed.err
+
+
+def test_the_command_lists_itself():
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_backend", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "bench" in done.stdout and "doctor" in done.stdout
+
+
+# Which strategies.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one", [ONE]),
+        ("one, Ulysses 2,one", [ONE, ULYSSES]),
+        ("cfg2xring2", [ParallelStrategy(cfg_degree=2, ring_degree=2)]),
+        ("ulysses2 × sharded", [ParallelStrategy(ulysses_degree=2, shard_weights=True)]),
+    ],
+)
+def test_strategies_are_read_as_a_person_writes_them(text, expected):
+    assert list(parse_strategies(text)) == expected
+
+
+@pytest.mark.parametrize("text", [",", "ulysses", "ulysses2xulysses2", "2", "ring0"])
+def test_a_strategy_that_means_nothing_is_refused(text):
+    with pytest.raises(StrategyError):
+        parse_strategies(text)
+
+
+def test_all_that_occupy_every_device_are_compared_with_one_device():
+    found = possible_strategies(flux_job(), CPUS)
+    assert found[0] == ONE and {s.world_size for s in found} == {1, 4}
+    assert found[1] == ParallelStrategy(ulysses_degree=4)
+    exact = [s.pipefusion_degree == 1 for s in found]
+    assert exact == sorted(exact, reverse=True)
+    assert {s.world_size for s in possible_strategies(flux_job(), CPUS, fewer=True)} == {1, 2, 3, 4}
+
+
+def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them():
+    machines = tuple(f"cpu:{index}@lab/{machine}" for machine in "ab" for index in (0, 1))
+    found = possible_strategies(flux_job(prompts=2), machines)
+    assert CFG.replace(ulysses_degree=2) in found and ParallelStrategy(ulysses_degree=4) not in found
+    assert ParallelStrategy(ulysses_degree=4) in possible_strategies(flux_job(prompts=2), CPUS)  # the control
+
+
+# Turns, memory, text.
+
+
+def _comparison(model, device_bytes, devices=("a", "b")):
+    file = inspect_flux(model)
+    request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
+    return Comparison(
+        ModelSpec(str(model)),
+        job_from_request(CheckpointModel(file), request),
+        request,
+        "auto",
+        devices,
+        1,
+        device_bytes,
+    )
+
+
+def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
+    assert fits_side_by_side(_comparison(model, 0), (ONE, ULYSSES, PIPE))
+    assert fits_side_by_side(_comparison(model, 24e9), (ONE, ULYSSES, RING))
+    assert not fits_side_by_side(_comparison(model, 12e9), (ONE, ULYSSES, RING))
+    assert fits_side_by_side(_comparison(model, 12e9), (ULYSSES, RING))
+    assert not fits_side_by_side(_comparison(model, 16e9), (ONE, ULYSSES, PIPE))
+    machines = _comparison(model, 0, ("cpu:0@lab/a", "cpu:0@lab/b"))  # each serves one group
+    assert fits_side_by_side(machines, (ULYSSES, RING)) and not fits_side_by_side(machines, (ONE, ULYSSES))
+
+
+def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights():
+    sizes, devices = Capacity((23 * 2**30,) * 2), ("cuda:0", "cuda:1")
+    sharded = ULYSSES.replace(shard_weights=True)
+    run, left_out = split_by_memory((ONE, ULYSSES, PIPE), flux_job(), devices, sizes)
+    assert run == [sharded, PIPE] and set(left_out) == {ONE, ULYSSES}
+    assert all("predicted not to fit: 2" in reason for reason in left_out.values())
+    assert split_by_memory((ONE, ULYSSES, PIPE), flux_job(FP8), devices, sizes) == ([ONE, ULYSSES, PIPE], {})
+
+
+def outcome(*rows, **changes):
+    rows = rows or (
+        Row(ONE, "native", (1.0, 1.2, 0.8), difference=0.0),
+        Row(ULYSSES, "native", (0.6, 0.6, 0.7), difference=1e-6, sent_bytes=2**21),
+        Row(PIPE, "native", (0.5, 0.5, 0.5), difference=2e-2),
+        Row(RING, problem="rank 1 ran out of memory"),
+    )
+    base = Outcome(tuple(rows), "Flux.1", "1024x1024", ("2 × card",), ("torch 2.13",), 3, True)
+    return replace(base, **changes)
+
+
+def test_the_text_says_what_is_fastest_what_is_approximate_and_what_did_not_run():
+    text = as_text(outcome())
+    assert max(map(len, text.splitlines())) <= 100
+    assert "→ Ulysses 2" in text and "1.67x" in text and "2.0" in text
+    assert "PipeFusion 2 ≈ is faster still, but approximate" in text
+    assert "did not run: rank 1 ran out of memory" in text
+    assert "differ from one device's by 1.0e-06" in text
+
+
+def test_it_says_one_device_when_that_is_true():
+    slower = outcome(Row(ONE, "native", (0.5,)), Row(ULYSSES, "native", (0.6,)), interleaved=False)
+    text = as_text(slower)
+    assert "One device is the fastest here" in text and "one after the other" in text
+    assert slower.as_dict()["best"] == "one device"
+
+
+def test_device_ids_are_uuids_where_they_are_known(tmp_path):
+    box = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
+    assert device_ids(("cuda:1", "cuda:0"), box) == (box.devices[1].uuid, box.devices[0].uuid)
+    assert device_ids(("cpu:0", "cuda:7"), box) == ("cpu:0", "cuda:7")
+
+
+def test_what_it_ran_on_is_told_also_of_gpus_that_nvml_does_not_know(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    told = measure._hardware(Topology(()), ("cuda:0", "cuda:1"))
+    assert told[0] == "2 GPUs, of which nobody tells more" and "cores" in told[1]

@@ -1,0 +1,201 @@
+"""Attention over the tokens of all ranks against attention over all tokens, with the forms of mask that models give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.tokens.block_tokens import BlockTokens
+from parallel_backend.errors import RequestError
+from parallel_backend.models.tokens.regions import Tokens, Window
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5
+BATCH, HEADS, CHANNELS, TEXT, IMAGE = 2, 6, 8, 3, 10
+TOTAL = TEXT + IMAGE
+LAYOUTS = {
+    "ulysses": ParallelStrategy(ulysses_degree=3),
+    "ring": ParallelStrategy(ring_degree=3),
+    "usp": ParallelStrategy(ring_degree=2, ulysses_degree=2),
+    "uneven": ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 2.0, 4.0)),
+    "more ranks than heads": ParallelStrategy(ulysses_degree=4),
+}
+
+
+def _random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def optimized(
+    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **others
+):
+    """As ComfyUI's attention functions take and give tensors."""
+    if not skip_reshape:
+        channels = q.shape[-1] // heads
+        q, k, v = (t.unflatten(-1, (-1, channels)).transpose(1, 2) for t in (q, k, v))
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim != 3 else mask[:, None]
+    scale = others.get("scale")
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def _masks():
+    hidden = torch.rand(BATCH, TOTAL, generator=torch.Generator().manual_seed(1)) < 0.4
+    hidden[:, -1] = False
+    scores = _random(BATCH, 1, TOTAL, TOTAL)
+    return {
+        "none": None,
+        "of all pairs": scores[0, 0],
+        "of all pairs by row": scores[:, 0],
+        "of all pairs by head": _random(BATCH, HEADS, TOTAL, TOTAL),
+        "of keys": torch.zeros(BATCH, 1, 1, TOTAL).masked_fill(hidden[:, None, None], -torch.inf),
+        "of keys, as flags": ~hidden[:, None, None],
+    }
+
+
+def _differences(world, strategy, heads, kv_heads):
+    """Of each form of call, relative to the largest value."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    q, k, v = (_random(BATCH, n, TOTAL, CHANNELS, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    found = {}
+    for name, mask in _masks().items():
+        if mask is not None and mask.ndim == 4 and mask.shape[1] not in (1, heads):
+            continue
+        for local_mask in (False, True) if name.startswith("of keys") else (False,):
+            for flat, scale in ((False, None), (True, 0.3)):
+                tokens = BlockTokens(layout.sequence, layout.sequence_shares, layouts.traffic)
+                tokens.cut(torch.empty(1, TEXT), Tokens("txt"))
+                tokens.cut(torch.empty(1, IMAGE), Tokens("img"))
+
+                def own(tensor, dim, tokens=tokens):
+                    return tokens.cut(tensor, Tokens("txt+img", dim))
+
+                others = {} if scale is None else {"scale": scale}
+                mine, whole = [own(t, 2) for t in (q, k, v)], [q, k, v]
+                if flat:
+                    mine, whole = ([t.transpose(1, 2).flatten(2) for t in three] for three in (mine, whole))
+                form = {"skip_reshape": not flat, "skip_output_reshape": not flat}
+                given = own(mask, -1) if local_mask else mask
+                attention = UnevenAttention(layout, tokens, ("txt+img",))
+                out = attention(optimized, *mine, heads, mask=given, **form, **others)
+                expected = own(optimized(*whole, heads, mask=mask, **form, **others), 1 if flat else 2)
+                out, expected = (tokens.own(t, "txt+img", 1 if flat else 2) for t in (out, expected))
+                difference = (out - expected).abs().max() / expected.abs().max()
+                found[f"{name}, {local_mask=}, {flat=}"] = difference.item()
+    return found
+
+
+HEADS_OF = [(6, 6), (6, 2), (3, 1)]  # queries, keys
+
+
+def _differences_by_heads(world, strategy):
+    return [_differences(world, strategy, *heads) for heads in HEADS_OF]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_form_of_call_matches_one_rank(layout):
+    strategy = LAYOUTS[layout]
+    for by_heads in run_ranks(_differences_by_heads, strategy.world_size, strategy):
+        for (heads, kv_heads), found in zip(HEADS_OF, by_heads, strict=True):
+            off = {form: difference for form, difference in found.items() if not difference <= EXACT}
+            assert off == {}, f"{heads} heads, {kv_heads} of keys"
+            assert len(found) == (16 if heads == HEADS else 14)
+
+
+def _across(world, strategy):
+    """Whole text over image keys that are shared out, and image tokens over whole text."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    text, image = _random(1, HEADS, TEXT, CHANNELS), _random(1, HEADS, IMAGE, CHANNELS)
+    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+    mine = tokens.cut(image, Tokens("img", 2))
+    attention = UnevenAttention(layout, tokens, ((None, "img"), None))
+    form = {"skip_reshape": True, "skip_output_reshape": True}
+    to_image = attention(optimized, text, mine, mine, HEADS, **form)
+    to_text = attention(optimized, mine, text, text, HEADS, **form)
+    beyond = attention(optimized, mine, text, text, HEADS, **form)
+    expected = tokens.cut(optimized(image, text, text, HEADS, **form), Tokens("img", 2))
+    return [
+        (to_image - optimized(text, image, image, HEADS, **form)).abs().max().item(),
+        (to_text - expected).abs().max().item(),
+        (beyond - expected).abs().max().item(),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["ulysses", "ring", "usp"])
+def test_queries_or_keys_that_every_rank_has_whole(layout):
+    strategy = LAYOUTS[layout]
+    for found in run_ranks(_across, strategy.world_size, strategy):
+        assert max(found) <= EXACT
+
+
+def test_keys_that_heads_share_travel_once():
+    def sent(world):
+        layouts = Layouts(world)
+        layout = layouts.get(ParallelStrategy(ulysses_degree=2))
+        found = []
+        for kv_heads in (6, 2):
+            tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+            tokens.cut(torch.empty(1, 8), Tokens("x"))
+            q, k = _random(1, 6, 4, CHANNELS), _random(1, kv_heads, 4, CHANNELS)
+            before = layouts.traffic.bytes_sent
+            UnevenAttention(layout, tokens, ("x",))(optimized, q, k, k, 6, skip_reshape=True)
+            found.append(layouts.traffic.bytes_sent - before)
+        return found
+
+    head = 4 * CHANNELS * 4  # bytes of one head of four tokens
+    # Three heads of queries and answers go to the other rank, and as many, or one, of keys and values.
+    assert run_ranks(sent, 2) == [[(3 + 3 + 2 * 3) * head, (3 + 3 + 2 * 1) * head]] * 2
+
+
+def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():
+    def refused(world):
+        layouts = Layouts(world)
+        layout = layouts.get(ParallelStrategy(ulysses_degree=2))
+        tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+        tokens.cut(torch.empty(1, 8), Tokens("x"))
+        q = _random(1, HEADS, 7, CHANNELS)
+        with pytest.raises(RequestError, match="7 tokens of x where 4 belong"):
+            UnevenAttention(layout, tokens, ("x",))(optimized, q, q, q, HEADS, skip_reshape=True)
+        return layouts.traffic.bytes_sent
+
+    assert run_ranks(refused, 2) == [0, 0]
+
+
+def _in_a_window(world, strategy, reach):
+    """Of one call of a block that sees `reach` tokens to either side, and of one whose mask is of its share."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+    q = _random(1, HEADS, IMAGE, CHANNELS)
+    mine = tokens.cut(q, Tokens("x", 2))
+    block = nn.Module()
+    block.reach = reach
+    form = {"skip_reshape": True, "skip_output_reshape": True}
+    of_share = torch.zeros(mine.shape[2], mine.shape[2])
+    out = UnevenAttention(layout, tokens, (Window("x", "reach"),), block)(
+        optimized, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form
+    )
+    places = torch.arange(IMAGE)
+    far = (places[:, None] - places).abs() > (IMAGE if reach is None else reach)
+    mask = torch.zeros(IMAGE, IMAGE).masked_fill(far, torch.finfo(torch.float32).min)
+    expected = tokens.cut(optimized(q, q, q, HEADS, mask=mask[None, None], **form), Tokens("x", 2))
+    return ((out - expected).abs().max() / expected.abs().max()).item()
+
+
+def _in_windows(world, strategy):
+    return [_in_a_window(world, strategy, reach) for reach in (2, None)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_is_one_of_all_tokens(layout):
+    strategy = LAYOUTS[layout]
+    for narrow, endless in run_ranks(_in_windows, strategy.world_size, strategy):
+        assert narrow <= EXACT and endless <= EXACT

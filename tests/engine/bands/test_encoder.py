@@ -1,0 +1,121 @@
+"""ComfyUI's own VAE encoders in bands of rows on real gloo ranks: the latent of the same network on one process."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
+from comfy_modules import import_comfyui_here
+from parallel_backend.engine.bands.row_bands import Bands, split_rows
+from parallel_backend.engine.bands.vae import BandedEncoder
+from parallel_backend.engine.comm.collectives import Traffic
+from parallel_backend.errors import RequestError
+from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from parallel_backend.models.comfyui.rows.vae_halves import STEPS
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.tokens.vae_networks import encodes_in_bands
+from ranks import run_ranks
+from video_vaes import ENCODED, build
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comfyui():
+    return import_comfyui_here()
+
+
+def encoder(name, world, dtype=torch.float32):
+    case, cpu = ENCODED[name], torch.device("cpu")
+    half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, cpu)
+    return BandedEncoder(half, world)
+
+
+def whole(name, pixels):
+    """[t, h, w, C] of ComfyUI's own network."""
+    with torch.inference_mode():
+        return in_frames(build(name).encode(pixels[None])[0])
+
+
+def pixels_of(name, frames, height, width):
+    case = ENCODED[name]
+    sides = case.scale * height, case.scale * width
+    return random(3, *((taken(name, frames),) if case.dims == 3 else ()), *sides)
+
+
+def taken(name, frames):
+    """This one is for images alone, or takes frames by four."""
+    return max(1, frames // 4 * 4) if name == "hunyuanimage refiner" else frames
+
+
+def latent_frames(name, frames):
+    return (taken(name, frames) + 3) // 4 if ENCODED[name].dims == 3 else 1
+
+
+SIZES = [  # ranks, (frames, rows and columns of the latent), shares
+    (2, (1, 5, 2), ()),
+    (3, (6, 6, 1), (2.0, 1.0, 1.0)),  # bands of 3, 2 and 1 rows; a frame that networks drop
+    (4, (5, 3, 1), ()),  # one rank has no row
+]
+
+
+@pytest.mark.parametrize(("ranks", "size", "shares"), SIZES, ids=str)
+def test_the_latent_is_that_of_one_process(ranks, size, shares):
+    pixels = {name: pixels_of(name, *size) for name in ENCODED}
+    results = run_ranks(compute, ranks, encoder, pixels, shares)
+    for name, case in ENCODED.items():
+        latent, of_ranks = whole(name, pixels[name]), [result[name] for result in results]
+        assert latent.shape == (latent_frames(name, size[0]), *size[1:], case.channels)
+        assert latent.std() > 0.05 * latent.abs().max(), name  # no flat latent
+        assert difference(of_ranks[0][0], latent) <= TOLERANCE, name
+        assert [steps for _, steps, _ in of_ranks] == ranks * [STEPS]
+        assert all(sent for _, _, sent in of_ranks[:2]), name
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (list(ENCODED), "rows"),
+        (["flux", "wan 2.1", "hunyuanvideo"], "ways"),
+        (["flux", "wan 2.1", "hunyuanvideo"], "keys"),
+    ],
+    ids=["rows", "ways", "keys"],
+)
+def test_a_rank_that_goes_without_the_others_is_seen(names, what):
+    pixels = {name: pixels_of(name, 5, 2, 2) for name in names}
+    for name, (latent, *_) in run_ranks(compute, 2, encoder, pixels, (), what)[0].items():
+        assert difference(latent, whole(name, pixels[name])) > 100 * TOLERANCE, name
+
+
+def test_a_network_that_looks_further_is_seen_before_it_is_used():
+    """A missing neighbour stands for it."""
+    names, in_half = ["flux", "wan 2.1", "hunyuanimage refiner"], partial(encoder, dtype=torch.bfloat16)
+    assert run_ranks(refusals, 2, encoder, names) == 2 * [3 * [""]]
+    assert run_ranks(refusals, 2, in_half, ["flux"]) == 2 * [[""]]
+    first, second = run_ranks(refusals, 2, in_half, ["flux"], "rows")
+    assert "in another way than the pack knows" in first[0] and second == [""]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
+    network = ENCODED[name].build()
+    assert encodes_in_bands(network)
+    network.encoder.__class__ = type("Changed", (type(network.encoder),), {})
+    assert not encodes_in_bands(network) and not encodes_in_bands(None)
+
+
+def test_a_network_that_draws_its_latent_stays_with_comfyui():
+    network = ENCODED["flux"].build()
+    network.regularization.sample = True
+    assert not encodes_in_bands(network)
+
+
+def test_a_convolution_that_halves_rows_and_pads_them_itself_is_refused():
+    split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands(Traffic()))
+    for conv in (
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.Conv2d(4, 4, 2, stride=2),
+        nn.Conv2d(4, 4, 1, 2),
+    ):
+        with pytest.raises(RequestError, match="cannot be split"):
+            split_rows(nn.Sequential(conv), Bands(Traffic()))

@@ -1,0 +1,74 @@
+"""VAEs over ranks whose memory is not the host's: what goes to other ranks is on the device, what comes out is not."""
+
+import pytest
+import torch
+
+from banded_vaes import TOLERANCE, difference, in_frames
+from comfy_modules import import_comfyui_here
+from host_and_device import DEVICE, HOST, active
+from other_vaes import TILED, decoded
+from other_vaes import build as build_tiled
+from parallel_backend.engine.bands.tiles import TiledDecoder
+from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder
+from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
+from parallel_backend.models.comfyui.tiny.weights import random
+from ranks import run_ranks
+from video_vaes import ENCODED, build
+
+NAMES = ("wan 2.1", "hunyuanvideo", "hunyuanvideo 1.5", "flux")
+ROWS, COLUMNS = 4, 2  # of a latent, which ranks do not divide
+FLOAT = torch.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comfyui():
+    return import_comfyui_here()
+
+
+def network(name):
+    found = build(name)
+    if (device := active()) is not None:
+        device.put(found)
+    return found
+
+
+def latent_of(case):
+    return random(case.channels, *((2,) if case.dims == 3 else ()), ROWS, COLUMNS)
+
+
+def pixels_of(case):
+    frames = (4,) if case.dims == 3 else ()
+    return random(3, *frames, case.scale * ROWS, case.scale * COLUMNS)
+
+
+def shared_out(world):
+    """What rank 0 has of each VAE, by name and way; nothing elsewhere."""
+    found = {}
+    for name in NAMES:
+        case = ENCODED[name]
+        decoder = ComfyUIVae(network(name), case.channels, case.dims, FLOAT, world.device)
+        encoder = ComfyUIVaeEncoder(
+            network(name), case.scale, 3, case.channels, case.dims, FLOAT, world.device
+        )
+        found[name, "decoded"] = BandedDecoder(decoder, world)(latent_of(case))
+        found[name, "encoded"] = BandedEncoder(encoder, world)(pixels_of(case))
+    tiled = build_tiled(TILED)
+    active().put(tiled)
+    vae = TiledComfyUIVae(tiled, TILED.channels, TILED.dims, FLOAT, world.device)
+    found["tiled", "decoded"] = TiledDecoder(vae, world)(random(TILED.channels, 1, 5, 4))
+    return {key: (one.device == HOST, one) for key, one in found.items() if one is not None}
+
+
+def test_bands_and_tiles_meet_on_the_device_and_end_on_the_host():
+    first, *others = run_ranks(shared_out, 3, device=DEVICE)
+    assert others == [{}, {}] and all(is_host for is_host, _ in first.values())
+    with torch.inference_mode():
+        for name in NAMES:
+            whole, case = network(name), ENCODED[name]
+            for way, given in ((whole.decode, latent_of(case)), (whole.encode, pixels_of(case))):
+                expected = in_frames(way(given[None])[0])
+                found = first[name, f"{way.__name__}d"][1]
+                assert difference(found, expected) <= TOLERANCE, (name, way.__name__)
+    expected = decoded(build_tiled(TILED), random(TILED.channels, 1, 5, 4))
+    assert difference(first["tiled", "decoded"][1], expected) <= TOLERANCE

@@ -1,0 +1,128 @@
+"""VAEs of LTX, SVD, Cosmos, Mochi and others in bands of rows on real gloo ranks: the frames of one process."""
+
+import pytest
+import torch
+
+from banded_vaes import TOLERANCE, difference, without_rows
+from comfy_modules import import_comfyui_here
+from other_vaes import BANDED, build, decoded
+from parallel_backend.engine.bands import row_bands as bands_module
+from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.models.banded import RowAttention
+from parallel_backend.models.comfyui.rows import vae_adjustments
+from parallel_backend.models.comfyui.rows.vae_halves import STEPS, ComfyUIVae
+from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.tokens.vae_networks import decodes_in_bands
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+# (frames, height, width), shares: on 4 ranks, of which as many compute as there are rows, in bands of several sizes.
+SIZES = [
+    ((2, 5, 3), (2.0, 1.0, 1.0, 1.0)),
+    ((3, 3, 2), ()),
+    ((1, 2, 3), ()),
+]
+# Beside rows, what each asks the others for.
+ASKED = {
+    "stable video diffusion": ("keys", "moments"),
+    "cosmos": ("keys", "moments"),
+    "seedvr2": ("keys", "moments"),
+    "mochi": ("moments",),
+    "cogvideox": ("moments",),
+}
+
+
+NAMES = [name for name in BANDED if name != "taesd"]  # which goes through the real ComfyUI
+SHARES = [NAMES[first::3] for first in range(3)]  # to start ranks costs more than one of them does on them
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comfyui():
+    return import_comfyui_here()
+
+
+def latent_of(name, frames, height, width):
+    case = BANDED[name]
+    return random(case.channels, *((frames,) if case.dims == 3 else ()), height, width)
+
+
+def decode(world, jobs):
+    """By name, per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to
+    break it. `jobs`: by name (sizes, ways)."""
+    results = {}
+    for name, (sizes, broken) in jobs.items():
+        case, found = BANDED[name], results.setdefault(name, [])
+        decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+        for what in broken:
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
+                    patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
+                _break(what, decoder.vae.decoder, patch)
+                for size, shares in sizes:
+                    steps = []
+                    frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
+                    found.append((torch.empty(0) if frames is None else frames, len(steps)))
+    return results
+
+
+def _break(what, network, patch):
+    """Ranks then go without what the others hold."""
+    if what == "rows":
+        patch.setattr(bands_module.Bands, "start_halo", without_rows(bands_module.Bands.start_halo))
+    elif what == "keys":
+        for layer in network.modules():
+            if isinstance(layer, RowAttention):
+                patch.setattr(layer, "gather", lambda mine: mine)
+    elif what == "moments":
+        patch.setattr(bands_module.BandGroupNorm, "forward", torch.nn.GroupNorm.forward)
+
+
+@pytest.mark.parametrize("names", SHARES, ids="-".join)
+def test_the_frames_are_those_of_one_process(names):
+    # The tiny one of videos is as wide as it is.
+    jobs = {name: (SIZES[2:3] if name == "taehv" else SIZES, ("",)) for name in names}
+    results = run_ranks(decode, 4, jobs)
+    for name, (sizes, _) in jobs.items():
+        case, network = BANDED[name], build(BANDED[name])
+        for number, (size, _) in enumerate(sizes):
+            expected = decoded(network, latent_of(name, *size))
+            frames = case.frames(size[0]) if case.dims == 3 else 1
+            assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3), name
+            assert expected.std() > 0.05 * expected.abs().max(), name  # no flat picture
+            assert difference(results[0][name][number][0], expected) <= TOLERANCE, (name, size)
+            assert [result[name][number][1] for result in results] == 4 * [STEPS], (name, size)
+
+
+@pytest.mark.parametrize("names", SHARES, ids="-".join)
+def test_a_rank_that_goes_without_the_others_is_seen(names):
+    jobs = {}
+    for name in names:
+        size = 2, 2, 1 if name == "taehv" else 2
+        jobs[name] = [(size, ())], ("", "rows", *ASKED.get(name, ()))
+    results = run_ranks(decode, 2, jobs)[0]
+    for name, ([(size, _)], _) in jobs.items():
+        expected = decoded(build(BANDED[name]), latent_of(name, *size))
+        whole, *others = (difference(frames, expected) for frames, _ in results[name])
+        assert whole <= TOLERANCE and min(others) > 100 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", BANDED)
+def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
+    assert decodes_in_bands(BANDED[name].build())
+
+
+def chunks(world, shares):
+    """How often LTX's last layer computed on this rank, and the frames."""
+    vae_adjustments._CHUNK_BYTES = 6_000
+    case, calls = BANDED["ltx"], []
+    decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+    decoder.vae.decoder.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
+    frames = decoder(latent_of("ltx", 7, 4, 2), shares)
+    return len(calls), torch.empty(0) if frames is None else frames
+
+
+def test_ltxs_frames_go_in_as_many_chunks_on_a_rank_with_few_rows():
+    """As bytes of bands they would not, and one rank would wait for ever."""
+    (count, frames), (other, _) = run_ranks(chunks, 2, (3.0, 1.0))
+    assert count == other > 2
+    assert difference(frames, decoded(build(BANDED["ltx"]), latent_of("ltx", 7, 4, 2))) <= TOLERANCE

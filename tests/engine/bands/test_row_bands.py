@@ -1,0 +1,125 @@
+"""The layers of a banded decoder one by one, against torch's own on the whole image."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.engine.bands import row_bands as bands_module
+from parallel_backend.engine.bands.row_bands import Bands, split_rows
+from parallel_backend.engine.comm.collectives import Traffic
+from parallel_backend.engine.comm.groups import Axis
+from parallel_backend.errors import RequestError
+from parallel_backend.layout import slice_of, split_sizes
+from ranks import run_ranks
+
+
+class Norm(nn.GroupNorm):
+    """As ComfyUI has one, between torch's and those of its networks."""
+
+
+def on_bands(world, layer, x, shares=(), scale=1):
+    """This rank's rows of layer(x); `scale`: rows of x per latent row."""
+    n = world.world_size
+    bands = Bands(Traffic())
+    axis = Axis(tuple(range(n)), world.rank, world.group)
+    bands.share_out(axis, split_sizes(x.shape[-2] // scale, n, shares), world.device)
+    split_rows(nn.Sequential(layer), bands)
+    rows = tuple(scale * count for count in bands.rows)
+    with torch.inference_mode():
+        return layer(x[..., slice_of(rows, world.rank), :])
+
+
+def together(ranks, layer, x, *args):
+    parts = run_ranks(on_bands, ranks, layer, x, *args)
+    return torch.cat(parts, dim=2)
+
+
+def videos_together(ranks, layer, x):
+    """Of [B, C, T, rows, W]."""
+    return torch.cat(run_ranks(on_bands, ranks, layer, x), dim=-2)
+
+
+def drawn(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("ranks", "rows", "scale"), [(2, 2, 1), (2, 9, 1), (3, 5, 2), (4, 4, 1), (3, 24, 4)])
+def test_a_convolution_sees_its_neighbours_rows(ranks, rows, scale):
+    conv, x = nn.Conv2d(8, 5, 3, padding=1), drawn(2, 8, rows * scale, 6)
+    with torch.inference_mode():
+        expected = conv(x)
+    torch.testing.assert_close(together(ranks, conv, x, (), scale), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
+    """In bands of one row and of more."""
+    conv = nn.Conv3d(4, 5, 3, padding=(0, 1, 1), padding_mode=mode)
+    for rows in (4, 9):
+        x = drawn(1, 4, 3, rows, 6)
+        with torch.inference_mode():
+            expected = conv(x)
+        torch.testing.assert_close(videos_together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_convolution_that_wraps_round_is_refused():
+    with pytest.raises(RequestError, match="cannot be split into bands"):
+        split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")), Bands(Traffic()))
+
+
+class NormOfFrames(Norm):
+    """As networks have them that norm each frame by itself."""
+
+    def forward(self, x):
+        return torch.stack([super(NormOfFrames, self).forward(frame) for frame in x.unbind(2)], dim=2)
+
+
+def test_a_group_norm_that_takes_frames_apart_still_does():
+    norm, x = NormOfFrames(4, 8), drawn(1, 8, 3, 7, 5) + torch.arange(3).view(1, 1, 3, 1, 1)
+    with torch.inference_mode():
+        expected = norm(x)
+    torch.testing.assert_close(videos_together(3, norm, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_norm_has_the_statistics_of_the_whole_image():
+    norm = nn.GroupNorm(32, 64)
+    with torch.no_grad():
+        norm.weight += drawn(64)
+        norm.bias += drawn(64)
+    x = drawn(2, 64, 7, 5) + torch.arange(7).view(1, 1, 7, 1)  # bands of different brightness
+    for shares in ((), (1.0, 3.0, 2.0)):
+        with torch.inference_mode():
+            expected = norm(x)
+        torch.testing.assert_close(together(3, norm, x, shares), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("elements", [1, 300])
+def test_a_large_group_norm_is_looked_at_in_slices(monkeypatch, elements):
+    monkeypatch.setattr(bands_module, "SLICE_ELEMENTS", elements)
+    norm, x = nn.GroupNorm(32, 96), drawn(2, 96, 7, 5)
+    torch.testing.assert_close(together(2, norm, x), norm(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_norm_keeps_its_precision_far_from_zero():
+    """Mean 1000 standard deviations away, where a difference of sums of squares would have no digit left."""
+    norm, x = nn.GroupNorm(32, 64, eps=1e-6), 1000 + drawn(1, 64, 16, 16)
+    expected = nn.functional.group_norm(x.double(), 32, eps=1e-6)
+    ours, torchs = together(2, norm, x), norm(x).detach()
+    assert (ours - expected).abs().max() <= 2 * (torchs - expected).abs().max()
+
+
+def test_a_flat_image_is_no_division_by_zero():
+    norm = nn.GroupNorm(32, 64)
+    x = torch.full((1, 64, 4, 4), 0.5)
+    assert together(2, norm, x).abs().max() < 1e-5
+    x[:, :, 2:] = 1.5  # each band flat, the image not
+    torch.testing.assert_close(together(2, norm, x), norm(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_rounded_once():
+    norm, x = nn.GroupNorm(32, 64).bfloat16(), (5 + drawn(1, 64, 8, 8)).bfloat16()
+    out = together(2, norm, x)
+    exact = nn.functional.group_norm(x.double(), 32)
+    assert out.dtype == torch.bfloat16
+    # Half a unit in the last of bfloat16's 8 bits, and the rounding of mean and scale to float32.
+    assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()

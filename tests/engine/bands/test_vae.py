@@ -1,0 +1,158 @@
+"""Decoding in bands on real gloo ranks: the image of diffusers' unsplit decoder, for any size, batch and share."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+from banded_vaes import TOLERANCE, difference, go_without
+from parallel_backend.engine.bands import row_bands as bands_module
+from parallel_backend.engine.bands.row_bands import Bands, split_rows
+from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.comm.collectives import Traffic
+from parallel_backend.errors import RequestError
+from parallel_backend.layout import split_sizes
+from parallel_backend.models.vae.module import load_vae
+from ranks import run_ranks
+from tests.closed_forms.band_traffic import expected_decode_bytes
+from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+
+FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
+CPU = torch.device("cpu")
+
+
+def decode(world, dims, jobs, break_halo=False):
+    """Per job, of (latent, shares): (image [H, W, 3] or an empty tensor, bytes sent, parts announced) of one rank."""
+    if break_halo:
+        go_without("rows")
+    decoder, found = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world), []
+    for latent, shares in jobs:
+        parts, before = [], decoder.bytes_sent
+        image = decoder(latent, shares, lambda parts=parts: parts.append(1))
+        assert (image is None) == (world.rank > 0)
+        found.append((torch.empty(0) if image is None else image[0], decoder.bytes_sent - before, len(parts)))
+    again, first = decoder(*jobs[0]), found[0][0]
+    assert again is None or torch.equal(again[0], first)
+    return found
+
+
+def whole(dims, latent):
+    """[H, W, 3] of diffusers' own AutoencoderKL."""
+    with torch.inference_mode():
+        return random_vae(dims).decode(latent[None]).sample[0].permute(1, 2, 0)
+
+
+CASES = {  # by ranks: (height, width), shares
+    1: [((5, 7), ())],
+    2: [((8, 8), ()), ((9, 5), ()), ((2, 1), ()), ((9, 6), (2.0, 1.0))],
+    3: [
+        ((7, 6), ()),
+        ((4, 9), ()),  # bands of 2, 1 and 1 rows
+        ((1, 6), ()),  # only one has a row
+        ((11, 4), (1.0, 5.0, 2.0)),
+    ],
+    4: [
+        ((8, 3), ()),
+        ((6, 4), ()),
+        ((3, 8), ()),  # one rank has no row
+        ((3, 5), (1.0, 1.0, 5.0, 5.0)),  # the first ranks have none
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("dims", [FLUX, SD], ids=["flux", "sd"])
+def test_the_image_is_that_of_the_unsplit_decoder(dims, ranks):
+    latents = [random_latent(dims, *size)[0] for size, _ in CASES[ranks]]
+    jobs = [(latent, shares) for latent, (_, shares) in zip(latents, CASES[ranks], strict=True)]
+    results = run_ranks(decode, ranks, dims, jobs)
+    for number, ((height, width), shares) in enumerate(CASES[ranks]):
+        case = f"{height} x {width}, shares {shares}"
+        assert difference(results[0][number][0], whole(dims, latents[number])) <= TOLERANCE, case
+        rows = split_sizes(height, ranks, shares)
+        for rank, result in enumerate(results):
+            _, sent, parts = result[number]
+            assert sent == expected_decode_bytes(dims, rows, rank, width=width), (case, rank)
+            assert parts == 2 + dims.resnets * len(dims.widths), (case, rank)
+
+
+def test_the_image_is_right_with_other_levels_and_widths():
+    dims = dims_of(widths=(32, 96), channels=8)
+    latent = random_latent(dims, 5, 6)[0]
+    results = [result for (result,) in run_ranks(decode, 2, dims, [(latent, ())])]
+    assert difference(results[0][0], whole(dims, latent)) <= TOLERANCE
+    assert [sent for _, sent, _ in results] == [
+        expected_decode_bytes(dims, (3, 2), r, width=6) for r in (0, 1)
+    ]
+
+
+def in_bfloat16(world, dims, latent):
+    """[H, W, 3] float32 of one rank; empty on the others."""
+    vae = load_vae(ldm_tensors(random_vae(dims), dims), CPU)
+    half = replace(vae, decoder=vae.decoder.bfloat16(), compute_dtype=torch.bfloat16)
+    image = BandedDecoder(half, world)(latent)
+    return torch.empty(0) if image is None else image[0].float()
+
+
+def test_half_precision_loses_no_more_in_bands_than_on_one_rank():
+    """As GPUs compute it; against the exact image, by mean error, since rounding is a matter of luck per pixel."""
+    latent = random_latent(FLUX, 8, 6)[0]
+    expected = whole(FLUX, latent)
+    one, three = (
+        (run_ranks(in_bfloat16, ranks, FLUX, latent)[0] - expected).abs().mean().item() for ranks in (1, 3)
+    )
+    assert 0 < three <= 1.2 * one
+
+
+def test_there_is_no_seam():
+    """Rows next to a border of two bands differ from the unsplit image no more than the other rows."""
+    latent = random_latent(FLUX, 24, 16)[0]
+    ((image, *_),) = run_ranks(decode, 3, FLUX, [(latent, ())])[0]
+    expected = whole(FLUX, latent)
+    per_row = (image - expected).abs().amax(dim=(1, 2)) / expected.abs().max()
+    borders = torch.tensor([border + offset for border in (64, 128) for offset in (-2, -1, 0, 1)])
+    inside = per_row[[row for row in range(192) if row not in borders]]
+    assert per_row[borders].max() <= max(2 * inside.max().item(), 1e-6)
+
+
+def test_a_decoder_that_drops_the_halo_is_seen():
+    latent = random_latent(FLUX, 12, 8)[0]
+    ((image, *_),) = run_ranks(decode, 2, FLUX, [(latent, ())], True)[0]
+    expected = whole(FLUX, latent)
+    per_row = (image - expected).abs().amax(dim=(1, 2)) / expected.abs().max()
+    assert per_row.max() > 100 * TOLERANCE
+    assert 40 <= per_row.argmax() < 56  # the border is at row 48
+
+
+def test_a_layer_that_looks_further_is_refused():
+    for conv in (
+        nn.Conv2d(4, 4, 5, padding=2),
+        nn.Conv2d(4, 4, 3, padding=1, stride=2),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    ):
+        with pytest.raises(RequestError, match="cannot be split"):
+            split_rows(nn.Sequential(conv), Bands(Traffic()))
+
+
+def peak(world, dims, latent):
+    """Bytes that torch's allocator has given out at once during a decode, beyond what it had before."""
+    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+    decoder(latent)  # groups and buffers that stay
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        decoder(latent)
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return max(itertools.accumulate(size for _, size in sorted(changes)))
+
+
+def test_a_rank_needs_its_share_of_the_memory(monkeypatch):
+    """1/N of what one rank needs, and the part that is not split: keys and values of the whole image."""
+    latent = random_latent(FLUX, 24, 24)[0]
+    # The largest tensor here has about a hundredth of what it has in 1024 x 1024 pixels by the full-size decoder.
+    monkeypatch.setattr(bands_module, "SLICE_ELEMENTS", 2**22 // 100)
+    (one,) = run_ranks(peak, 1, FLUX, latent)
+    for ranks in (2, 4):
+        assert max(run_ranks(peak, ranks, FLUX, latent)) <= 1.15 * one / ranks

@@ -1,0 +1,63 @@
+"""ComfyUI's VAEs in bands on a stand-in for a GPU: rows go there once, and nothing else of ours waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import other_vaes
+import video_vaes
+from comfy_modules import import_comfyui_here
+from dispatch_counter import DEVICE, world_of_one_process
+from module_devices import Found, watched
+from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder, BandedNetwork
+from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
+from parallel_backend.models.comfyui.tiny.weights import random
+
+DECODERS = video_vaes.CASES | other_vaes.BANDED
+LEFT_IN_HOST_MEMORY = {"ltx", "ltx with noise", "taehv"}  # frames, by ComfyUI's own networks
+ROWS_ARRIVE = ["engine/bands/vae.py"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+def on_rank(monkeypatch, make, given) -> Found:
+    """The band of the second of two ranks."""
+    monkeypatch.setattr(BandedNetwork, "_on_rank_0", lambda network, band: band)
+    with world_of_one_process(1, 2) as world:
+        network = make(world)
+        return watched(lambda: network(given))
+
+
+def check(found: Found, waits: list[str]) -> None:
+    assert [wait.partition(":")[0] for wait in found.own] == waits
+    assert found.drawn == [] and len(found.answers) == 1
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_waits_for_its_rows_alone(name, monkeypatch):
+    case = DECODERS[name]
+    vae = ComfyUIVae(case.build(), case.channels, case.dims, torch.float32, DEVICE)
+    frames = (3,) if vae.latent_dims == 3 else ()
+    latent = random(case.channels, *frames, 4, 2)
+    found = on_rank(monkeypatch, lambda world: BandedDecoder(vae, world), latent)
+    noises = ["models/comfyui/rows/vae_adjustments.py"] if "noise" in name else []
+    check(found, ROWS_ARRIVE + noises * (len(found.own) - 1))
+    (band,) = found.answers
+    assert band.device == (torch.device("cpu") if name in LEFT_IN_HOST_MEMORY else DEVICE)
+    assert band.shape[1:] == (2 * case.scale, 2 * case.scale, 3)
+
+
+@pytest.mark.parametrize("name", video_vaes.ENCODED)
+def test_an_encoder_waits_for_its_rows_alone(name, monkeypatch):
+    case = video_vaes.ENCODED[name]
+    encoder = ComfyUIVaeEncoder(case.build(), case.scale, 3, case.channels, case.dims, torch.float32, DEVICE)
+    frames = (encoder.few_frames,) if case.dims == 3 else ()
+    pixels = random(3, *frames, 4 * case.scale, 2 * case.scale)
+    found = on_rank(monkeypatch, lambda world: BandedEncoder(encoder, world), pixels)
+    check(found, ROWS_ARRIVE)
+    assert found.answers[0].device == DEVICE

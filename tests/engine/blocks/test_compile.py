@@ -1,0 +1,223 @@
+"""Compiled blocks give what blocks as they are give, under every strategy; little is compiled, and only once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lora_patches
+from differences import relative_difference
+from flux_requests import CASES, prompt, request
+from nccl_semantics import NCCL_STREAMS
+from parallel_backend.engine.blocks import compile as compiling
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.load import load_under
+from parallel_backend.errors import RequestError
+from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
+from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.sampling.denoise import denoise
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from point_forward import Boundary
+from ranks import run_ranks
+from spread_weights import sizes_of
+from tiny_flux import write_tiny_flux
+
+TOLERANCE = 1e-5
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+STRATEGIES = (
+    ULYSSES,
+    ParallelStrategy(ring_degree=2),
+    ParallelStrategy(cfg_degree=2),
+    ParallelStrategy(tensor_degree=2),
+    ParallelStrategy(cfg_degree=2, shard_weights=True),
+    ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=2),
+)
+NAMES = ("dividing, cfg 4, batch 1", "text lengths differ")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return str(write_tiny_flux(tmp_path_factory.mktemp("compiling") / "tiny.safetensors", **sizes_of(2)))
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """torch traces the blocks and guards what it traced; they then run as they were traced."""
+    monkeypatch.setenv(COMPILE_BACKEND, "eager")
+
+
+def sample_both_ways(world, path, strategies):
+    """{strategy: (differences, graphs per request)} with compiled blocks against blocks as they are."""
+    layouts, results = Layouts(world), {}
+    patches, _ = lora_patches.lora()
+    for strategy in strategies:
+        model = load_under(ModelSpec(path), layouts, strategy)
+        plain, compiled = (
+            make_forward(model, layouts, Placement(strategy, compute_options=ComputeOptions(mode)))
+            for mode in ("off", "blocks")
+        )
+        off, graphs, uncompiled = [], [], 0
+        names = NAMES if strategy == ULYSSES else NAMES[:1]  # each new size of it costs seconds
+        for name in (*names, "lora", *names):
+            if name == "lora":
+                model.weights.apply(patches.patches, patches.tensors)
+                continue
+            expected = denoise(plain, CASES[name], Boundary())
+            off.append(relative_difference(denoise(compiled, CASES[name], Boundary()), expected))
+            done = compiling.compiler().take()
+            graphs.append(done.graphs)
+            uncompiled += done.uncompiled
+        results[strategy.describe()] = (off, graphs, uncompiled)
+    return results
+
+
+def test_they_give_the_same_under_every_strategy_also_after_a_lora_and_compile_once(
+    weights, without_inductor
+):
+    for results in run_ranks(sample_both_ways, 2, weights, STRATEGIES, backend=NCCL_STREAMS):
+        for strategy, (off, graphs, uncompiled) in results.items():
+            assert max(off) <= TOLERANCE, f"{strategy}: {off}"
+            assert uncompiled == 0, strategy
+            before, after = graphs[: len(graphs) // 2], graphs[len(graphs) // 2 :]
+            # Two kinds of blocks; one version for the first size and one or two for all others.
+            assert sum(before) <= 6, f"{strategy}: {graphs}"
+            # On the CPU a slice is a view of the mapped file, and of other strides once a LoRA has changed it.
+            assert sum(after) <= (2 if strategy == "tensor 2" else 0), f"{strategy}, LoRA: {graphs}"
+        assert results["Ulysses 2"][1] == [2, 2, 0, 0]
+        # Ranks meet behind an operator: strategies that split only tokens share what is compiled.
+        assert sum(results["Ring 2"][1]) == 0
+
+
+def sample_many_sizes(world, path):
+    """(graphs, uncompiled calls, difference, notes) after many sizes, and after one more with no version left."""
+    layouts = Layouts(world)
+    model = load_under(ModelSpec(path), layouts, ParallelStrategy())
+    plain, compiled = (
+        make_forward(model, layouts, Placement(compute_options=ComputeOptions(mode)))
+        for mode in ("off", "blocks")
+    )
+    compiler, sizes = compiling.compiler(), [(2 * n, 30 - 2 * n) for n in range(4, 12)]
+    for n, size in enumerate(sizes):
+        denoise(compiled, request(size, 1.0, 1, positive_tokens=5 + n, steps=1), Boundary())
+    many = compiler.take()
+    torch._dynamo.config.recompile_limit = many.graphs // 2
+    one_more = request((8, 12), 4.0, 2, steps=1)
+    off = relative_difference(denoise(compiled, one_more, Boundary()), denoise(plain, one_more, Boundary()))
+    beyond = compiler.take()
+    again = request(sizes[0], 1.0, 1, positive_tokens=5, steps=1)
+    denoise(compiled, again, Boundary())
+    return [
+        [many.graphs, many.uncompiled],
+        [beyond.graphs, beyond.uncompiled],
+        off,
+        compiler.notes_on(beyond),
+        [compiler.take().uncompiled],
+    ]
+
+
+def test_many_sizes_share_few_versions_and_beyond_the_most_blocks_run_uncompiled_and_it_is_said(
+    weights, without_inductor
+):
+    ((many, beyond, off, notes, again),) = run_ranks(sample_many_sizes, 1, weights)
+    assert many == [4, 0]
+    assert beyond == [0, 3] and off <= TOLERANCE  # one double block, two single ones
+    assert "some blocks ran uncompiled" in notes[0] and "set compile to off" in notes[0]
+    assert again == [0]  # what was compiled stays in use
+
+
+def sample_with_a_compiler_that_fails(world, path):
+    def fails(graph, inputs):
+        raise OSError("cc1plus: no space left on device\nand more")
+
+    compiler = compiling.Compiler(fails)
+    compiling.compiler = lambda: compiler
+    layouts = Layouts(world)
+    model = load_under(ModelSpec(path), layouts, ParallelStrategy())
+    plain, compiled = (
+        make_forward(model, layouts, Placement(compute_options=ComputeOptions(mode)))
+        for mode in ("off", "blocks")
+    )
+    case = CASES[NAMES[0]]
+    off = relative_difference(denoise(compiled, case, Boundary()), denoise(plain, case, Boundary()))
+    notes = compiler.notes_on(compiler.take())
+
+    def does_not_start():
+        raise RuntimeError("torch.compile is not supported on Python 3.99+")
+
+    compiling.compiler = does_not_start
+    notes += make_forward(model, layouts, Placement(compute_options=ComputeOptions("blocks"))).notes
+    return [off, notes]
+
+
+def test_where_the_compiler_fails_blocks_run_uncompiled_and_the_reason_is_said(weights, without_inductor):
+    ((off, notes),) = run_ranks(sample_with_a_compiler_that_fails, 1, weights)
+    assert off <= TOLERANCE
+    assert notes == [
+        "torch.compile failed, so blocks ran uncompiled: OSError: cc1plus: no space left on device; set compile to off",
+        "blocks ran uncompiled: torch.compile does not start (RuntimeError: torch.compile is not supported on Python "
+        "3.99+); set compile to off",
+    ]
+
+
+def test_without_a_c_compiler_blocks_run_uncompiled_and_the_remedy_is_said(weights, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(torch, "__file__", "/usr/lib/torch/__init__.py")
+    assert compiling.why_not("cpu") is None
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__file__", "/home/my files/torch/__init__.py")
+        assert "a space in its name" in compiling.why_not("cpu")
+    monkeypatch.setenv("PATH", "")
+    assert "install g++" in compiling.why_not("cpu")
+    ((notes, blocks),) = run_ranks(notes_without_compiler, 1, weights)
+    assert blocks == "PlainBlocks"
+    assert notes == [
+        "blocks ran uncompiled: there is no C++ compiler (g++); install g++, or set compile to off"
+    ]
+
+
+def notes_without_compiler(world, path):
+    model = load_under(ModelSpec(path), Layouts(world), ParallelStrategy())
+    forward = make_forward(model, Layouts(world), Placement(compute_options=ComputeOptions("blocks")))
+    return [forward.notes, type(forward._blocks).__name__]
+
+
+@pytest.mark.real_start  # with its own number of compile workers, which torch reads as it loads
+def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
+    weights, tmp_path, monkeypatch, no_leaks
+):
+    """The real thing, on one rank: a core compiles for 15 s."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which pays for many kernels only
+    spec, case, said = ModelSpec(weights), request((8, 12), 1.0, 1), []
+    plain, compiled = (Placement(compute_options=ComputeOptions(mode)) for mode in ("off", "blocks"))
+    with_ranks = Sidecar(("cpu:0",))
+    try:
+        expected = with_ranks.sample(spec, case, plain)
+        first = with_ranks.sample(spec, case, compiled, on_phase=said.append)
+        second = with_ranks.sample(spec, case, compiled, on_phase=said.append)
+        assert relative_difference(first.latent, expected.latent) <= TOLERANCE
+        assert torch.equal(first.latent, second.latent)
+        if reason := compiling.why_not("cpu"):
+            assert first.info.notes == (f"blocks ran uncompiled: {reason}",)
+            return
+        assert first.info.compiled.graphs == 2 and first.info.compiled.seconds > 0
+        assert second.info.compiled.graphs == 0 == second.info.compiled.uncompiled
+        assert expected.info.compiled is None and first.info.kernel == "torch"
+        assert [text for text in said if "compiling" in text] == [
+            "compiling for 96 x 64; this step takes longer"
+        ]
+        assert first.info.notes == second.info.notes == ()
+        call = PredictRequest(case.noise, torch.tensor([0.5]), prompt(1, 7))
+        velocity, info = with_ranks.predict(spec, call, compiled)
+        assert relative_difference(velocity, with_ranks.predict(spec, call, plain)[0]) <= TOLERANCE
+        assert info.compiled.graphs == 0
+        # What cannot run here is refused by the ranks, which stay.
+        pids = with_ranks.pids
+        with pytest.raises(RequestError, match="attention sage cannot run on cpu"):
+            with_ranks.sample(spec, case, Placement(compute_options=ComputeOptions(attention="sage")))
+        assert with_ranks.pids == pids
+    finally:
+        with_ranks.stop()

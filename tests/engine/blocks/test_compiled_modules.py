@@ -1,0 +1,177 @@
+"""Blocks of ComfyUI's own modules compiled: the answers of blocks as they are, on one rank and on several."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from comfy_modules import CASES, import_comfyui_here
+from parallel_backend.engine.blocks import compile as compiling
+from parallel_backend.engine.blocks.step_cache import ModuleCache
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+COMPILED = ComputeOptions("blocks")
+ONE, MORE = (2, 9, 7), (2, 10, 6)  # rows, latent height and width
+OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5]), "sample_sigmas": torch.linspace(1, 0, 5)}
+ULYSSES, RING, CFG = (
+    ParallelStrategy(**{name: 2}) for name in ("ulysses_degree", "ring_degree", "cfg_degree")
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+@pytest.fixture(autouse=True)
+def without_inductor(monkeypatch):
+    """torch traces the blocks and guards what it traced; they then run as they were traced."""
+    monkeypatch.setenv(COMPILE_BACKEND, "eager")
+
+
+@torch.inference_mode()
+def compiled_and_plain(world, case, calls, most=None):
+    """Of each (strategy, size, token mode) the difference between compiled and not, relative to the largest value, the
+    graphs that were made for it, the calls that ran uncompiled all the same, and what is said about it."""
+    build, inputs = case
+    model, layouts, found = TinyModel(fill(build())), Layouts(world), []
+    for strategy, size, tokens in calls:
+        plain = make_module_forward(model, layouts, Placement(strategy))
+        compiled = make_module_forward(model, layouts, Placement(strategy, compute_options=COMPILED))
+        if most is not None:
+            torch._dynamo.config.recompile_limit = most
+        args, kwargs = inputs(*size)
+        kwargs["transformer_options"] = dict(OPTIONS)
+        expected, answer = (
+            forward(ModuleCall(*copy.deepcopy((args, kwargs)), size[0], tokens))
+            for forward in (plain, compiled)
+        )
+        difference = ((answer - expected).abs().max() / expected.abs().max()).item()
+        done = compiling.compiler().take()
+        notes = [*compiled.notes, *compiling.compiler().notes_on(done)]
+        found.append([difference, done.graphs, done.uncompiled, notes])
+    return found
+
+
+def assert_exact(found):
+    assert max(difference for difference, *_ in found) <= EXACT
+    assert not any(uncompiled or notes for _, _, uncompiled, notes in found)
+
+
+# Two streams with a mask, and blocks of which the first gets its tokens in other strides than the next.
+@pytest.mark.parametrize("name", ["qwen-image + text mask", "wan2.1 i2v"])
+def test_ranks_that_meet_in_attention_share_one_graph_of_all_blocks(name):
+    calls = [
+        (ULYSSES, ONE, STAY),
+        (RING, ONE, STAY),
+        (ULYSSES, ONE, BLOCK),
+        (ULYSSES, MORE, STAY),
+        (CFG, (2, 8, 8), ROWS),
+        (ULYSSES, ONE, STAY),
+    ]
+    for found in run_ranks(compiled_and_plain, 2, CASES[name], calls):
+        assert_exact(found)
+        first, ring, block, more, _, again = (graphs for _, graphs, *_ in found)
+        assert (first, ring, block, more, again) == (1, 0, 0, 1, 0)
+
+
+def test_blocks_with_guides_of_other_strengths_compile():
+    """Their mask is no tensor, and stays outside of the graph."""
+    for found in run_ranks(
+        compiled_and_plain, 2, CASES["ltx, guides of strengths"], [(ULYSSES, (1, 8, 8), STAY)]
+    ):
+        assert_exact(found)
+        assert found[0][1] == 1
+
+
+@pytest.mark.skipif(compiling.why_not("cpu") is not None, reason="needs a C++ compiler")
+def test_inductor_gives_the_answer_too(monkeypatch, tmp_path):
+    monkeypatch.delenv(COMPILE_BACKEND)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which pays for many kernels only
+    (found,) = run_ranks(compiled_and_plain, 1, CASES["wan2.1 t2v"], [(ParallelStrategy(), ONE, ROWS)])
+    assert_exact(found)
+    assert found[0][1] == 1
+
+
+def test_heads_in_other_places_of_keys_and_blocks_of_several_forms_compile():
+    (found,) = run_ranks(compiled_and_plain, 1, CASES["sd3.5 medium"], [(ParallelStrategy(), ONE, ROWS)])
+    assert_exact(found)
+    assert found[0][1] == 3  # with attention of the image alone, without, and the last
+
+
+def test_what_torch_cannot_make_one_graph_of_runs_as_it_is_and_is_said():
+    calls = [(ParallelStrategy(), size, ROWS) for size in (ONE, ONE)]
+    (found,) = run_ranks(compiled_and_plain, 1, CASES["hunyuan 3d 2.1"], calls)
+    for difference, _, uncompiled, notes in found:
+        assert difference <= EXACT and uncompiled > 0
+        assert len(notes) == 1 and "cannot make one graph of them" in notes[0]
+    assert found[1][1] == 0  # nobody tries again
+
+
+def test_beyond_the_most_versions_blocks_run_as_they_are_and_it_is_said():
+    calls = [(ParallelStrategy(), size, ROWS) for size in (ONE, MORE, ONE)]
+    (found,) = run_ranks(compiled_and_plain, 1, CASES["wan2.1 t2v"], calls, 1)
+    assert max(difference for difference, *_ in found) <= EXACT
+    assert [graphs for _, graphs, *_ in found] == [1, 0, 0]
+    assert [uncompiled > 0 for _, _, uncompiled, _ in found] == [False, True, False]
+    assert "some blocks ran uncompiled" in found[1][3][0]
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "tokens", "said"),
+    [
+        ((sdxl, sdxl_controlnet), CFG, ROWS, "which parts of UNetModel are its blocks is not described"),
+        (CASES["humo"], ULYSSES, STAY, "ranks meet inside of them outside of attention"),
+    ],
+    ids=["nobody knows its blocks", "sound for each frame"],
+)
+def test_blocks_that_are_not_compiled_are_named(case, strategy, tokens, said):
+    for (difference, graphs, _, notes), *_ in run_ranks(
+        compiled_and_plain, 2, case, [(strategy, (2, 8, 8), tokens)]
+    ):
+        assert difference <= EXACT and graphs == 0
+        assert len(notes) == 1 and said in notes[0]
+
+
+def reused(world, options):
+    """Answers to a call and, by a step cache, to the same again; how many were reused; how many graphs were made."""
+    build, inputs = CASES["wan2.1 t2v"]
+    model, cache = TinyModel(fill(build())), ModuleCache(0.01)
+    forward = make_module_forward(model, Layouts(world), Placement(compute_options=options))
+    args, kwargs = inputs(*ONE)
+    call = ModuleCall(args, kwargs | {"transformer_options": dict(OPTIONS)}, ONE[0], STAY)
+    with torch.inference_mode():
+        found = [forward(copy.deepcopy(call), cache) for _ in range(2)]
+    return found, cache.reused, compiling.compiler().take().graphs if forward.compiles else 0
+
+
+def test_a_step_cache_leaves_compiled_blocks_out_too():
+    plain, compiled = (run_ranks(reused, 1, options)[0] for options in (ComputeOptions(), COMPILED))
+    assert plain[1:] == (1, 0) and compiled[1:] == (1, 1)
+    for one, other in zip(compiled[0], plain[0], strict=True):
+        assert ((one - other).abs().max() / other.abs().max()).item() <= EXACT
+
+
+def test_a_call_leaves_blocks_as_they_were():
+    def left(world):
+        build, inputs = CASES["wan2.1 t2v"]
+        model = TinyModel(fill(build()))
+        forward = make_module_forward(model, Layouts(world), Placement(compute_options=COMPILED))
+        args, kwargs = inputs(*ONE)
+        forward(ModuleCall(args, kwargs | {"transformer_options": {}}, 2, ROWS))
+        return sum("forward" in part.__dict__ for part in model.module.modules())
+
+    assert run_ranks(left, 1) == [0]

@@ -1,0 +1,223 @@
+"""Stages of ComfyUI's modules: whole images against one process, and patches with the keys of the same call."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.stages.owners import pack
+from parallel_backend.engine.stages.p2p import P2PChannel
+from parallel_backend.engine.stages.stages import Patch
+from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.models.comfyui.patches import ARGUMENT
+from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
+from parallel_backend.models.comfyui.tiny.flux_like import flux2, flux2_inputs
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
+from parallel_backend.requests import STAY, ModuleCall, Placement
+from parallel_backend.sampling.image_patches import ElementPatches
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+ROWS, SIZE, PATCHES = 2, (9, 7), 4  # tokens that patches do not divide
+STAGED = [name for name in TABLE if has_stages(name)]
+TWO_LISTS = {name for name in STAGED if len(TABLE[name].regions[-1].lists) == 2}
+TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # of Flux' kinds of blocks, and many
+TWO = ParallelStrategy(pipefusion_degree=2)
+# The second stage begins inside of the first list of blocks, and of the second.
+EARLY, LATE = (TWO.replace(device_shares=shares) for shares in ((1.0, 3.0), (3.0, 1.0)))
+# Calls that go through stages in whole images: attention has a mask, a ControlNet adds to tokens, or the model looks at
+# them between its blocks.
+WHOLE = {
+    "flux1 + controlnet",
+    "flux1 + full mask",
+    "flux2 + reference at t=0",
+    "hunyuanvideo + mask",
+    "ideogram 4 + text mask",
+    "ltx, guides of strengths",
+    "ltx-2, guides of strengths",
+    "mage-flow + reference, text mask",
+    "qwen-image + text mask",
+    "wan dancer",
+    "wan2.2 animate, face",
+    "wan2.2 s2v",
+}
+TEXT_FIRST = {  # in one sequence with the image
+    "SingleStreamDiT": "krea2 + reference, gqa",
+    "NextDiT": "z-image",
+    "OmniGen2Transformer2DModel": "omnigen2",
+    "BooguTransformer2DModel": "boogu",
+}
+GUIDES = {"ltx, 2 guides ()", "ltx-2, 2 guides ()"}  # whose tokens are no element's alone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+def _call(model, inputs, rows=ROWS):
+    args, kwargs = inputs(rows, *SIZE)
+    kwargs["transformer_options"] = {}
+    return ModuleCall(args, kwargs, rows, token_mode(type(model.module).__name__, kwargs))
+
+
+def _reference_at_zero(*size):
+    """Of one row: ComfyUI itself cannot compute two."""
+    args, kwargs = flux2_inputs(*size)
+    return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
+
+
+def _far(one, other, largest):
+    return ((one - other).abs().max() / largest).item() if one.numel() else 0.0
+
+
+def _case(layouts, model, call, strategy=TWO):
+    """How far this rank's answers are from one process', whole and by patches that find keys of that whole call."""
+    expected = pack(model.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs)))
+    largest = expected.abs().max()
+    forward, keys = make_module_forward(model, layouts, Placement(strategy)), KeptKeys()
+    answer, stages = pack(forward(copy.deepcopy(call), keys=keys)), forward.stages
+    found = {"whole": _far(answer, expected, largest), "why whole": stages.why_whole(call, keys)}
+    if found["why whole"]:
+        return found
+    owners = stages.owners(copy.deepcopy(call), PATCHES, keys)
+    found["owned"] = int(owners.min()) >= 0
+    if not found["owned"]:
+        return found
+    split = ElementPatches(owners, answer.shape[1:], PATCHES)
+    for kind, poison in (("patches", 0.0), ("other keys", 1.0)):
+        for held in keys._held.values():
+            for tensor in held:
+                tensor += poison
+        found[kind] = 0.0
+        for number in range(PATCHES):
+            one = stages.patch(copy.deepcopy(call), Patch(number, PATCHES), keys)
+            if one is not None:
+                difference = _far(split.take(one, number), split.take(expected, number), largest)
+                found[kind] = max(found[kind], difference)
+        stages.settle()
+    return found
+
+
+@torch.inference_mode()
+def staged(world):
+    layouts, sent, send = Layouts(world), [], P2PChannel.send
+
+    def noted(self, tensor, to):
+        sent.append((tensor, tensor.clone()))
+        send(self, tensor, to)
+
+    P2PChannel.send = noted  # in this fork
+    found = {}
+    for name in STAGED:
+        for case, (build, inputs) in CASES[name].items():
+            model = TinyModel(fill(build()))
+            call = _call(model, inputs)
+            for cut in (TWO, EARLY, LATE) if name in TWO_LISTS else (TWO,):
+                found[f"{case} {cut.device_shares}"] = _case(layouts, model, call, cut)
+                found[f"{case} {cut.device_shares}"]["as sent"] = all(torch.equal(*both) for both in sent)
+                sent.clear()
+    model = TinyModel(fill(flux2()))
+    found["flux2 + reference at t=0"] = _case(layouts, model, _call(model, _reference_at_zero, 1))
+    return found
+
+
+def test_stages_of_each_class_give_what_one_process_gives_and_so_do_patches_with_keys_of_the_same_call():
+    first, last = run_ranks(staged, 2)
+    for case, one in last.items():
+        assert first[case].get("as sent", True), f"{case}: written into while it was on its way"
+        assert max(one["whole"], first[case]["whole"]) <= EXACT, case
+        assert one["why whole"] == first[case]["why whole"], case
+        if not one["why whole"]:
+            assert one["owned"] == (case not in GUIDES), case
+        if one.get("owned"):
+            assert one["patches"] <= EXACT < 1e-3 < one["other keys"], case
+    whole = {case.split(" (")[0] for case, one in last.items() if one["why whole"]}
+    assert whole == WHOLE
+
+
+def _shorter(call):
+    """The same with another prompt, of three tokens less."""
+    kwargs = call.kwargs | {"context": call.kwargs["context"][:, 3:]}
+    if "num_tokens" in kwargs:
+        kwargs["num_tokens"] -= 3
+    return replace(call, kwargs=kwargs, prompts=(1,))
+
+
+@torch.inference_mode()
+def unlike(world):
+    """By case: whether the elements of each patch are the same for both prompts, and how far patches are from one
+    process' answer to the longer and the shorter one."""
+    layouts, found = Layouts(world), {}
+    for name, case in TEXT_FIRST.items():
+        build, inputs = CASES[name][case]
+        model, keys = TinyModel(fill(build())), KeptKeys()
+        longer = replace(_call(model, inputs), prompts=(0,))
+        calls = (longer, _shorter(longer))
+        expected = [model.module(*copy.deepcopy(c.args), **copy.deepcopy(c.kwargs)) for c in calls]
+        forward = make_module_forward(model, layouts, Placement(TWO))
+        for call in calls:
+            forward(copy.deepcopy(call), keys=keys)
+        stages = forward.stages
+        owners = [stages.owners(copy.deepcopy(call), PATCHES, keys) for call in calls]
+        split, far = ElementPatches(owners[0], expected[0].shape[1:], PATCHES), [0.0, 0.0]
+        for which, (call, whole) in enumerate(zip(calls, expected, strict=True)):
+            for number in range(PATCHES):
+                one = stages.patch(copy.deepcopy(call), Patch(number, PATCHES), keys)
+                if one is not None:
+                    difference = _far(split.take(one, number), split.take(whole, number), whole.abs().max())
+                    far[which] = max(far[which], difference)
+            stages.settle()
+        found[case] = torch.equal(*owners) and int(owners[0].min()) >= 0, *far
+    return found
+
+
+def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_are():
+    _, last = run_ranks(unlike, 2)
+    assert set(last) == set(TEXT_FIRST.values())
+    for case, (alike, longer, shorter) in last.items():
+        assert alike and max(longer, shorter) <= EXACT, case
+
+
+@torch.inference_mode()
+def refused(world):
+    """What ranks say of what stages do not know, none of which leaves another waiting."""
+    layouts, said = Layouts(world), {}
+    build, inputs = CASES["WanModel"]["wan2.1 t2v"]
+    wan = TinyModel(fill(build()))
+    call = _call(wan, inputs)
+    other = TinyModel(fill(CASES["VaceWanModel"]["wan2.1 vace"][0]()))
+    forward = make_module_forward(wan, layouts, Placement(TWO))
+    patched = ModuleCall(call.args, call.kwargs | {ARGUMENT: {"together": False}}, ROWS, STAY)
+    wan.live = lambda call: call if ARGUMENT not in call.kwargs else copy.copy(call)
+    for name, action in {
+        "another class": lambda: make_module_forward(other, layouts, Placement(TWO)),
+        "tokens too": lambda: make_module_forward(
+            wan, layouts, Placement(TWO.replace(pipefusion_degree=2, ulysses_degree=2))
+        ),
+        "a changed model": lambda: forward(patched),
+    }.items():
+        try:
+            action()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    expected = wan.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
+    said["after"] = _far(forward(call), expected, expected.abs().max())
+    return said
+
+
+def test_what_stages_do_not_know_is_refused_on_all_ranks_which_stay_usable():
+    first, last = run_ranks(refused, 2)
+    assert first == last and last["after"] <= EXACT
+    assert "the blocks of VaceWanModel cannot be laid out over devices; set it to 1" in last["another class"]
+    assert "the stages of WanModel do not share out tokens" in last["tokens too"]
+    assert "nodes have changed the model" in last["a changed model"]
+    assert all(words.startswith("RequestError") for name, words in last.items() if name != "after")

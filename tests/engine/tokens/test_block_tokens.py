@@ -1,0 +1,198 @@
+"""Arguments of blocks cut to each rank's tokens: what the ranks hold is the whole, and nothing twice."""
+
+import pytest
+import torch
+
+from parallel_backend.engine.comm.groups import Axis
+from parallel_backend.engine.comm.traffic_counter import Traffic
+from parallel_backend.engine.tokens.block_tokens import BlockTokens, LastTokens
+from parallel_backend.errors import RequestError
+from parallel_backend.models.tokens.regions import ExpandingTimestep, FirstToken, Ranges, Tokens
+from ranks import run_ranks
+
+IMAGE, TEXT = torch.arange(22.0).view(1, 11, 2), -torch.arange(1.0, 11).view(1, 5, 2)
+
+
+def _ranks(count, weights=()):
+    """The tokens of text and image on each rank."""
+    found = []
+    for index in range(count):
+        tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights, Traffic())
+        tokens.cut(IMAGE, Tokens("img"))
+        tokens.cut(TEXT, Tokens("txt"))
+        found.append(tokens)
+    return found
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 3.0, 2.0)], ids=["equal", "by device"])
+def test_shares_are_the_whole(weights):
+    ranks = _ranks(3, weights)
+    shares = [tokens.cut(IMAGE, Tokens("img")) for tokens in ranks]
+    assert torch.equal(torch.cat(shares, 1), IMAGE)
+    assert tuple(share.shape[1] for share in shares) == ranks[0].lengths("img")
+    assert ranks[0].lengths("img") == ((2, 5, 4) if weights else (4, 4, 3))
+
+
+def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
+    joined = torch.cat([TEXT, IMAGE], 1)
+    for tokens in _ranks(3):
+        share = tokens.cut(joined, Tokens("txt+img"))
+        apart = [tokens.cut(TEXT, Tokens("txt")), tokens.cut(IMAGE, Tokens("img"))]
+        assert torch.equal(share, torch.cat(apart, 1))
+    order = _ranks(3)[0].order("txt+img", torch.device("cpu"))
+    assert torch.equal(joined[:, order], torch.cat([t.cut(joined, Tokens("txt+img")) for t in _ranks(3)], 1))
+
+
+def test_spread_shares_lie_in_their_places_and_add_up_to_the_whole():
+    joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
+    spread = [tokens.spread(tokens.cut(joined, words), words) for tokens in _ranks(3)]
+    assert all(one.shape == joined.shape and one.count_nonzero() < joined.numel() / 2 for one in spread)
+    assert torch.equal(sum(spread), joined)
+
+
+def test_the_last_tokens_of_a_stream_go_where_its_shares_lie():
+    """Of text and image shared out as one stream, the image's: none on the first of four ranks, which holds a
+    stand-in."""
+    cut = [
+        LastTokens(Axis(tuple(range(4)), index, None), (), Traffic(), among=TEXT.shape[1] + IMAGE.shape[1])
+        for index in range(4)
+    ]
+    shares = [tokens.cut(IMAGE, Tokens("img")) for tokens in cut]
+    assert cut[0].lengths("img") == (0, 3, 4, 4) and shares[0].shape[1] == 1
+    assert torch.equal(torch.cat(shares[1:], 1), IMAGE)
+
+
+def test_a_joined_stream_of_unknown_streams_is_one():
+    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    assert torch.equal(tokens.cut(IMAGE, Tokens("txt+img")), IMAGE[:, 6:])
+
+
+def test_what_a_block_gave_before_is_not_cut_again():
+    first, *_ = _ranks(3)
+    share = first.cut(IMAGE, Tokens("img"))
+    assert first.cut(share, Tokens("img"), carried=True) is share
+    assert torch.equal(first.cut(IMAGE, Tokens("img"), carried=True), share)
+    assert first.cut(None, Tokens("img")) is None
+
+
+def test_one_value_for_all_tokens_and_one_for_each_frame():
+    _, middle, _ = _ranks(3)
+    for_all = torch.zeros(1, 1, 2)
+    assert middle.cut(for_all, Tokens("img", grouped=True)) is for_all
+    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    tokens.cut(torch.zeros(1, 6, 2), Tokens("x"))
+    frames = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
+    assert tokens.cut(frames, Tokens("x", grouped=True)).flatten().tolist() == [2.0, 3.0, 3.0]
+
+
+def test_timesteps_that_do_not_divide_tokens_leave_the_last_one_fewer():
+    """Eleven tokens and four timesteps are three tokens each and two, as Wan repeats them."""
+    shares = [
+        tokens.cut(torch.arange(4.0).view(1, 4, 1), Tokens("img", grouped=True)).flatten().tolist()
+        for tokens in _ranks(3)
+    ]
+    assert [time for share in shares for time in share] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    with pytest.raises(RequestError, match="12 tokens where img has 11"):
+        _ranks(3)[0].cut(torch.zeros(1, 12, 1), Tokens("img", grouped=True))
+
+
+def test_what_blocks_before_made_may_be_a_share_already():
+    first = _ranks(3)[0]
+    share = first.cut(IMAGE, Tokens("img"))
+    assert first.cut(share, Tokens("img", passed=True)) is share
+    assert torch.equal(first.cut(IMAGE, Tokens("img", passed=True)), share)
+    with pytest.raises(RequestError):
+        first.cut(share, Tokens("img"))
+
+
+def test_tokens_in_several_dims():
+    grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
+    for index, expected in enumerate((range(12), range(12, 24))):
+        tokens = BlockTokens(Axis((0, 1), index, None), (), Traffic())
+        share = tokens.cut(grid, Tokens("x", 1, 3))
+        assert share.shape == (1, 12, 1, 1, 1)
+        assert share.flatten().tolist() == list(expected)
+        assert tokens.cut(torch.zeros(24, 7), Tokens("x", 0)).shape == (12, 7)
+
+
+def test_only_the_named_item_of_a_tuple_has_tokens():
+    tokens = BlockTokens(Axis((0, 1), 0, None), (), Traffic())
+    video, sound = tokens.cut((IMAGE, TEXT), Tokens("x", item=0))
+    assert (video.shape[1], sound is TEXT) == (6, True)
+
+
+def test_ranges_and_first_tokens_are_renumbered():
+    first, second, third = _ranks(3)  # image tokens 0-3, 4-7, 8-10; text 0-1, 2-3, 4
+    assert second.cut([(2, 6, "a"), (6, None, "b")], Ranges("img")) == [(0, 2, "a"), (2, 4, "b")]
+    assert first.cut([(8, 11, "late")], Ranges("img")) == []
+    assert third.cut([(0, 5, "text"), (5, None, "image")], Ranges("txt+img")) == [
+        (0, 1, "text"),
+        (1, 4, "image"),
+    ]
+    assert [tokens.cut(6, FirstToken("img")) for tokens in (first, second, third)] == [4, 2, 0]
+
+
+class _PerFrame:
+    """As LTX-2 keeps timesteps."""
+
+    def __init__(self, data, frame):
+        self.data, self.frame = data, frame
+
+    def expand(self):
+        return self.data.repeat_interleave(self.frame, dim=1)
+
+
+def test_a_timestep_that_expands_is_expanded_and_cut():
+    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    tokens.cut(torch.zeros(1, 6, 2), Tokens("x"))
+    cut = tokens.cut(_PerFrame(torch.tensor([[[1.0], [2.0]]]), 3), ExpandingTimestep("x"))
+    assert (cut.data.flatten().tolist(), cut.frame) == ([2.0, 2.0, 2.0], None)
+
+
+def test_a_rank_without_a_token_holds_a_stand_in_that_counts_nowhere():
+    ranks = _ranks(3)
+    for tokens in ranks:
+        tokens.counts["txt"] = 1
+    one_word = TEXT[:, :1]
+    assert [tokens.held("txt") for tokens in ranks] == [1, 1, 1]
+    assert ranks[0].lengths("txt") == (1, 0, 0)
+    last = ranks[2]
+    held = torch.cat([last.cut(one_word.clone(), Tokens("txt")), last.cut(IMAGE, Tokens("img"))], 1)
+    own = last.own(held, "txt+img", 1)
+    assert torch.equal(own, IMAGE[:, 8:])
+    again = last.with_stand_ins(own, "txt+img", 1)
+    assert torch.equal(again, torch.cat([torch.zeros(1, 1, 2), own], 1))
+    assert ranks[0].own(held, "img", 1) is held
+
+
+def test_other_tokens_than_the_table_says_are_refused():
+    tokens = _ranks(3)[0]
+    with pytest.raises(RequestError, match="takes 7 tokens where img has 11"):
+        tokens.cut(torch.zeros(1, 7, 2), Tokens("img"))
+    with pytest.raises(RequestError, match="gave 7 tokens of img where 4 belong"):
+        tokens.gather(torch.zeros(1, 7, 2), Tokens("img"))
+
+
+def _gathered(world, weights, text):
+    axis = Axis(tuple(range(world.world_size)), world.rank, world.group)
+    tokens = BlockTokens(axis, weights, Traffic())
+    grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
+    shares = [
+        (tokens.cut(IMAGE, Tokens("img")), Tokens("img")),
+        (tokens.cut(TEXT[:, :text], Tokens("txt")), Tokens("txt")),
+        (tokens.cut(torch.cat([TEXT[:, :text], IMAGE], 1), Tokens("txt+img")), Tokens("txt+img")),
+        (tokens.cut(grid, Tokens("x", 1, 3)), Tokens("x", 1, 3)),
+    ]
+    return [tokens.gather(share, argument) for share, argument in shares]
+
+
+@pytest.mark.parametrize(("weights", "text"), [((), 5), ((1.0, 3.0, 2.0), 5), ((), 1)])
+def test_what_was_cut_gathers_to_the_whole(weights, text):
+    whole = [
+        IMAGE,
+        TEXT[:, :text],
+        torch.cat([TEXT[:, :text], IMAGE], 1),
+        torch.arange(24.0).view(1, 2, 3, 4, 1),
+    ]
+    for found in run_ranks(_gathered, 3, weights, text):
+        assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))

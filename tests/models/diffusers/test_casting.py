@@ -1,0 +1,110 @@
+"""Layers that cast on use compute what a cast layer computes, and keep their weights as they are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_backend.models.diffusers.casting import CastingLinear, Fp8Linear, HalvesSwapped, cast_on_use
+
+
+def stored_linear(dtype: torch.dtype, *, bias: bool = True, inputs: int = 8, outputs: int = 6) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_casting_layer_computes_in_the_dtype_of_its_input(stored, compute, bias):
+    layer = stored_linear(stored, bias=bias)
+    cast_on_use(layer, compute)
+    x = torch.randn(3, 8).to(compute)
+    expected = F.linear(x, layer.weight.to(compute), layer.bias.to(compute) if bias else None)
+    result = layer(x)
+    assert result.dtype == compute
+    assert torch.equal(result, expected)
+
+
+def test_weights_stay_where_and_what_they_are():
+    layer = stored_linear(torch.bfloat16)
+    weight, values, place = layer.weight, layer.weight.clone(), layer.weight.data_ptr()
+    cast_on_use(layer, torch.float32)
+    layer(torch.randn(3, 8))
+    assert layer.weight is weight
+    assert (layer.weight.data_ptr(), layer.weight.dtype) == (place, torch.bfloat16)
+    assert torch.equal(layer.weight, values)
+
+
+def test_only_layers_stored_otherwise_are_changed():
+    same, other, odd_bias = (stored_linear(d) for d in (torch.float32, torch.bfloat16, torch.float32))
+    odd_bias.bias = nn.Parameter(odd_bias.bias.to(torch.bfloat16), requires_grad=False)
+    model = nn.ModuleDict(
+        {"same": same, "deep": nn.Sequential(other, nn.SiLU(), odd_bias), "norm": nn.LayerNorm(8)}
+    )
+    cast_on_use(model, torch.float32)
+    assert [type(layer) for layer in (same, other, odd_bias)] == [nn.Linear, CastingLinear, CastingLinear]
+    assert type(model["norm"]) is nn.LayerNorm
+
+
+def test_a_subclass_of_linear_keeps_its_own_forward():
+    class Special(nn.Linear):
+        pass
+
+    layer = Special(8, 6).to(torch.bfloat16)
+    cast_on_use(nn.Sequential(layer), torch.float32)
+    assert type(layer) is Special
+
+
+def test_swapped_halves_equal_swapped_weights():
+    inner = stored_linear(torch.float32)
+    swapped = nn.Linear(8, 6)
+    swapped.load_state_dict({k: torch.cat(v.chunk(2)[::-1]) for k, v in inner.state_dict().items()})
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(HalvesSwapped(inner)(x), swapped(x))
+    assert not torch.allclose(HalvesSwapped(inner)(x), inner(x))
+
+
+class WeightTraffic(TorchDispatchMode):
+    """Counts bytes of tensors with as many elements as a weight, in and out of what really runs."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.bytes = elements, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            touched = [t for t in (*args, out) if isinstance(t, torch.Tensor)]
+            self.bytes += sum(t.nbytes for t in touched if t.numel() == self.elements)
+        return out
+
+
+def test_fp8_weights_are_read_once_where_the_product_in_fp8_was_asked_for():
+    layer = stored_linear(torch.float8_e4m3fn, inputs=64, outputs=48)
+    layer.bias.data = layer.bias.data.to(torch.bfloat16)
+    x = torch.randn(2, 5, 64).to(torch.bfloat16)
+    counted, outputs = {}, {}
+    for in_fp8 in (False, True):
+        layer.__class__ = nn.Linear
+        cast_on_use(layer, torch.bfloat16, in_fp8=in_fp8)
+        with torch.no_grad(), WeightTraffic(layer.weight.numel()) as traffic:
+            outputs[in_fp8] = layer(x)
+        counted[in_fp8] = traffic.bytes / layer.weight.numel()
+    assert counted == {False: 5, True: 1}  # read, written and read again in bfloat16; read in fp8
+    rounded = F.linear(x.to(torch.float8_e4m3fn).float(), layer.weight.float(), layer.bias.float())
+    torch.testing.assert_close(outputs[True].float(), rounded, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(outputs[True], outputs[False])  # another picture, so nobody gets it unasked
+
+
+def test_only_layers_that_the_product_in_fp8_takes_multiply_in_it():
+    fits, odd = (stored_linear(torch.float8_e4m3fn, inputs=32, outputs=n) for n in (16, 24))
+    half = stored_linear(torch.float16, inputs=32, outputs=16)
+    cast_on_use(nn.ModuleList([fits, odd, half]), torch.bfloat16, in_fp8=True)
+    assert [type(layer) for layer in (fits, odd, half)] == [Fp8Linear, CastingLinear, CastingLinear]
+    assert fits(torch.empty(1, 0, 32, dtype=torch.bfloat16)).shape == (1, 0, 16)
+    huge = torch.full((1, 32), 1e4, dtype=torch.bfloat16)
+    assert torch.isfinite(fits(huge)).all()  # beyond fp8's range there is only NaN

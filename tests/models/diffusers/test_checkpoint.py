@@ -1,0 +1,236 @@
+"""What a Flux.1 file holds is read from its header alone; everything else is refused by name, reason and remedy."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from parallel_backend.errors import CheckpointError
+from parallel_backend.models.diffusers.checkpoint import PREFIXES, inspect_flux
+from parallel_backend.models.diffusers.keys import FluxDims, diffusers_shapes, original_shapes
+from parallel_backend.strategy import ModelShape
+from sparse_checkpoint import write_sparse
+from tiny_flux import tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
+
+SIZES = {"heads": 1, "double_blocks": 2, "single_blocks": 3, "context_dim": 24, "pooled_dim": 40}
+PREFIX = "model.diffusion_model."
+_TENSORS = tiny_flux_tensors(**SIZES)
+ORIGINAL = {key: tuple(tensor.shape) for key, tensor in _TENSORS.items()}
+DIFFUSERS = {key: tuple(tensor.shape) for key, tensor in to_diffusers_layout(_TENSORS).items()}
+SHAPES = {"original": ORIGINAL, "diffusers": DIFFUSERS}
+BYTES = sum(map(prod, ORIGINAL.values()))  # in fp8
+del _TENSORS
+
+
+def dims(*, guidance: bool = True) -> FluxDims:
+    return FluxDims(
+        hidden=128,
+        heads=1,
+        head_dim=128,
+        mlp=512,
+        double_blocks=2,
+        single_blocks=3,
+        context_dim=24,
+        pooled_dim=40,
+        in_channels=64,
+        out_channels=64,
+        guidance=guidance,
+    )
+
+
+def refusal(path) -> str:
+    """The message with which `path` is refused."""
+    with pytest.raises(CheckpointError) as refused:
+        inspect_flux(path)
+    message = str(refused.value)
+    assert message.startswith(f"{path.name} is refused: ")
+    assert message.endswith(".")
+    assert str(path.parent) not in message
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_sizes_come_from_the_tensors_in_either_layout_under_any_prefix(tmp_path, layout, prefix):
+    file = inspect_flux(
+        write_sparse(tmp_path / "x.safetensors", {prefix + key: s for key, s in SHAPES[layout].items()})
+    )
+    assert (file.layout, file.prefix, file.dims) == (layout, prefix, dims())
+    assert (file.name, file.dtype, file.tensor_bytes) == ("x.safetensors", "bfloat16", 2 * BYTES)
+    assert file.shape == ModelShape(1, 5, "x.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+def test_a_file_without_guidance_embedding_is_a_schnell(tmp_path, layout):
+    path = write_tiny_flux(tmp_path / "x.safetensors", layout=layout, guidance=False, **SIZES)
+    assert inspect_flux(path).dims == dims(guidance=False)
+
+
+def test_the_real_flux_dev_is_told_from_its_header(tmp_path):
+    real = FluxDims(3072, 24, 128, 12288, 19, 38, 4096, 768, 64, 64, guidance=True)
+    for layout, shapes in (("original", original_shapes(real)), ("diffusers", diffusers_shapes(real))):
+        file = inspect_flux(write_sparse(tmp_path / f"{layout}.safetensors", shapes))
+        assert (file.layout, file.dims) == (layout, real)
+        assert file.tensor_bytes == 2 * 11_901_408_320  # parameters of FLUX.1-dev by its model card
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_the_key_table_is_the_files(layout):
+    table = original_shapes(dims()) if layout == "original" else diffusers_shapes(dims())
+    assert table == SHAPES[layout]
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_lora_loaders_get_original_keys_whatever_the_layout(tmp_path, layout):
+    file = inspect_flux(write_sparse(tmp_path / "x.safetensors", SHAPES[layout]))
+    assert file.original_shapes == ORIGINAL
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("F8_E4M3", "float8_e4m3fn")],
+)
+def test_the_dtype_is_that_of_most_bytes(tmp_path, dtype, name):
+    norms = {key: "F32" for key in ORIGINAL if key.endswith((".bias", ".scale"))}
+    assert inspect_flux(write_sparse(tmp_path / "x.safetensors", ORIGINAL, dtype, norms)).dtype == name
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_a_full_checkpoint_is_read_past_its_vae_and_text_encoders(tmp_path, prefix):
+    beside = {
+        "vae.decoder.conv_in.weight": (8, 8),
+        "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight": (8, 8),
+        "text_encoders.clip_l.transformer.text_model.embeddings.position_ids": (7,),
+        "text_encoders.t5xxl.scaled_fp8": (0,),
+    }
+    position = "text_encoders.clip_l.transformer.text_model.embeddings.position_ids"
+    shapes = {prefix + key: shape for key, shape in ORIGINAL.items()} | beside
+    file = inspect_flux(write_sparse(tmp_path / "full.safetensors", shapes, "F8_E4M3", {position: "U8"}))
+    assert (file.prefix, file.dims, file.tensor_bytes) == (prefix, dims(), BYTES)
+
+
+def test_head_norms_may_end_as_comfyui_saves_them(tmp_path):
+    respelled = {PREFIX + key.replace("_norm.scale", "_norm.weight"): s for key, s in ORIGINAL.items()}
+    path = write_sparse(tmp_path / "saved.safetensors", respelled)
+    file = inspect_flux(path)
+    assert (file.layout, file.dims) == ("original", dims())
+    with safe_open(path, framework="pt") as opened:
+        assert {file.stored_key(key) for key in file.original_shapes} == set(opened.keys())
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"), [(layout, key) for layout, shapes in SHAPES.items() for key in shapes]
+)
+def test_a_missing_key_is_named(tmp_path, layout, key):
+    left = {PREFIX + name: shape for name, shape in SHAPES[layout].items() if name != key}
+    message = refusal(write_sparse(tmp_path / "x.safetensors", left))
+    assert key in message or "guidance" in key
+    assert "missing" in message or "has no" in message or "guidance" in message
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("damage", ["transposed", "one row more", "flat", "empty"])
+def test_a_wrong_shape_is_refused(tmp_path, layout, damage):
+    for key, shape in SHAPES[layout].items():
+        if len(shape) == 2 and shape[0] != shape[1]:
+            rows, columns = shape
+            wrong = {"transposed": (columns, rows), "one row more": (rows + 1, columns)}.get(
+                damage, (rows * columns,) if damage == "flat" else (rows, 0)
+            )
+            path = write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], key: wrong}, "F8_E4M3")
+            refusal(path)  # which tensor gets the blame depends on which sizes it is the source of
+
+
+def test_a_block_left_out_of_the_middle_is_refused(tmp_path):
+    left = {key: shape for key, shape in ORIGINAL.items() if not key.startswith("single_blocks.1.")}
+    assert "single_blocks.1." in refusal(write_sparse(tmp_path / "x.safetensors", left))
+
+
+def test_a_model_without_single_blocks_is_refused(tmp_path):
+    left = {key: shape for key, shape in ORIGINAL.items() if not key.startswith("single_blocks.")}
+    assert "single_blocks.0" in refusal(write_sparse(tmp_path / "x.safetensors", left))
+
+
+def test_keys_that_flux_lacks_are_refused_by_name(tmp_path):
+    message = refusal(
+        write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, "double_blocks.0.img_attn.extra": (1,)})
+    )
+    assert "double_blocks.0.img_attn.extra" in message
+
+
+def test_hostile_keys_do_not_reach_the_message_raw(tmp_path):
+    hostile = {"\x1b[2J" + "x" * 100_000: (1,), "\ud800": (1,), "y" * 100_000: (1,)}
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, **hostile}))
+    assert message.isprintable()
+
+
+OTHERS = {
+    "Flux.2": {**ORIGINAL, "double_stream_modulation_img.lin.weight": (6, 1)},
+    "Flux.2 ": {"double_stream_modulation_img.linear.weight": (6, 1), "x_embedder.weight": (1, 1)},
+    "Chroma": {**ORIGINAL, "distilled_guidance_layer.in_proj.weight": (1, 1)},
+    "ControlNet": {**DIFFUSERS, "controlnet_x_embedder.weight": (1, 1)},
+    "LoRA": {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": (1, 1)},
+    "LoRA ": {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": (1, 1)},
+    "HunyuanVideo": {"txt_in.individual_token_refiner.blocks.0.norm1.weight": (1,)},
+    "Qwen-Image": {"transformer_blocks.0.img_mod.1.weight": (1, 1), "img_in.weight": (1, 1)},
+    "Stable Diffusion 3": {PREFIX + "joint_blocks.0.context_block.attn.qkv.weight": (1, 1)},
+    "Stable Diffusion 1, 2 or XL": {PREFIX + "input_blocks.0.0.weight": (320, 4, 3, 3)},
+    "diffusers UNet": {"down_blocks.0.resnets.0.conv1.weight": (1, 1)},
+    "VAE": {"decoder.conv_in.weight": (1, 1)},
+    "text encoder": {"encoder.block.0.layer.0.SelfAttention.q.weight": (1, 1)},
+    "text encoder ": {"text_model.embeddings.token_embedding.weight": (1, 1)},
+    "not a Flux.1 model": {"weight": (1, 1)},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_kind_of_file_is_called_by_its_name(tmp_path, what):
+    message = refusal(write_sparse(tmp_path / "x.safetensors", OTHERS[what]))
+    assert what.strip() in message
+    assert "choose a Flux.1 checkpoint" in message
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_fill_canny_and_depth_take_in_more_channels(tmp_path, layout):
+    entrance = "img_in.weight" if layout == "original" else "x_embedder.weight"
+    for channels in (128, 384):
+        path = write_sparse(
+            tmp_path / f"{channels}.safetensors", {**SHAPES[layout], entrance: (128, channels)}
+        )
+        dims = inspect_flux(path).dims
+        assert (dims.in_channels, dims.out_channels) == (channels, 64)
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], entrance: (128, 96)}))
+    assert "96 input and 64 output channels" in message
+    assert "UNETLoader" in message
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E5M2"])
+def test_a_quantised_file_is_refused_by_its_dtype(tmp_path, dtype):
+    message = refusal(
+        write_sparse(tmp_path / "x.safetensors", ORIGINAL, "BF16", {"single_blocks.0.linear1.weight": dtype})
+    )
+    assert f"single_blocks.0.linear1.weight is stored as {dtype}" in message
+    assert "bfloat16" in message
+
+
+@pytest.mark.parametrize("key", ["scaled_fp8", "single_blocks.0.linear1.scale_weight", "img_in.weight_scale"])
+def test_scaled_fp8_is_refused_by_name(tmp_path, key):
+    message = refusal(write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, key: (1,)}, "F8_E4M3"))
+    assert key in message
+    assert "plain fp8_e4m3fn" in message
+
+
+def test_heads_of_another_width_are_refused(tmp_path):
+    shapes = {key: (64,) if key.endswith(".scale") else shape for key, shape in ORIGINAL.items()}
+    assert "heads have 64 channels" in refusal(write_sparse(tmp_path / "x.safetensors", shapes))
+
+
+def test_a_written_file_is_read_back(tmp_path):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        file = inspect_flux(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES))
+        assert getattr(torch, file.dtype) == dtype
+        assert file.tensor_bytes == BYTES * dtype.itemsize

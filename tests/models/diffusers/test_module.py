@@ -1,0 +1,350 @@
+"""A Flux.1 file of any layout and dtype becomes the same network, over the mapped file and without a copy per rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+from mapped_files import mapped_ranges
+from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.models.base import TokenShare
+from parallel_backend.models.diffusers.casting import CastingLinear
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.keys import diffusers_sources
+from parallel_backend.models.diffusers.load import load
+from parallel_backend.models.diffusers.module import FluxModel
+from parallel_backend.models.diffusers.packing import image_ids
+from parallel_backend.requests import Conditioning, ModelSpec
+from tiny_flux import tiny_flux_config, write_tiny_flux
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SIZES = {"heads": 2, "double_blocks": 2, "single_blocks": 2, "context_dim": 48, "pooled_dim": 24}
+PREFIX = "model.diffusion_model."
+CPU = torch.device("cpu")
+META = torch.device("meta")  # stands for an accelerator where only dtypes matter
+HEIGHT, WIDTH, TEXT = 6, 10, 5  # of the latent, and tokens
+
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two rows of a model call."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "img_tokens": torch.randn(2, HEIGHT * WIDTH // 4, 64, generator=g),
+        "context": torch.randn(2, TEXT, SIZES["context_dim"], generator=g),
+        "pooled": torch.randn(2, SIZES["pooled_dim"], generator=g),
+        "sigma": torch.tensor([0.8123, 0.3331]),
+        "guidance": torch.tensor([4.0, 2.0]),  # times 1000 exact in bf16, so that only arithmetic rounds
+        "img_ids": image_ids(HEIGHT, WIDTH),
+    }
+
+
+def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -> FluxModel:
+    return load(ModelSpec(str(path), weight_dtype=weight_dtype), device)
+
+
+@torch.no_grad()
+def judged(folder: Path, stored: torch.dtype, *, guidance: bool = True) -> torch.Tensor:
+    """diffusers' own forward in float32, on weights rounded to `stored`, from diffusers' own layout."""
+    path = write_tiny_flux(folder / "judge.safetensors", layout="diffusers", guidance=guidance, **SIZES)
+    model = FluxTransformer2DModel(**tiny_flux_config(guidance=guidance, **SIZES)).eval()
+    model.load_state_dict({key: t.to(stored).float() for key, t in load_file(path).items()})
+    given = inputs()
+    return model(
+        hidden_states=given["img_tokens"],
+        encoder_hidden_states=given["context"],
+        pooled_projections=given["pooled"],
+        timestep=given["sigma"],
+        guidance=given["guidance"] if guidance else None,
+        img_ids=given["img_ids"],
+        txt_ids=torch.zeros(TEXT, 3),
+        return_dict=False,
+    )[0]
+
+
+@torch.no_grad()
+def velocity(model: FluxModel, **changes) -> torch.Tensor:
+    given = {**inputs(), **changes}
+    prompt = Conditioning(given["context"], given["pooled"], given["guidance"])
+    share = TokenShare(given["img_tokens"], prompt.context, given["img_ids"], given["sigma"], prompt)
+    return model.through(0, share)[0].float()
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    assert result.shape == expected.shape
+    assert result.dtype == F32
+    return ((result - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("guidance", [True, False], ids=["dev", "schnell"])
+@pytest.mark.parametrize("prefix", ["", PREFIX], ids=["bare", "prefixed"])
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_every_layout_and_dtype_gives_diffusers_forward(tmp_path, dtype, layout, prefix, guidance):
+    path = write_tiny_flux(
+        tmp_path / "x.safetensors", dtype=dtype, layout=layout, prefix=prefix, guidance=guidance, **SIZES
+    )
+    model = loaded(path)
+    assert model.compute_dtype == F32
+    assert error(velocity(model), judged(tmp_path, dtype, guidance=guidance)) < 1e-5
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX], ids=["bare", "prefixed"])
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefix):
+    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=FP8, layout=layout, prefix=prefix, **SIZES)
+    model = loaded(path)
+    assert model.compute_dtype == BF16
+    assert model.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
+    result = velocity(model)
+    assert error(result, judged(tmp_path, FP8)) < 0.03  # bf16 has 8 bits: measured 0.01
+    # The same weights stored as bf16 compute exactly the same.
+    wide = tmp_path / "wide.safetensors"
+    save_file({key: tensor.to(BF16) for key, tensor in load_file(path).items()}, wide)
+    assert torch.equal(result, velocity(loaded(wide, "bfloat16")))
+
+
+def test_a_different_network_is_told_apart(tmp_path):
+    """The negative control: the comparisons above can fail."""
+    other = loaded(write_tiny_flux(tmp_path / "x.safetensors", seed=1, **SIZES))
+    assert error(velocity(other), judged(tmp_path, F32)) > 0.1
+
+
+def test_files_that_comfyui_saved_load_too(tmp_path):
+    path = write_tiny_flux(tmp_path / "x.safetensors", prefix=PREFIX, **SIZES)
+    saved = {key.replace("_norm.scale", "_norm.weight"): tensor for key, tensor in load_file(path).items()}
+    save_file(saved, tmp_path / "saved.safetensors")
+    assert torch.equal(velocity(loaded(tmp_path / "saved.safetensors")), velocity(loaded(path)))
+
+
+def test_tensors_of_a_full_checkpoint_beside_the_model_are_left_alone(tmp_path):
+    path = write_tiny_flux(tmp_path / "x.safetensors", prefix=PREFIX, **SIZES)
+    full = load_file(path) | {"vae.decoder.conv_in.weight": torch.zeros(4), "text_encoders.x": torch.zeros(9)}
+    save_file(full, tmp_path / "full.safetensors")
+    model = loaded(tmp_path / "full.safetensors")
+    assert torch.equal(velocity(model), velocity(loaded(path)))
+    assert model.bytes == loaded(path).bytes
+
+
+@pytest.mark.parametrize("padding", [1, 2, 3, 5])
+def test_a_file_whose_data_lie_at_an_odd_offset_loads(tmp_path, padding):
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(
+        (end - 8 + padding).to_bytes(8, "little") + content[8:end] + b" " * padding + content[end:]
+    )
+    assert torch.equal(velocity(loaded(odd)), velocity(loaded(path)))
+
+
+LARGE, SMALL = "single_transformer_blocks.0.proj_mlp.weight", "x_embedder.weight"
+NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_blocks.0.attn.to_q.bias"
+
+
+@pytest.mark.parametrize(
+    ("stored", "wish", "device", "compute", "large", "small", "bias"),
+    [
+        # On the CPU the file stays mapped whatever is asked; only fp8 is made.
+        (F32, "auto", CPU, F32, F32, F32, F32),
+        (BF16, "auto", CPU, F32, BF16, BF16, BF16),
+        (F16, "auto", CPU, F32, F16, F16, F16),
+        (FP8, "auto", CPU, BF16, FP8, FP8, FP8),
+        (BF16, "bfloat16", CPU, BF16, BF16, BF16, BF16),
+        (BF16, "float32", CPU, F32, BF16, BF16, BF16),
+        (F32, "bfloat16", CPU, BF16, F32, F32, F32),
+        (F32, "float16", CPU, F16, F32, F32, F32),
+        (FP8, "float32", CPU, F32, FP8, FP8, FP8),
+        (BF16, "float8_e4m3fn", CPU, BF16, FP8, BF16, BF16),
+        (F32, "float8_e4m3fn", CPU, BF16, FP8, BF16, BF16),
+        (FP8, "float8_e4m3fn", CPU, BF16, FP8, FP8, FP8),
+        # An accelerator gets what it computes with, or fp8.
+        (BF16, "auto", META, BF16, BF16, BF16, BF16),
+        (F16, "auto", META, F16, F16, F16, F16),
+        (F32, "auto", META, BF16, BF16, BF16, BF16),
+        (FP8, "auto", META, BF16, FP8, FP8, FP8),
+        (F32, "bfloat16", META, BF16, BF16, BF16, BF16),
+        (FP8, "float16", META, F16, F16, F16, F16),
+        (BF16, "float8_e4m3fn", META, BF16, FP8, BF16, BF16),
+    ],
+)
+def test_weight_dtype_decides_storage_and_arithmetic(
+    tmp_path, stored, wish, device, compute, large, small, bias
+):
+    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=stored, **SIZES)
+    model = loaded(path, wish, device)
+    parameters = dict(model.transformer.named_parameters())
+    assert model.compute_dtype == compute
+    assert [parameters[name].dtype for name in (LARGE, SMALL, BIAS, NORM)] == [large, small, bias, compute]
+    assert {p.device.type for p in parameters.values()} == {device.type}
+    casting = type(model.transformer.get_submodule(LARGE.removesuffix(".weight"))) is CastingLinear
+    assert casting == (large != compute)
+    if device is CPU:
+        rounded = judged(tmp_path, FP8 if FP8 in (stored, large) else stored)
+        # float8_e4m3fn leaves embedders and biases alone, so it is closer to the plain weights than `rounded` is.
+        allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 0.03
+        assert error(velocity(model), rounded) < allowed
+
+
+def test_fp8_made_at_load_equals_the_blocks_weights_rounded(tmp_path):
+    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=BF16, layout="diffusers", **SIZES)
+    rounded = {
+        key: tensor.to(FP8).to(BF16)
+        if "transformer_blocks." in key and key.endswith("weight") and ".norm_" not in key
+        else tensor
+        for key, tensor in load_file(path).items()
+    }
+    save_file(rounded, tmp_path / "rounded.safetensors")
+    assert torch.equal(
+        velocity(loaded(path, "float8_e4m3fn")),
+        velocity(loaded(tmp_path / "rounded.safetensors", "bfloat16")),
+    )
+
+
+def test_an_unknown_weight_dtype_is_refused(tmp_path):
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+    with pytest.raises(RequestError, match=r"weight_dtype 'int4' is unknown; choose one of auto, bfloat16"):
+        loaded(path, "int4")
+
+
+def test_the_model_is_whole_and_ready(tmp_path):
+    model = loaded(write_tiny_flux(tmp_path / "x.safetensors", **SIZES))
+    tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
+    assert {t.device.type for t in tensors} == {"cpu"}
+    assert not any(t.requires_grad for t in tensors)
+    assert not any(module.training for module in model.transformer.modules())
+    assert sum(t.numel() * t.element_size() for t in tensors) == model.bytes
+    assert len(tensors) == len(diffusers_sources(model.file.dims))
+
+
+def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
+    model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=BF16, **SIZES), "bfloat16")
+    sigma = torch.tensor([0.8123, 0.3331])
+    rounded = sigma.to(BF16).float()
+    # diffusers' own forward would give the same for both.
+    assert not torch.equal(velocity(model, sigma=sigma), velocity(model, sigma=rounded))
+    seen = []
+    model.transformer.time_text_embed.inner.time_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].clone())
+    )
+    velocity(model, sigma=sigma, guidance=torch.tensor([3.5, 3.3]))
+    timestep, guidance = seen
+    assert torch.equal(timestep, sigma * 1000)
+    assert guidance.tolist() == [3504.0, 3296.0]  # rounded, as ComfyUI rounds it
+
+
+def test_half_precision_stays_within_its_own_rounding(tmp_path):
+    for dtype, wish, bits in ((BF16, "bfloat16", 8), (F16, "float16", 11)):
+        model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES), wish)
+        # Against ComfyUI's own model at the same precision: 0.010 (bf16), 0.0014 (fp16); the roundings add up.
+        assert error(velocity(model), judged(tmp_path, dtype)) < 8 * 2.0**-bits
+
+
+def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):
+    dev = loaded(write_tiny_flux(tmp_path / "dev.safetensors", **SIZES))
+    disabled = velocity(dev, guidance=None)
+    assert error(velocity(dev, guidance=torch.full((2,), 3.5)), disabled) > 1e-3
+    embedder = dev.transformer.time_text_embed.inner.guidance_embedder
+    for parameter in embedder.linear_2.parameters():
+        parameter.data = torch.zeros_like(parameter)  # an embedding that adds nothing
+    assert torch.equal(velocity(dev, guidance=torch.full((2,), 3.5)), disabled)
+    schnell = loaded(write_tiny_flux(tmp_path / "schnell.safetensors", guidance=False, **SIZES))
+    assert torch.equal(velocity(schnell, guidance=None), velocity(schnell))
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path):
+    first = loaded(write_tiny_flux(tmp_path / "a.safetensors", **SIZES))
+    before = velocity(first)
+    second = loaded(write_tiny_flux(tmp_path / "b.safetensors", seed=1, dtype=BF16, **SIZES), "bfloat16")
+    velocity(second, sigma=torch.tensor([0.1, 0.9]))
+    assert torch.equal(velocity(first), before)
+
+
+def test_a_refused_file_leaves_the_process_able_to_load(tmp_path):
+    good = write_tiny_flux(tmp_path / "good.safetensors", **SIZES)
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(good.read_bytes()[:-100])
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"bad\.safetensors is refused: it is truncated"):
+            loaded(bad)
+        assert velocity(loaded(good)).isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["truncated", "deleted"])
+def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch, change):
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+
+    def inspected_too_early(given):
+        file = inspect_flux(given)
+        path.write_bytes(path.read_bytes()[:-100]) if change == "truncated" else path.unlink()
+        return file
+
+    monkeypatch.setattr("parallel_backend.models.diffusers.load.inspect_flux", inspected_too_early)
+    with pytest.raises(CheckpointError, match=r"^x\.safetensors is refused: it changed while") as refused:
+        loaded(path)
+    assert str(tmp_path) not in str(refused.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+@pytest.mark.parametrize(("dtype", "wish"), [(F32, "auto"), (BF16, "auto"), (FP8, "auto"), (F32, "bfloat16")])
+def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, layout, dtype, wish):
+    path = write_tiny_flux(tmp_path / "x.safetensors", layout=layout, dtype=dtype, **SIZES)
+    model = loaded(path, wish)
+    velocity(model)
+    ranges = mapped_ranges(path)
+    copies = [
+        name
+        for name, parameter in model.transformer.named_parameters()
+        if ".norm_" not in name and not any(b <= parameter.data_ptr() < e for b, e in ranges)
+    ]
+    assert not copies
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_processes_hold_one_copy_of_the_file_between_them(tmp_path):
+    small = write_tiny_flux(tmp_path / "small.safetensors")
+    large = write_tiny_flux(tmp_path / "large.safetensors", heads=6)
+    size = large.stat().st_size
+    assert size > 100e6
+    holder = ROOT / "tests" / "support" / "weights_holder.py"
+    holders = [
+        subprocess.Popen(
+            [sys.executable, str(holder), str(small), str(large)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+
+    def together() -> list[str]:
+        """The next word of each, once all have one; then they go on."""
+        words = [process.stdout.readline().strip() for process in holders]
+        for process in holders:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return words
+
+    try:
+        for word in ("warm", "measured", "loaded"):
+            assert together() == [word] * 2
+        growth = sum(map(int, together()))
+        assert together() == ["copied"] * 2
+        copied = sum(map(int, together()))
+    finally:
+        for process in holders:
+            process.kill()
+            process.communicate()
+    print(f"growth {growth / 1e6:.1f} MB for a file of {size / 1e6:.1f} MB: {growth / size:.3f}")
+    assert 0.9 * size < growth <= 1.15 * size  # every weight was read
+    assert copied > 2.5 * size  # the control: a copy per rank

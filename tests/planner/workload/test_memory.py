@@ -1,0 +1,286 @@
+"""Predicted memory: closed forms that add up, the loader's own tensors, and the live bytes of real model calls."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+
+from jobs import file_of
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.factory import make_forward
+from parallel_backend.engine.first_block_cache import CachedForward
+from parallel_backend.engine.load import load_under
+from parallel_backend.models.base import Slices
+from parallel_backend.models.diffusers import load as flux
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, diffusers_shapes
+from parallel_backend.models.diffusers.tensor_parallel import slice_layers
+from parallel_backend.models.diffusers.weight_bytes import held_weights, kept_dtype
+from parallel_backend.models.dtypes import Dtypes
+from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.communicators import COMMUNICATOR_BYTES
+from parallel_backend.planner.workload.memory import predict_memory
+from parallel_backend.planner.workload.rank_memory import fullest_rank
+from parallel_backend.planner.workload.workload import Job
+from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.sampling.denoise import denoise
+from parallel_backend.strategy import ParallelStrategy
+from point_forward import Boundary
+from ranks import run_ranks
+from tiny_flux import write_tiny_flux
+from waiting import wait_until
+
+GIB = 2**30
+DEV = file_of(FLUX_DEV, "bfloat16")
+
+
+def job_of(height: int, width: int, text: int = 512, file=DEV, **job) -> Job:
+    """Height and width in latent pixels."""
+    return Job(CheckpointModel(file), **{"steps": 20} | job, text=text, height=8 * height, width=8 * width)
+
+
+SQUARE = job_of(128, 128)  # 1024 x 1024
+
+
+def numbers(dims: FluxDims) -> int:
+    return sum(torch.Size(shape).numel() for shape in diffusers_shapes(dims).values())
+
+
+def weights_of(strategy: ParallelStrategy, dims: FluxDims = FLUX_DEV, **options) -> list[int]:
+    dtypes = Dtypes.of("auto", "bfloat16", on_cpu=False)
+    ranks = range(strategy.world_size)
+    return [held_weights(dims, dtypes, strategy, rank, on_cpu=False, **options).own for rank in ranks]
+
+
+def test_flux_dev_is_as_large_as_its_model_card_says():
+    assert numbers(FLUX_DEV) == pytest.approx(11.9e9, rel=0.005)
+    assert weights_of(ParallelStrategy()) == [2 * numbers(FLUX_DEV)]
+    (alone,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
+    assert alone.weights == 2 * numbers(FLUX_DEV)
+    assert alone.private_bytes / GIB == pytest.approx(24.2, abs=0.3)
+    assert alone.mapped == alone.host == 0
+
+
+def test_what_patches_hold_lies_whole_on_each_rank():
+    """A ControlNet's network: 2 GB on one device, and on each of two that share the work."""
+    for strategy in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2, shard_weights=True)):
+        without = predict_memory(DEV, strategy, SQUARE)
+        patched = predict_memory(DEV, strategy, replace(SQUARE, patch_bytes=2 * GIB))
+        assert [m.weights - w.weights for m, w in zip(patched, without, strict=True)] == [2 * GIB] * len(
+            without
+        )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_the_stages_of_a_pipeline_hold_the_model_once_but_for_the_time_embedding(stages):
+    held = weights_of(ParallelStrategy(pipefusion_degree=stages))
+    embedding = 2 * sum(
+        torch.Size(shape).numel()
+        for name, shape in diffusers_shapes(FLUX_DEV).items()
+        if name.startswith("time_text_embed.")
+    )
+    assert sum(held) == 2 * numbers(FLUX_DEV) + (stages - 1) * embedding
+    assert max(held) < 1.15 * 2 * numbers(FLUX_DEV) / stages
+
+
+def test_larger_shares_mean_more_blocks():
+    large, small = weights_of(ParallelStrategy(pipefusion_degree=2, device_shares=(2.0, 1.0)))
+    assert 1.7 < large / small < 2.3
+    # A share of tokens changes activations, not weights.
+    uneven = ParallelStrategy(ulysses_degree=2, device_shares=(2.0, 1.0))
+    first, second = predict_memory(DEV, uneven, SQUARE)
+    assert first.weights == second.weights and first.activations > 1.5 * second.activations
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_shards_add_up_to_the_model_and_offloading_moves_them_to_the_host(degree):
+    strategy = ParallelStrategy(ulysses_degree=degree, shard_weights=True)
+    whole = 2 * numbers(FLUX_DEV)
+    assert whole <= sum(weights_of(strategy)) < 1.001 * whole
+    shard = predict_memory(DEV, strategy, SQUARE)[0]
+    offloaded = predict_memory(DEV, strategy.replace(offload_weights=True), SQUARE)[0]
+    assert offloaded.host == weights_of(strategy)[0]
+    assert shard.weights - offloaded.weights == offloaded.host
+    assert (
+        0 < offloaded.weights < 2 * GIB
+    )  # the layers around the blocks, a block that computes and the next one
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_slices_are_those_that_the_loader_takes(degree, dtype):
+    dims = FluxDims(512, 4, 128, 2048, 2, 3, 64, 32, 64, 64, True)
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(**flux._config(dims, range(5)))
+    slice_layers(transformer, Slices(degree, 0, lambda tensor: tensor, lambda tensor: tensor))
+    stored = getattr(torch, dtype)
+    expected = sum(
+        parameter.numel()
+        * (torch.bfloat16 if ".norm_" in name and dtype == "float8_e4m3fn" else stored).itemsize
+        for name, parameter in transformer.named_parameters()
+    )
+    held = held_weights(
+        dims,
+        Dtypes.of("auto", dtype, on_cpu=False),
+        ParallelStrategy(tensor_degree=degree),
+        degree - 1,
+        on_cpu=False,
+    )
+    assert held.own == expected
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("wish", WEIGHT_DTYPES)
+def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
+    dtypes = Dtypes.of(wish, stored, on_cpu)
+    parameters = object.__new__(flux._Parameters)
+    parameters._dtypes, parameters._as_stored = flux._dtypes(
+        wish, stored, torch.device("cpu" if on_cpu else "cuda")
+    )
+    parameters.compute = getattr(torch, dtypes.compute)
+    assert parameters._dtypes == dtypes
+    for name in ("transformer_blocks.0.ff.net.2.weight", "transformer_blocks.0.ff.net.2.bias"):
+        assert getattr(torch, kept_dtype(name, dtypes)) == parameters.dtype(name, getattr(torch, stored))
+    for name in (
+        "x_embedder.weight",
+        "single_transformer_blocks.0.attn.norm_q.weight",
+        "norm_out.linear.bias",
+    ):
+        assert getattr(torch, kept_dtype(name, dtypes)) == parameters.dtype(name, getattr(torch, stored))
+
+
+@pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree", "tensor_degree", "pipefusion_degree"])
+def test_more_devices_never_take_more_memory_each(axis):
+    peaks = [
+        fullest_rank(predict_memory(DEV, ParallelStrategy(**{axis: degree}), job_of(256, 256))).private_bytes
+        for degree in (1, 2, 4, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_parallelism():
+    def peak(strategy: ParallelStrategy | None = None, **job) -> int:
+        job = job_of(**{"height": 128, "width": 128} | job)
+        return fullest_rank(predict_memory(DEV, strategy or ParallelStrategy(), job)).private_bytes
+
+    assert peak() < peak(batch=2) < peak(batch=3)
+    assert peak() < peak(height=256)
+    assert peak() < peak(text=1024)
+    assert peak() < peak(prompts=2)
+    # Beside the two devices' communicator, which one device has not.
+    assert peak(ParallelStrategy(cfg_degree=2), prompts=2) == peak() + COMMUNICATOR_BYTES
+
+
+def test_fp8_halves_the_blocks_and_says_so_in_words():
+    (whole,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
+    (half,) = predict_memory(DEV, ParallelStrategy(), SQUARE, weight_dtype="float8_e4m3fn")
+    assert 0.5 < half.weights / whole.weights < 0.52
+    assert "GiB (weights 11." in half.describe()
+
+
+def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
+    (alone,) = predict_memory(file_of(FLUX_DEV, "float32"), ParallelStrategy(), SQUARE, on_cpu=True)
+    assert alone.weights == 0
+    assert alone.shared_bytes == 4 * numbers(FLUX_DEV)
+    assert "; once for all ranks, " in alone.describe()
+
+
+# Live bytes: what torch's CPU allocator holds at most during a job, counted by its profiler. This is what
+# torch.cuda.max_memory_allocated counts on a GPU.
+
+
+def let_go(collective):
+    """`collective`, which returns once gloo's thread holds none of its tensors. It drops them some time after they have
+    arrived, and where it is the last to, the profiler, which follows one thread, sees nothing freed."""
+
+    def run(*args, **options):
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        held = [tensor._use_count() for tensor in tensors]
+        collective(*args, **options)
+        wait_until(lambda: [tensor._use_count() for tensor in tensors] == held)
+
+    return run
+
+
+def live_bytes(run) -> int:
+    gc.collect()  # what an earlier job left in cycles would be freed while this one is measured, and count against it
+    # oneDNN reorders bfloat16 weights into memory of its own, on processors that multiply them.
+    with (
+        torch.backends.mkldnn.flags(enabled=False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        run()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def sample_request(job: Job, context_dim: int) -> SampleRequest:
+    def prompt() -> Conditioning:
+        return Conditioning(
+            torch.randn(1, job.text_tokens, context_dim), torch.randn(1, 32), torch.tensor([3.5])
+        )
+
+    noise = torch.randn(job.batch, 16, *job.latent_size)
+    negative = prompt() if job.prompts == 2 else None
+    sigmas = torch.linspace(1, 0, job.steps + 1)
+    return SampleRequest(
+        noise, torch.zeros_like(noise), sigmas, prompt(), negative, 1.0 + job.prompts, "euler", 0
+    )
+
+
+def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
+    layouts, held = Layouts(world), []
+    dist.all_gather, dist.broadcast = let_go(dist.all_gather), let_go(dist.broadcast)
+    for weight_dtype in weight_dtypes:
+        model = load_under(ModelSpec(path, weight_dtype=weight_dtype), layouts, strategy)
+        forward = make_forward(model, layouts, Placement(strategy, "native"))
+        if job.step_cache:
+            forward = CachedForward(forward, threshold=0.0)
+        request = sample_request(job, model.file.dims.context_dim)
+        held.append(live_bytes(lambda: denoise(forward, request, Boundary())))  # noqa: B023, it runs here
+    return held
+
+
+# Of many patches and hops small buffers show, which count less beside wider layers.
+@pytest.mark.parametrize(
+    ("strategy", "job", "heads"),
+    [
+        (ParallelStrategy(), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2),
+        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2),
+        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2), 2),
+        (ParallelStrategy(ring_degree=2), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, steps=2), 2),
+        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2),
+        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, batch=3, steps=2), 2),
+        (
+            ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5, warmup_steps=0),
+            job_of(32, 48, 300, steps=3),
+            4,
+        ),
+        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(32, 48, 64, prompts=2, steps=3), 3),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
+)
+def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
+    """Ulysses, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what they moved."""
+    path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
+    file, dtypes = inspect_flux(path), ("auto", "bfloat16")
+    held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")
+    for i, dtype in enumerate(dtypes):
+        predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
+        for measured, rank in zip(held, predicted, strict=True):
+            assert rank.activations + rank.buffers == pytest.approx(measured[i], rel=0.05), rank.fullest

@@ -1,0 +1,207 @@
+"""What ranks measure of their links: on real gloo ranks, within the budget, and through a real sidecar."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.attention import kernel_choice as attention
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.errors import StrategyError
+from parallel_backend.rank.checks import calibrate as rank_calibrate
+from parallel_backend.requests import Placement
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.calibration import (
+    ALL_TO_ALL,
+    PAIR,
+    POINT_TO_POINT,
+    SIZES,
+    Calibration,
+    Transfer,
+    slowest_rate,
+)
+from parallel_backend.wire.protocol import Calibrate
+from ranks import run_ranks
+
+
+def _calibrate(world, strategy, budget_s, thorough):
+    found = rank_calibrate.calibrate(
+        world, Layouts(world).get(strategy), Calibrate(strategy, budget_s, thorough)
+    )
+    return {
+        "transfers": [[t.kind, t.size, t.sent, t.seconds, t.peer, t.intact] for t in found.transfers],
+        "collective_s": found.collective_s,
+        "seconds": found.seconds,
+        "facts": None if found.facts is None else [*found.facts.peers, found.facts.all_reduce_error],
+    }
+
+
+def test_every_kind_and_size_is_measured_on_every_rank():
+    for found in run_ranks(_calibrate, 2, ParallelStrategy(ulysses_degree=2), 20.0, False):
+        kinds = [(kind, size, sent) for kind, size, sent, *_ in found["transfers"]]
+        expected = []
+        for size in SIZES:
+            expected += [(POINT_TO_POINT, size, size), (ALL_TO_ALL, size, size // 2)]
+        assert kinds == expected
+        assert all(seconds > 0 for _, _, _, seconds, _, _ in found["transfers"])
+        assert found["collective_s"] > 0 and found["facts"] is None
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ParallelStrategy(cfg_degree=3), ParallelStrategy(ring_degree=3), ParallelStrategy(ulysses_degree=3)],
+    ids=ParallelStrategy.describe,
+)
+def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_looked_at(
+    strategy, monkeypatch
+):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536, 65536 * 4))  # forked ranks inherit it
+    for rank, found in enumerate(run_ranks(_calibrate, 3, strategy, 20.0, True)):
+        pairs = [(size, peer) for kind, size, _, _, peer, _ in found["transfers"] if kind == PAIR]
+        sizes = (4096, 65536, 65536 * 4)
+        assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in sizes]
+        assert all(intact for *_, intact in found["transfers"])
+        assert found["facts"] == [True, True, True, 0.0]
+
+
+def _calibrate_corrupted(world, strategy):
+    """What rank 1 hands over is not what the others expect of it."""
+    honest = rank_calibrate._pattern
+    if world.rank == 1:
+        rank_calibrate._pattern = lambda rank, size, world: honest(rank + (rank == 1), size, world)
+    return _calibrate(world, strategy, 20.0, True)
+
+
+def test_what_arrives_altered_is_told_by_the_rank_that_received_it(monkeypatch):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536))
+    results = run_ranks(_calibrate_corrupted, 2, ParallelStrategy(ring_degree=2))
+    broken = [{kind for kind, *_, intact in found["transfers"] if not intact} for found in results]
+    assert broken == [{POINT_TO_POINT, ALL_TO_ALL, PAIR}, set()]
+
+
+def test_a_spent_budget_leaves_out_what_is_left_on_all_ranks_alike():
+    begun = time.monotonic()
+    first, second = run_ranks(_calibrate, 2, ParallelStrategy(ring_degree=2), 0.0, True)
+    assert first["transfers"] == second["transfers"] == []
+    assert first["collective_s"] > 0  # what is cheap is measured once in any case
+    assert time.monotonic() - begun < 60
+
+
+def _slow_to_connect(world, strategy, thorough):
+    """A clock of its own, which only the first exchange of each group advances: by far more than the budget."""
+    now, met = [0.0], set()
+    rank_calibrate.time = SimpleNamespace(perf_counter=lambda: now[0])
+    makers = {name: getattr(rank_calibrate, name) for name in ("_to_next", "_to_all", "_there_and_back")}
+    for name in makers:
+
+        def made(*arguments, name=name, make=makers[name]):
+            exchange, expected, sent = make(*arguments)
+
+            def connecting():
+                # `arguments` without the size: the group, or the pair
+                key = name, *(getattr(a, "ranks", a) for a in arguments[1:-1])
+                now[0] += 0.001 if key in met else 30.0
+                met.add(key)
+                return exchange()
+
+            return connecting, expected, sent
+
+        setattr(rank_calibrate, name, made)
+    return _calibrate(world, strategy, 2.0, thorough)
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_connections_that_come_up_slowly_take_nothing_from_the_budget(thorough, monkeypatch):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536))
+    kinds = {POINT_TO_POINT, ALL_TO_ALL} | ({PAIR} if thorough else set())
+    for found in run_ranks(_slow_to_connect, 2, ParallelStrategy(ring_degree=2), thorough):
+        assert {(kind, size) for kind, size, *_ in found["transfers"]} == {
+            (kind, size) for kind in kinds for size in (4096, 65536)
+        }
+
+
+def _groups_used(world, strategy):
+    """The communicators that stand after calibration, and those that stand without it."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    rank_calibrate.calibrate(world, layout, Calibrate(strategy, 5.0, False))
+    axes = {"ulysses": layout.ulysses, "row": layout.row, "pipe": layout.pipe}
+    groups = {"world": world.group} | {
+        name: axis.group for name, axis in axes.items() if axis.group is not None
+    }
+    return {name: sorted(group.connected) for name, group in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "used"),
+    [
+        ({"cfg_degree": 2, "ulysses_degree": 2}, {"ulysses": ["group"]}),
+        ({"cfg_degree": 2, "pipefusion_degree": 2}, {"row": ["group"], "pipe": ["0-1"]}),
+    ],
+)
+def test_only_groups_that_the_strategy_uses_are_connected(degrees, used, monkeypatch):
+    monkeypatch.setattr(rank_calibrate, "SIZES", (4096,))
+    for found in run_ranks(_groups_used, 4, ParallelStrategy(**degrees), backend=NCCL_SEMANTICS):
+        assert {name: groups for name, groups in found.items() if groups} == used
+
+
+def _calibrate_without_memory(world, strategy):
+    honest = rank_calibrate._empty
+
+    def refuse(size, world):
+        if world.rank == 1 and size > 65536:
+            raise torch.OutOfMemoryError("no memory for that")
+        return honest(size, world)
+
+    rank_calibrate._empty = refuse
+    return _calibrate(world, strategy, 20.0, False)
+
+
+def test_a_rank_without_memory_for_a_size_leaves_it_out_everywhere():
+    for found in run_ranks(_calibrate_without_memory, 2, ParallelStrategy(ring_degree=2)):
+        assert {size for _, size, *_ in found["transfers"]} == {65536}
+
+
+def test_one_rank_has_no_links():
+    (found,) = run_ranks(_calibrate, 1, ParallelStrategy(), 2.0, False)
+    assert found["transfers"] == [] and found["collective_s"] == 0.0
+
+
+def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(two_real_ranks):
+    sidecar = two_real_ranks
+    sidecar.sleep(2)
+    assert sidecar.model is None
+    placement = Placement(ParallelStrategy(ulysses_degree=2))
+    first = sidecar.calibrate(placement, budget_s=5.0)
+    pids = sidecar.pids
+    assert [c.rank for c in first] == [0, 1] and {c.backend for c in first} == {"gloo"}
+    assert slowest_rate(first, ALL_TO_ALL) > 1e6
+    thorough = sidecar.calibrate(placement, thorough=True)
+    assert sidecar.pids == pids
+    assert [c.facts.kernel for c in thorough] == ["torch", "torch"]
+    assert [c.facts.kernel_problem for c in thorough] == ["", ""]
+    with pytest.raises(StrategyError):
+        sidecar.calibrate(Placement())
+
+
+def test_the_slowest_rank_and_the_largest_measured_size_decide():
+    def at(rank, *transfers):
+        return Calibration(rank, "gloo", ParallelStrategy(ring_degree=2), transfers, 1e-4, 1.0)
+
+    both = (
+        at(0, Transfer(POINT_TO_POINT, 64, 64, 1.0), Transfer(POINT_TO_POINT, 4096, 4096, 1.0)),
+        at(1, Transfer(POINT_TO_POINT, 64, 64, 2.0), Transfer(POINT_TO_POINT, 4096, 4096, 4.0)),
+    )
+    assert slowest_rate(both, POINT_TO_POINT) == 1024
+    assert slowest_rate(both, POINT_TO_POINT, 64) == 32
+    assert slowest_rate(both, ALL_TO_ALL) is None
+
+
+def test_a_kernel_that_raises_is_a_problem_and_no_end(monkeypatch):
+    def broken(device, dtype):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(attention, "kernel_for", broken)
+    assert rank_calibrate._try_kernel(torch.device("cpu")) == ("", "ImportError: undefined symbol")

@@ -1,0 +1,198 @@
+"""Three hosts and a fourth that runs the head, over a network that is slow and loses packets: real torchrun, gloo."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster_machines import Torchrun, make_cluster
+from flux_requests import request
+from network_namespaces import FIRST, Hosts
+from oracle import oracle_model, oracle_sample
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.sidecar.group.supervisor import PACK_ROOT
+from slow_network import LATENCY, LOSS, SlowNetwork
+from tiny_flux import write_tiny_flux
+from waiting import wait_until
+
+pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NAMES = ("a", "b", "c")
+JOB = request((10, 14), 1.0, 3, steps=12)  # as the head's program has it
+
+
+class Head:
+    """The program of the head, on its host."""
+
+    def __init__(self, hosts, folder):
+        support = PACK_ROOT / "tests" / "support"
+        path = os.pathsep.join((str(PACK_ROOT), str(support)))
+        self.process = subprocess.Popen(
+            [*hosts.within(FIRST), sys.executable, str(support / "rank_programs" / "cluster_head.py")],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "head.log").open("wb"),
+            text=True,
+        )
+
+    def tell(self, *words):
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def until(self, field):
+        """The next answer that has this field."""
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            if field in answer:
+                return answer
+            assert "error" not in answer, answer
+        raise AssertionError("the head ended")
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def hosts():
+    made = Hosts(*NAMES)
+    try:
+        yield made
+        wait_until(lambda: not made.processes())
+    finally:
+        made.remove()
+    assert made.network.lost > 0, "no packet was lost, so the test says little of networks"
+
+
+@pytest.fixture
+def lab(hosts, tmp_path, monkeypatch):
+    """(head, start(name), model, latent file)"""
+    monkeypatch.setenv(endpoints.VARIABLE, str(tmp_path / "secrets"))
+    secret = make_cluster(tmp_path / "secrets", address=hosts.address(FIRST), port=29600)
+    model = write_tiny_flux(tmp_path / "models" / "tiny.safetensors")
+    head, running = Head(hosts, tmp_path), []
+    port = head.until("port")["port"]
+
+    def start(name):
+        own = tmp_path / name
+        own.mkdir(exist_ok=True)
+        shutil.copy(model, own)
+        running.append(
+            Torchrun(
+                name,
+                secret,
+                f"{hosts.address(FIRST)}:{port}",
+                f"{hosts.address('a')}:29400",
+                models=own,
+                local=hosts.address(name),
+                nodes="2:3",
+                log=tmp_path / f"{name}.log",
+                within=hosts.within(name),
+                settings=f"is_host={int(name == 'a')},last_call_timeout=2,keep_alive_interval=1",
+            )
+        )
+        return running[-1]
+
+    yield head, start, str(model), tmp_path / "latent.pt"
+    for one in running:
+        one.stop()
+    head.close()
+
+
+def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, tmp_path):
+    head, start, model, latent = lab
+    machines = {name: start(name) for name in NAMES}
+    expected = oracle_sample(oracle_model(tmp_path / "oracle"), JOB)
+
+    def check():
+        found = torch.load(latent, weights_only=True)
+        Path(latent).unlink()
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    # Whole images on each host: what `auto` does with a batch, and no tokens cross the cables.
+    head.tell("wait for", 3)
+    everyone = head.until("devices")["devices"]
+    assert everyone == [f"cpu:0@lab/{name}" for name in NAMES]
+    head.tell("sample", model, str(latent))
+    assert head.until("devices")["devices"] == everyone
+    assert head.until("done")["done"] == []
+    check()
+
+    # A cable is cut in mid-job: nobody resets a connection. The job waits for the host, and then says which one.
+    head.tell("patience", 3.0)
+    head.tell("sample", model, str(latent))
+    head.until("step")
+    hosts.cut_off("c")
+    error = head.until("error")["error"]
+    assert error.startswith("DeviceError: Machine c of the cluster lab is not there (no word for 10 s")
+    machines["c"].stop()  # its torchrun has lost its rendezvous as well
+
+    head.tell("patience", 240.0)
+    head.tell("sample", model, str(latent))
+    plan = head.until("strategy")
+    assert plan["devices"] == everyone[:2]
+    assert any("machine lab/c left out until it is back: no word for 10 s" in note for note in plan["notes"])
+    head.until("done")
+    check()
+
+    hosts.join("c")
+    machines["c"] = start("c")
+    head.tell("wait for", 3)
+    assert head.until("devices")["devices"] == everyone
+    head.tell("sample", model, str(latent))
+    assert head.until("strategy")["devices"] == everyone
+    head.until("done")
+    check()
+
+
+def packet(source, target, number):
+    """An IPv4 header without options, and a number."""
+    header = struct.pack(
+        "!BBHHHBBH4s4s", 0x45, 0, 24, 0, 0, 64, 17, 0, *map(socket.inet_aton, (source, target))
+    )
+    return header + struct.pack("!I", number)
+
+
+def test_the_network_of_these_hosts_is_slow_loses_packets_and_can_be_cut():
+    """Else the test above says little of networks. Here its hosts are sockets, which anybody may open."""
+    one, other = "10.0.0.1", "10.0.0.2"
+    (a, inner_a), (b, inner_b) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "ab")
+    for inner in (inner_a, inner_b):
+        inner.setblocking(False)
+    network = SlowNetwork({one: inner_a.detach(), other: inner_b.detach()}, seed=5)
+    draw = random.Random(5)
+    expected = [number for number in range(100) if draw.random() >= LOSS]
+    assert 90 < len(expected) < 100
+    sent = time.monotonic()
+    for number in range(100):
+        a.sendall(packet(one, other, number))
+    assert [number_of(b) for _ in expected] == expected and time.monotonic() - sent >= LATENCY
+    a.sendall(packet(one, "10.0.0.3", 0))  # nobody's
+    network.cut_off(other)
+    a.sendall(packet(one, other, 0))
+    b.sendall(packet(other, one, 0))
+    wait_until(lambda: network.stopped == 2)
+    network.join(other)
+    a.sendall(packet(one, other, 7))
+    assert number_of(b) == 7
+    network.close()
+    assert (network.passed, network.lost) == (len(expected) + 1, 100 - len(expected))
+    for end in (a, b):
+        assert end.recv(100) == b""  # the descriptors are closed, and nothing was on the way
+        end.close()
+
+
+def number_of(end):
+    """Of the next packet that comes."""
+    end.settimeout(60)
+    return struct.unpack("!I", end.recv(100)[20:])[0]

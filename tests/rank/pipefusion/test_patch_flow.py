@@ -1,0 +1,342 @@
+"""PipeFusion of ComfyUI's own modules in its own loop: against stock's latent, and against patches in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import patch, write
+from comfy_weight_files import spec as comfy_spec
+from loop_jobs import loop_job, stock_latent, stock_model
+from loop_ranks import LoopRanks, ParentOfRankZero
+from nccl_semantics import NCCL_SEMANTICS
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.errors import Cancelled
+from parallel_backend.models.comfyui.model_file import by_stages, inspect
+from parallel_backend.models.comfyui.tiny.video import cogvideo as tiny_cogvideo
+from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.models.dtypes import Dtypes
+from parallel_backend.rank.work.memory_meter import weight_bytes
+from parallel_backend.requests import LoopState
+from parallel_backend.sampling.samplers import STEPS
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+from samplings import described, sampling_of
+from sound_jobs import SHAPES, sound_job, sound_model
+from wan_jobs import BLOCKS, patchwise_latent, tiny_wan, wan_job
+from wan_jobs import STEPS as STEPS_OF_A_JOB
+
+EXACT = 1e-5  # of the largest value
+PIPE = ParallelStrategy(pipefusion_degree=2)
+FLOW = {"warmup_steps": 1, "num_pipeline_patch": 4}
+PATCHES = (12, 11, 11, 11)  # tokens of each of the four
+KINDS = 2  # blocks of each of Flux' two kinds
+
+
+class Ranks(LoopRanks):
+    def run(self, strategy, job, cancel_at=0, state=None):
+        latent, run, parent = super().run(strategy, job, state=state, parent=ParentOfRankZero(cancel_at))
+        return {
+            "latent": latent,
+            "exact": run.exact,
+            "notes": " ".join(run.notes),
+            "steps": parent.steps,
+            "calls": run.model_calls,
+            "answers": [state.answers for state in parent.states],
+        }
+
+
+def sampled(world, spec, cases):
+    ranks = Ranks(world, spec)
+    return {name: ranks.run(*case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("wan")
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return tiny_wan(folder)
+
+
+def two_kinds(folder):
+    return comfy_spec(write(folder / "flux.safetensors", "fp32", blocks=KINDS))
+
+
+def far(one, other):
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def test_warm_up_steps_and_one_patch_alone_give_stocks_latent(spec):
+    """One patch has no older keys: so samplers, guidance and masks are compared where patches take the steps."""
+    kept = torch.ones_like(wan_job().noise)
+    kept[..., :2] = 0.25
+    masked = {"denoise_mask": kept, "latent": torch.full_like(kept, 0.3)}
+    one = PIPE.replace(warmup_steps=2, num_pipeline_patch=1)
+    cases = {sampler: (one, wan_job(sampler, batch=2)) for sampler in STEPS}
+    cases["masked"] = one, wan_job("heun", **masked)
+    cases["cfg 1"] = one, wan_job("euler", cfg=1.0)
+    cases["warm-up alone"] = PIPE.replace(warmup_steps=STEPS_OF_A_JOB), wan_job()
+    cases["another sampler"] = PIPE, wan_job("uni_pc")
+    area = wan_job()
+    area.conds["positive"][0]["area"] = (2, 4, 4, 0, 2, 2)
+    cases["an area"] = PIPE, area
+    times = wan_job()
+    times.conds["negative"][0]["timestep_start"] = 0.9
+    cases["some steps"] = PIPE, times
+    first, other = run_ranks(sampled, 2, spec, cases)
+    for name, (_, job) in cases.items():
+        found = first[name]
+        assert far(found["latent"], stock_latent(spec.path, job)) <= EXACT, name
+        assert found["exact"] and other[name]["exact"], name
+        assert found["steps"] == list(range(1, STEPS_OF_A_JOB + 1)), name
+        assert found["calls"] == STEPS_OF_A_JOB * 2 - 1 if "heun" in name else STEPS_OF_A_JOB, name
+    for name, words in {
+        "warm-up alone": "all of the 4 steps are warm-up steps",
+        "another sampler": "patches cannot take the steps of uni_pc apart",
+        "an area": "prompts for areas",
+        "some steps": "prompts for some of the steps",
+    }.items():
+        assert words in first[name]["notes"]
+    assert not first["euler"]["notes"]
+
+
+def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
+    job = wan_job()
+    stock, expected = stock_latent(spec.path, job), patchwise_latent(spec.path, job, 1, PATCHES)
+    # The price of stale keys, and that this test would see patches that do as they please.
+    assert 1e-3 < far(expected, stock) < 0.1
+    uneven = PIPE.replace(**FLOW, device_shares=(1.0, 3.0))
+    found = {"2": run_ranks(sampled, 2, spec, {"": (PIPE.replace(**FLOW), job), "uneven": (uneven, job)})}
+    three = PIPE.replace(pipefusion_degree=3, **FLOW)
+    found["3"] = run_ranks(sampled, 3, spec, {"": (three, job)})
+    four = PIPE.replace(pipefusion_degree=4, **FLOW)
+    with_cfg = PIPE.replace(cfg_degree=2, **FLOW)
+    found["4"] = run_ranks(
+        sampled, 4, spec, {"": (four, job), "CFG": (with_cfg, job)}, backend=NCCL_SEMANTICS
+    )
+    for stages, (first, *others) in found.items():
+        for name, one in first.items():
+            assert far(one["latent"], expected) <= EXACT, (stages, name)
+            assert one["steps"] == list(range(1, STEPS_OF_A_JOB + 1)), (stages, name)
+            assert not one["exact"] and not any(other[name]["exact"] for other in others), (stages, name)
+
+
+# Ways to mix latents and noise, other than flow-matching's: which schedule, and how what a network gives is read.
+SAMPLINGS = {
+    "EPS": ("ModelSamplingDiscrete", "EPS"),
+    "v": ("ModelSamplingDiscrete", "V_PREDICTION"),
+    "v of raw input": ("ModelSamplingDiscrete", "V_PREDICTION_DDPM"),
+    "EDM": ("ModelSamplingContinuousEDM", "EDM"),
+    "Cosmos": ("ModelSamplingCosmosRFlow", "COSMOS_RFLOW"),
+}
+LEVELS = torch.tensor([9.0, 4.0, 1.5, 0.5, 0.0])  # for all of them
+
+
+def other_sampling(name, sampler="euler", **changes):
+    """(job, the sampling that stock gets)."""
+    sampling = sampling_of(*SAMPLINGS[name])
+    job = wan_job(sampler, sampling=described(sampling), sigmas=LEVELS, **changes)
+    job.options["transformer_options"]["sample_sigmas"] = LEVELS
+    return job, sampling
+
+
+def test_one_patch_is_stocks_latent_however_latents_and_noise_mix(spec):
+    one = PIPE.replace(num_pipeline_patch=1)
+    kept = torch.ones_like(wan_job().noise)
+    kept[..., :2] = 0.25
+    jobs = {sampler: other_sampling("EPS", sampler) for sampler in STEPS}
+    jobs |= {name: other_sampling(name, "euler_ancestral") for name in SAMPLINGS if name != "EPS"}
+    jobs["masked"] = other_sampling("Cosmos", denoise_mask=kept, latent=torch.full_like(kept, 0.3))
+    loud = sampling_of("ModelSamplingDiscreteFlow", "CONST", noise_scale=2.0)  # the node ModelNoiseScale
+    jobs["louder"] = wan_job("euler_ancestral", sampling=described(loud)), loud
+    found = run_ranks(sampled, 2, spec, {name: (one, job) for name, (job, _) in jobs.items()})[0]
+    for name, (job, sampling) in jobs.items():
+        assert far(found[name]["latent"], stock_latent(spec.path, job, sampling)) <= EXACT, name
+        assert found[name]["exact"] and not found[name]["notes"], name
+    assert far(found["louder"]["latent"], stock_latent(spec.path, wan_job("euler_ancestral"))) > 0.1
+
+
+def test_patches_of_a_noise_predicting_model_are_those_of_one_process(spec):
+    job, sampling = other_sampling("EPS")
+    stock = stock_latent(spec.path, job, sampling)
+    expected = patchwise_latent(spec.path, job, 1, PATCHES, flow=False)
+    assert 1e-3 < far(expected, stock) < 0.1
+    unknown = wan_job(sampling=described(sampling_of("ModelSamplingDiscrete", "X0")), sigmas=LEVELS)
+    cases = {"": (PIPE.replace(**FLOW), job), "unknown": (PIPE.replace(**FLOW), unknown)}
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found[""]["latent"], expected) <= EXACT and not found[""]["exact"]
+    assert found["unknown"]["exact"] and "do not know this model's sampling" in found["unknown"]["notes"]
+
+
+def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
+    """Flux.1, with text beside its tokens: whether a stage begins inside of the first kind, of the second, or between
+    them. One patch is stock's latent."""
+    spec, job = two_kinds(folder), loop_job()
+    stock = stock_latent(spec.path, job)
+    flows = {shares: PIPE.replace(**FLOW, device_shares=shares) for shares in ((), (1.0, 3.0), (3.0, 1.0))}
+    cases = {str(shares): (strategy, job) for shares, strategy in flows.items()}
+    cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
+    unlike = loop_job()  # a reference beside one of the prompts
+    unlike.conds["positive"][0]["model_conds"]["ref_latents"] = "CONDList", [random(1, 16, 4, 6)]
+    cases["unlike"] = PIPE.replace(**FLOW), unlike
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert found["unlike"]["exact"] and "the prompts have unlike tokens" in found["unlike"]["notes"]
+    assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]
+    for shares in map(str, flows):
+        assert far(found[shares]["latent"], three["latent"]) <= EXACT and not found[shares]["exact"]
+
+
+def cogvideo(folder):
+    """(ModelSpec, job) of a file, under its own sampling: v-prediction up to noise without a trace of an image."""
+    import_comfyui_here()
+    path = folder / "cogvideo.safetensors"
+    weights = fill(tiny_cogvideo(heads=2)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    conds = {
+        side: [{"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, 48, seed=5))}}]
+        for side, words in (("positive", 7), ("negative", 4))
+    }
+    own = described(stock_model(str(path)).patcher.model.model_sampling)
+    return comfy_spec(path), wan_job("dpmpp_2m", sampling=own, sigmas=LEVELS, conds=conds)
+
+
+def test_a_model_that_is_none_of_flow_matching_flows_alike_through_any_stages(folder):
+    spec, job = cogvideo(folder)
+    assert "V_PREDICTION_DDPM" in job.sampling["classes"]
+    stock = stock_latent(spec.path, job)
+    cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert 1e-4 < far(found["uneven"]["latent"], stock) < 0.1 and not found["uneven"]["notes"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["flow"]["exact"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_video_and_sound_flow_alike_through_any_stages(folder, name):
+    """One patch is stock's latent, whose flat tensor holds both; more come near to it in both. MiniMax H3 has
+    prompts of unlike lengths before them in one sequence."""
+    spec = sound_model(folder, name)
+    job = sound_job(name, spec.path, "euler_ancestral")
+    video = SHAPES[name][0].numel()
+    stock = stock_latent(spec.path, job)
+    cases = {"flow": (PIPE.replace(**FLOW), job), "one patch": (PIPE.replace(num_pipeline_patch=1), job)}
+    cases["uneven"] = PIPE.replace(**FLOW, device_shares=(1.0, 3.0)), job
+    found = run_ranks(sampled, 2, spec, cases)[0]
+    assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
+    assert far(found["flow"]["latent"], found["uneven"]["latent"]) <= EXACT and not found["uneven"]["notes"]
+    for part in (slice(video), slice(video, None)):
+        assert 1e-4 < far(found["uneven"]["latent"][..., part], stock[..., part]) < 0.1
+
+
+def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_picture(folder):
+    spec, job = tiny_wan(folder, "i2v"), wan_job(kind="i2v")
+    strategies = {warm: PIPE.replace(warmup_steps=warm) for warm in (1, 3)}
+    cases = {str(warm): (strategy, job) for warm, strategy in strategies.items()}
+    cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
+    found, stock = run_ranks(sampled, 2, spec, cases)[0], stock_latent(spec.path, job)
+    assert far(found["one patch"]["latent"], stock) <= EXACT
+    assert 1e-4 < far(found["3"]["latent"], stock) < far(found["1"]["latent"], stock) < 0.1
+
+
+def cancelled(world, spec):
+    """Of a job that is cancelled while patches flow: what it raised, and whether the next one is as the one before."""
+    ranks = Ranks(world, spec)
+    strategy, job, words = PIPE.replace(**FLOW), wan_job(), ""
+    whole = ranks.run(strategy, job)["latent"]
+    try:
+        ranks.run(strategy, job, cancel_at=7)
+    except Cancelled as error:
+        words = str(error)
+    return words, torch.equal(ranks.run(strategy, job)["latent"], whole)
+
+
+def test_a_cancel_while_patches_flow_ends_the_job_on_all_ranks_which_stay_usable(spec):
+    first, other = run_ranks(cancelled, 2, spec)
+    assert first == other == ("The request was cancelled.", True)
+
+
+def resumed(world, spec):
+    """A job whose patches flow after two steps; one that goes on after these; one of three such steps."""
+    ranks, job = Ranks(world, spec), wan_job()
+    two, three = (PIPE.replace(warmup_steps=warm) for warm in (2, 3))
+    first = ranks.run(two, job)
+    record = torch.cat(first["answers"]) if world.rank == 0 else torch.empty(2, 2, *job.noise.shape)
+    torch.distributed.broadcast(record, 0)
+    rest = ranks.run(two, job, state=LoopState(2, 0, record))
+    return {"first": first, "rest": rest, "three": ranks.run(three, job)}
+
+
+def test_a_job_that_goes_on_after_a_crash_has_one_more_step_of_whole_images_for_their_keys(spec):
+    found = run_ranks(resumed, 2, spec)[0]
+    assert len(found["first"]["answers"]) == 2, "patches leave no states"
+    assert found["rest"]["steps"] == [3, 4] and not found["rest"]["exact"]
+    assert far(found["rest"]["latent"], found["three"]["latent"]) <= EXACT
+    assert far(found["rest"]["latent"], found["first"]["latent"]) > EXACT
+
+
+def test_a_stage_holds_its_own_blocks_alone(spec):
+    whole, shares = run_ranks(held_bytes, 1, spec)[0], run_ranks(held_bytes, 3, spec)
+    blocks = whole["blocks"] / BLOCKS
+    assert sorted(round(share["blocks"] / blocks) for share in shares) == [1, 2, 2]
+    assert sum(share["blocks"] for share in shares) == whole["blocks"]
+    assert {share["around"] for share in shares} == {whole["around"]}
+
+
+def test_stages_of_two_kinds_of_blocks_hold_unequal_bytes_which_the_prediction_counts(folder):
+    spec = two_kinds(folder)
+    header = inspect(spec.path)
+    lists = {"double_blocks": KINDS, "single_blocks": KINDS}
+    file = replace(header, blocks=by_stages(header.blocks, lists), has_stages=True)
+    dtypes = Dtypes.of("auto", file.dtype, on_cpu=True)
+    for stages in (2, 3):
+        strategy, found = PIPE.replace(pipefusion_degree=stages), run_ranks(held_bytes, stages, spec)
+        told = [file.held_weights(dtypes, strategy, rank, on_cpu=True) for rank in range(stages)]
+        assert [sum(one.values()) for one in found] == [one.own + one.mapped for one in told]
+        assert found[0]["blocks"] > found[-1]["blocks"]
+
+
+def held_bytes(world, spec):
+    model = load_under(spec, Layouts(world), ParallelStrategy(pipefusion_degree=world.world_size))
+    found = {"blocks": 0, "around": 0}
+    for name, parameter in model.module.named_parameters():
+        found["blocks" if "blocks." in name else "around"] += parameter.nbytes
+    assert sum(found.values()) == weight_bytes(model.chunks, world.device)
+    return found
+
+
+@torch.inference_mode()
+def with_a_lora(world, spec):
+    """Latents with a change of every block, and again without it."""
+    ranks, job = Ranks(world, spec), wan_job(steps=2)
+    strategy = ParallelStrategy(pipefusion_degree=world.world_size, warmup_steps=2)
+    ranks.run(strategy, job)
+    weights, tensors = ranks.models[strategy.weights].weights, {}
+    factors = {"up": random(128, 4, seed=1), "down": random(4, 128, seed=2)}
+    changes = [
+        patch(tensors, f"blocks.{number}.self_attn.v.weight", "lora", 0.5, **factors)
+        for number in range(BLOCKS)
+    ]
+    weights.check(changes, tensors)
+    touched = weights.apply(changes, tensors)
+    changed = ranks.run(strategy, job)["latent"]
+    weights.apply([], tensors)
+    return touched, changed, ranks.run(strategy, job)["latent"]
+
+
+def test_a_lora_changes_in_each_stage_the_blocks_that_it_holds(spec):
+    ((every, expected, plain),) = run_ranks(with_a_lora, 1, spec)
+    (one, changed, again), (other, *_) = run_ranks(with_a_lora, 2, spec)
+    assert every == BLOCKS == one + other and abs(one - other) == 1
+    assert far(changed, expected) <= EXACT < 1e-3 < far(changed, plain)
+    assert far(again, plain) <= EXACT

@@ -1,0 +1,161 @@
+"""The models of one rank: each with its own belongings, the one to drop first first."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.errors import RequestError
+from parallel_backend.rank.work.held_models import HeldModel, HeldModels, import_for, release_cache
+from parallel_backend.rank.work.memory_meter import weight_bytes
+from parallel_backend.rank.work.worker import RankWorker
+from parallel_backend.requests import Conditioning, LoadInfo, ModelSpec, Placement
+from parallel_backend.sidecar import model_room as sidecar_held_models
+from parallel_backend.sidecar.model_room import ModelKey, Room, choose_to_drop, free_room
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.protocol import Predict, RankAndModel, RankModels, Sleep
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def held(width=4):
+    return HeldModel(SimpleNamespace(chunks=(nn.Linear(width, width),)), None, lambda error: error is None)
+
+
+@pytest.fixture
+def models():
+    found = HeldModels(CPU)
+    for number in (1, 2, 3):
+        found.add(number, held(number))
+    return found
+
+
+def test_a_model_is_found_by_its_number_and_others_are_refused(models):
+    assert models.get(2).model.chunks[0].in_features == 2
+    with pytest.raises(RequestError, match="hold no model 4; load one first"):
+        models.get(4)
+    assert len(models) == 3 and models.report() == RankModels((1, 2, 3), 0, 0)
+
+
+def test_what_is_kept_goes_in_the_order_that_was_told(models):
+    models.keep((3, 1, 7))  # 7 is gone already
+    assert models.report().models == (3, 1)
+    models.add(4, held())
+    models.drop_first()
+    assert models.report().models == (1, 4)
+    models.clear()
+    assert not models and models.chunks == ()
+    models.drop_first()
+    assert models.report().models == ()
+
+
+def test_the_weights_of_all_count_and_a_dropped_ones_are_gone_at_once(models):
+    assert weight_bytes(models.chunks, CPU) == 4 * ((1 + 1) + (4 + 2) + (9 + 3))
+    weight = weakref.ref(models.get(1).model.chunks[0].weight)
+    models.get(1).model.itself = models.get(1).model  # a cycle, which only a collection frees
+    gc.disable()
+    try:
+        models.keep((2, 3))
+        assert weight() is None
+    finally:
+        gc.enable()
+    assert weight_bytes(models.chunks, CPU) == 4 * ((4 + 2) + (9 + 3))
+
+
+def test_prompts_and_loras_belong_to_one_model(models):
+    models.get(1).prompts[1] = Conditioning(torch.ones(1), torch.ones(1))
+    models.get(1).patches.keep({"digest": torch.ones(1)})
+    assert models.get(2).prompts == {} and models.get(2).patches._factors == {}
+    assert models.get(1).patches is not models.get(2).patches
+
+
+def test_a_gpu_says_what_it_has_for_the_next_model_and_the_oldest_of_its_own_goes(monkeypatch):
+    """A card of 24 GiB that holds two models of 10: 2 GiB free, 1 more kept by torch for its next allocations."""
+    free, kept = 2 * GIB, GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB + kept)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * GIB)
+    rank = HeldModels(torch.device("cuda:0"))
+    rank.add(1, held())
+    rank.add(2, held())
+    assert rank.report() == RankModels((1, 2), free + kept, 24 * GIB)
+    known = [known_model(number, 10) for number in (1, 2)]
+    gone = choose_to_drop(known, key("x"), Room((10 * GIB,)), Room(free_room([rank.report()]).devices))
+    assert [model.number for model, _ in gone] == [1]
+    free = 15 * GIB
+    assert not choose_to_drop(known, key("x"), Room((10 * GIB,)), Room(free_room([rank.report()]).devices))
+
+
+def key(name):
+    return ModelKey(ModelSpec(f"/models/{name}.safetensors"), ParallelStrategy(), (1,))
+
+
+def known_model(number, gib):
+    info = LoadInfo(1.0, 4, False, "bfloat16", "bfloat16")
+    return sidecar_held_models.HeldModel(number, key(str(number)), info, Room((gib * GIB,)))
+
+
+def test_weights_move_out_once_and_those_that_are_elsewhere_stay():
+    one = HeldModel(
+        SimpleNamespace(chunks=(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), None, lambda error: True
+    )
+    here, elsewhere = one.model.chunks
+    one.move_out(CPU)
+    assert one.moved_out == [here]
+    one.move_out(torch.device("meta"))  # the first one has left its device already
+    assert one.moved_out == [here, elsewhere]
+
+
+@pytest.mark.parametrize(("rank", "moves"), [(0, True), (1, False)])
+def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves):
+    worker = RankWorker.__new__(RankWorker)
+    worker.world = SimpleNamespace(rank=rank, device=CPU, control=None)
+    worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
+    worker.sleep(Sleep(1, RankAndModel(0, 2)))
+    assert [bool(one.moved_out) for one in models] == [False, moves, False] and len(models) == 3
+    worker.wake()
+    assert not any(one.moved_out for one in models)
+
+
+def test_what_torch_keeps_is_given_back_on_a_gpu(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    release_cache(CPU)
+    assert emptied == []
+    release_cache(torch.device("cuda:0"))
+    assert emptied == [True]
+
+
+def test_the_prompt_and_the_mask_of_a_call_are_the_ones_sent_under_their_keys(models):
+    one, prompt, mask = models.get(1), Conditioning(torch.ones(1), torch.ones(1)), torch.ones(2)
+    given, kept = one.take_inputs(Predict(Placement(), 1, (), 1, 2), prompt, mask, CPU)
+    mask.zero_()  # the parent writes there again
+    assert given.context is not prompt.context and kept.tolist() == [1.0, 1.0]
+    assert one.take_inputs(Predict(Placement(), 1, (), 1, 2), None, None, CPU) == (given, kept)
+    assert one.take_inputs(Predict(Placement(), 1, (), 1), None, None, CPU) == (given, None)
+    with pytest.raises(RequestError, match="no attention mask was sent under the key 2"):
+        one.take_inputs(Predict(Placement(), 1, (2,), 1, 2), None, None, CPU)
+    with pytest.raises(RequestError, match="no prompt was sent under the key 1"):
+        one.take_inputs(Predict(Placement(), 1, (1,), 1), None, None, CPU)
+
+
+@pytest.mark.parametrize("holds_nothing", [True, False])
+def test_what_is_imported_is_no_garbage_and_what_is_held_meanwhile_may_become_some(holds_nothing):
+    def cycle():
+        found = nn.Identity()
+        found.__dict__["itself"] = found
+        return found, weakref.ref(found)
+
+    before, seen_before = cycle()
+    import_for(ModelSpec("none.safetensors"), CPU, holds_nothing=holds_nothing)
+    since, seen_since = cycle()
+    del before, since
+    gc.collect()
+    assert seen_since() is None
+    assert (seen_before() is not None) == holds_nothing  # never collected: which is why nothing may be held
+    if seen_before() is not None:
+        del seen_before().__dict__["itself"]

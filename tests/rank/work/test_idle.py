@@ -1,0 +1,113 @@
+"""A rank between requests: what torch keeps of its device's memory is given back after a job, and when nobody asks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel_backend.rank import __main__ as rank_main
+from parallel_backend.rank.work import held_models
+from parallel_backend.requests import Placement
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
+from parallel_backend.wire.arena import ArenaWriter
+from parallel_backend.wire.decode_messages import Decode, Encode, RankDecode
+from parallel_backend.wire.protocol import Done, Envelope, KeepModels, Predict, RankModels, RankRun, Sample
+from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
+
+RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
+HELD = RankModels((1,))
+
+
+def _half_of_a_vae(message, tensors, on_step):
+    return {"image": torch.ones(1)}, RankDecode(0.1, 1, 0, 0, "float32")
+
+
+@pytest.fixture
+def served(monkeypatch, no_leaks):
+    """serve(*requests) -> what the rank answered and when it gave its cache back, in order."""
+    seen = []
+    monkeypatch.setattr(held_models, "release_cache", lambda device: seen.append("released"))
+    worker = SimpleNamespace(
+        world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
+        meter=None,
+        calls=SimpleNamespace(end_run=lambda: seen.append("forgot a run")),
+        predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
+        sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
+        keep_models=lambda message: HELD,
+        vae=SimpleNamespace(steps=lambda tensors: 1, decode=_half_of_a_vae, encode=_half_of_a_vae),
+    )
+    ours, theirs = link_pair()
+    arena = ArenaWriter()
+
+    def serve(*requests):
+        for request in requests:
+            if isinstance(request, Predict):
+                request = Predict(Placement(), 1, (), 1, placed=arena.place({"x": torch.ones(2)}))
+                ours.send(Envelope(1, 1, request), (arena.descriptor,))
+            elif isinstance(request, KeepModels):
+                ours.send(Envelope(1, 1, request))
+            else:
+                descriptor = pack_tensors({"sigmas": torch.ones(2)})
+                ours.send(Envelope(1, 1, request), (descriptor,))
+                close_all((descriptor,))
+        ours._socket.shutdown(1)  # end of file after these
+        send = theirs.send
+        monkeypatch.setattr(
+            theirs,
+            "send",
+            lambda envelope, payload=(), timeout=0.0: (
+                seen.append(envelope.message),
+                send(envelope, payload, timeout),
+            ),
+        )
+        with pytest.raises(LinkClosed):
+            rank_main.serve(theirs, 1, worker)
+        return seen
+
+    yield serve
+    while (received := _next(ours)) is not None:
+        close_all(received[1])
+    arena.release()
+    ours.close()
+    theirs.close()
+
+
+def _next(link):
+    try:
+        return link.receive(0.0)
+    except LinkClosed:
+        return None
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Sample(Placement(), 1.0, "euler", 0, previews=False), Decode("vae", ()), Encode("vae", ())],
+    ids=lambda job: type(job).__name__,
+)
+def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
+    *given_back, done = served(job)
+    assert given_back == ["forgot a run", "released"] and isinstance(done, Done) and done.placed is None
+
+
+def test_after_the_last_model_call_it_is_given_back(served):
+    assert served(KeepModels((1,))) == ["released", Done(models=HELD)]
+
+
+def test_between_model_calls_it_is_kept(served):
+    one, two = served(Predict(Placement(), 1, (), 1), Predict(Placement(), 1, (), 1))
+    assert [placed.name for placed in one.placed] == ["velocity"] and two.placed == one.placed
+
+
+def test_when_no_request_comes_it_is_given_back_once(monkeypatch):
+    monkeypatch.setattr(deadlines, "IDLE", 0.0)
+    waits, idle = [], []
+
+    def receive(timeout=None):
+        waits.append(timeout)
+        return None if timeout is not None else (Envelope(1, 1, Done()), ())
+
+    rank_main._receive(SimpleNamespace(receive=receive), 1, lambda: idle.append(True))
+    assert waits == [0.0, None] and idle == [True]

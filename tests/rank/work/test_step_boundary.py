@@ -1,0 +1,125 @@
+"""The boundary between two steps while the host is a step ahead of its device, as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.rank.work import step_boundary
+from parallel_backend.rank.work.step_boundary import StepBoundary
+from parallel_backend.sampling.host_copy import NumbersCheck, most_lag
+from parallel_backend.wire.protocol import Cancel, Envelope
+from ranks import run_ranks
+
+STEPS = 6
+
+
+class Script:
+    """A link whose parent cancels at the question of step `cancel_at` (1-based), and which keeps what it is sent."""
+
+    def __init__(self, cancel_at=None):
+        self.asked, self.cancel_at, self.sent = 0, cancel_at, []
+
+    def receive(self, timeout):
+        self.asked += 1
+        return (Envelope(0, 0, Cancel()), ()) if self.asked == self.cancel_at else None
+
+    def send(self, envelope, descriptors):
+        self.sent.append(envelope.message.step)
+
+
+def boundary(link, lag, world=None, previews=False):
+    return StepBoundary(
+        link,
+        epoch=0,
+        request=0,
+        rank=0 if world is None else world.rank,
+        control=None if world is None else world.control,
+        device=torch.device("cpu"),
+        steps=STEPS,
+        previews=previews,
+        lag=lag,
+    )
+
+
+def run_steps(on_step):
+    """(steps that were begun, what the end of the request said)."""
+    begun = 0
+    try:
+        for i in range(STEPS):
+            begun += 1
+            on_step(i, torch.zeros(1))
+        on_step.finish()
+    except Cancelled as error:
+        return begun, str(error)
+    return begun, ""
+
+
+def on_ranks(world, lag, cancel_at, longest):
+    step_boundary.LONGEST_LAG = longest
+    link = Script(cancel_at)
+    begun, said = run_steps(boundary(link, lag, world))
+    return begun, said, link.sent
+
+
+ALWAYS, NEVER = float("inf"), -1.0
+
+
+@pytest.mark.parametrize(
+    ("lag", "longest", "cancel_at", "begun"),
+    [
+        (0, ALWAYS, 4, 4),
+        (1, ALWAYS, 4, 5),
+        (1, NEVER, 4, 4),  # steps so long that nobody shall wait for another
+        (1, ALWAYS, 1, 1),  # nor for the first, which may compile
+        (1, ALWAYS, STEPS, STEPS),
+        (1, ALWAYS, None, STEPS),
+    ],
+)
+def test_all_ranks_stop_at_the_same_step_at_most_one_late(lag, longest, cancel_at, begun):
+    for rank, (found, said, sent) in enumerate(run_ranks(on_ranks, 2, lag, cancel_at, longest)):
+        assert found == begun
+        assert said == (
+            "" if cancel_at is None else f"The request was cancelled after step {cancel_at} of {STEPS}."
+        )
+        # Each step is told of once and in order, up to the last that counts.
+        assert sent == ([] if rank else list(range(1, (cancel_at or STEPS) + 1)))
+
+
+def test_the_host_waits_for_no_step_that_it_has_just_given_to_the_device(monkeypatch):
+    given, waited = [], []
+
+    class Moment(step_boundary._Moment):
+        def __init__(self, device):
+            super().__init__(device)
+            given.append(self)
+
+        def wait(self):
+            waited.append((given.index(self), len(given) - 1))
+
+    monkeypatch.setattr(step_boundary, "_Moment", Moment)
+    monkeypatch.setattr(step_boundary, "LONGEST_LAG", ALWAYS)
+    on_step = boundary(Script(), 1)
+    run_steps(on_step)
+    # (step, the newest step that the device had been given); from the third on it is known that steps are short
+    assert waited == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (6, 6)]
+    assert len(on_step.seconds) == STEPS
+
+
+def test_a_gpu_is_given_a_step_ahead_and_a_cpu_none():
+    assert (most_lag(torch.device("cuda", 1)), most_lag(torch.device("cpu"))) == (1, 0)
+
+
+@pytest.mark.parametrize(("lag", "steps"), [(0, 2), (1, 3)])
+def test_numbers_that_are_none_are_told_of_at_most_a_step_late(lag, steps):
+    check, seen = NumbersCheck(lag), 0
+    with pytest.raises(RequestError, match="in step 2"):
+        for step in range(1, STEPS):
+            seen += 1
+            check(torch.full((2,), float("nan") if step == 2 else 0.0), f"in step {step}")
+    assert seen == steps
+    last = NumbersCheck(lag)
+    with pytest.raises(RequestError, match="in the only one"):
+        last(torch.tensor([float("inf")]), "in the only one")
+        last.finish()

@@ -1,0 +1,317 @@
+"""The head of a cluster at its door: who may come in, what a hostile peer can do, and who is said to be there."""
+
+import logging
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster_machines import BareMachine, connect, make_cluster
+from parallel_backend import devices
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.cluster.certificates import make_certificate
+from parallel_backend.cluster.channel import Kind
+from parallel_backend.errors import DeviceError, PlatformError
+from parallel_backend.sidecar.cluster import head as clusters
+from parallel_backend.sidecar.group.device_health import FailingDevices, left_out
+from parallel_backend.wire import deadlines
+from parallel_backend.wire.protocol import Envelope, Progress, Wake, encode
+from waiting import wait_until
+
+FRAME = clusters.receive_first.__globals__["_HEADER"]
+
+
+@pytest.fixture
+def secret(tmp_path, monkeypatch):
+    monkeypatch.setenv(endpoints.VARIABLE, str(tmp_path))
+    return make_cluster(tmp_path)
+
+
+@pytest.fixture
+def head(secret, no_leaks, monkeypatch):
+    monkeypatch.setattr(devices, "_clusters", None)
+    clusters.serve_known()
+    yield clusters.open_head("lab")
+    clusters.close_all()
+
+
+def frame(kind, text=b"", rank=0, size=0):
+    return FRAME.pack(kind, rank, len(text), size) + text
+
+
+def is_at_peace(head):
+    """Nobody is at the door."""
+    return not head._door
+
+
+def test_a_machine_that_joined_is_a_device_set_by_name(head, secret):
+    machine = BareMachine(head, secret, machine="b", devices=("cpu:0", "cpu:1"), memory=(0, 0))
+    other = BareMachine(head, secret, machine="a")
+    assert machine.welcomed and other.welcomed
+    wait_until(lambda: len(head.devices()) == 3)
+    found = devices.resolve_devices("cluster:lab")
+    assert found == ("cpu:0@lab/a", "cpu:0@lab/b", "cpu:1@lab/b")
+    assert devices.resolve_devices(devices.name_devices(found[1:])) == found[1:]
+    with pytest.raises(DeviceError, match="cluster:lab has no cpu:4@lab/a"):
+        devices.resolve_devices("cpu:4@lab/a")
+    machine.close()
+    other.close()
+
+
+def test_a_cluster_without_machines_and_one_that_nobody_made_are_refused_by_name(head):
+    with pytest.raises(DeviceError, match="no machine has joined it yet"):
+        devices.resolve_devices("cluster:lab")
+    with pytest.raises(DeviceError, match=r"no cluster of that name \(known: lab\)"):
+        devices.resolve_devices("cluster:other")
+
+
+def test_an_intruder_with_another_certificate_never_joins(head, secret, tmp_path):
+    key, certificate = make_certificate("lab machines")  # of the right name, by another hand
+    own = endpoints.read_endpoint(secret, endpoints.MACHINE)
+    for stranger in (
+        replace(own, key=key, certificate=certificate),  # another key
+        replace(own, peer=certificate),  # one that takes another for the head
+    ):
+        file = tmp_path / "stranger.json"
+        endpoints.write_endpoint(file, stranger)
+        with pytest.raises((OSError, ssl.SSLError)):
+            BareMachine(head, file)
+    with pytest.raises((OSError, ssl.SSLError)):  # none at all
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(connect(head)) as anonymous:
+            anonymous.recv(1)
+    with pytest.raises((OSError, ssl.SSLError)):  # an older TLS
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.wrap_socket(connect(head))
+    wait_until(lambda: is_at_peace(head))
+    assert head.devices() == ()
+    machine = BareMachine(head, secret)  # the control: with the right one it is in
+    assert machine.welcomed
+    machine.close()
+
+
+def test_a_recorded_handshake_opens_nothing(head, secret):
+    """All that a machine said as it joined, sent again by somebody who heard it."""
+    recorded = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen_in():
+            near, _ = listener.accept()
+            far = connect(head)
+            threads = [
+                threading.Thread(target=_pass_on, args=pair)
+                for pair in ((near, far, recorded), (far, near, None))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            near.close()
+            far.close()
+
+        spy = threading.Thread(target=listen_in)
+        spy.start()
+        door = type("Door", (), {"port": listener.getsockname()[1]})()
+        machine = BareMachine(door, secret, machine="overheard")
+        assert machine.welcomed
+        machine.close()
+        spy.join()
+    wait_until(lambda: "overheard" not in head._machines)
+    head._gone.clear()
+    assert len(recorded) > 500  # a ClientHello, a certificate, a proof of its key, and the first frame
+    with connect(head) as replayed:
+        replayed.sendall(recorded)
+        replayed.settimeout(20)
+        try:
+            while replayed.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+    wait_until(lambda: is_at_peace(head))
+    assert head.devices() == ()
+
+
+def _pass_on(source, target, copy):
+    try:
+        while data := source.recv(65536):
+            if copy is not None:
+                copy += data
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+
+def test_slow_clients_keep_nobody_out_and_are_sent_away(head, secret, monkeypatch):
+    monkeypatch.setattr(deadlines, "ADMIT", 5.0)
+    slow = [connect(head, "127.0.0.9") for _ in range(clusters.MOST_FROM_ONE)]
+    for sock in slow:
+        sock.sendall(b"\x16\x03\x01")  # a TLS record that never goes on
+    wait_until(lambda: head._door["127.0.0.9"] == clusters.MOST_FROM_ONE)
+    with connect(head, "127.0.0.9") as one_more:
+        one_more.settimeout(20)
+        assert one_more.recv(1) == b""  # at once: the others have ADMIT still
+    machine = BareMachine(head, secret)
+    assert machine.welcomed
+    assert head._door["127.0.0.9"] == clusters.MOST_FROM_ONE
+    for sock in slow:
+        sock.settimeout(20)
+        assert sock.recv(1) == b""
+        sock.close()
+    wait_until(lambda: is_at_peace(head))
+    machine.close()
+
+
+BAD = {
+    "a kind that nobody knows": frame(77),
+    "a kind that only a head sends": frame(Kind.START, b"{}"),
+    "a text over the limit": FRAME.pack(Kind.MESSAGE, 0, 1 << 20, 0),
+    "a payload over the limit": FRAME.pack(Kind.CARRYING, 0, 2, 1 << 60),
+    "a payload where none may be": FRAME.pack(Kind.BEAT, 0, 0, 5),
+    "a text that is no JSON": frame(Kind.MESSAGE, b"\x80\x04\x95."),
+    "a message that nobody knows": frame(
+        Kind.MESSAGE, encode(Envelope(1, 1, Wake())).replace(b"Wake", b"Eval")
+    ),
+    "a sign of life of another size": frame(Kind.BEAT, b"x" * 13),
+    "a payload that never came": frame(Kind.AGAIN, encode(Envelope(1, 1, Progress(1, 1, 1.0)))),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_ten_thousand_bad_frames_end_the_machine_that_sent_them_and_no_other(what, head, secret, caplog):
+    caplog.set_level(logging.INFO)
+    good = BareMachine(head, secret, machine="good")
+    bad = BareMachine(head, secret, machine="bad")
+    try:
+        for _ in range(100):
+            bad.socket.sendall(BAD[what] * 100)
+    except OSError:
+        pass  # the head has closed it
+    assert bad.is_ended()
+    wait_until(lambda: set(head._machines) == {"good"})
+    good.socket.sendall(frame(Kind.BEAT))
+    again = BareMachine(head, secret, machine="bad")
+    assert again.welcomed
+    assert len(caplog.records) < 20
+    for machine in (good, bad, again):
+        machine.close()
+
+
+def test_a_machine_that_says_nothing_is_cut_off_named_and_left_out_until_it_is_back(
+    head, secret, monkeypatch
+):
+    monkeypatch.setattr(deadlines, "SILENCE", 1.0)
+    silent = BareMachine(head, secret, machine="silent")
+    wait_until(lambda: head.why_absent("silent"))
+    monkeypatch.undo()
+    assert silent.is_ended()
+    other = BareMachine(head, secret, machine="other")
+    wait_until(lambda: len(head.devices()) == 2)
+    both = ("cpu:0@lab/other", "cpu:0@lab/silent")
+    assert head.devices() == both
+    assert FailingDevices().among(both) == both[1:]
+    assert "machine lab/silent left out until it is back: no word for 1 s" in left_out(both[1:])
+    back = BareMachine(head, secret, machine="silent")
+    assert back.welcomed
+    wait_until(lambda: FailingDevices().among(both) == ())
+    for machine in (silent, other, back):
+        machine.close()
+
+
+def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeypatch):
+    BareMachine(head, secret, machine="a").close()
+    wait_until(lambda: not head._machines and head._gone)
+    assert FailingDevices().among(("cpu:0@lab/a", "cpu:0")) == ()  # torchrun may bring it back
+    monkeypatch.setattr(deadlines, "MACHINES", 0.2)
+    with pytest.raises(DeviceError, match=r"Machine a of the cluster lab is not there \(the connection"):
+        clusters.wait_for(("cpu:0@lab/a",), lambda: False)
+    wait_until(lambda: head.why_absent("a"))
+    clusters.forget_absent()
+    assert head.devices() == ()
+
+
+def test_machines_that_do_not_fit_are_told_why(head, secret):
+    first = BareMachine(head, secret, machine="one")
+    cases = [
+        (BareMachine(head, secret, machine="two", torch="1.0"), "torch 1.0, and ComfyUI runs"),
+        (BareMachine(head, secret, machine="Not A Name"), "its name"),
+        (BareMachine(head, secret, machine="two", devices=("tpu:0",)), "its devices"),
+        (BareMachine(head, secret, machine="one"), "called one is there already"),
+    ]
+    for machine, words in cases:
+        assert not machine.welcomed and words in machine.words
+        machine.close()
+    assert set(head._machines) == {"one"}
+    first.close()
+
+
+class InStep:
+    """A head's lock, after each use of which one of two machines that join waits for the other's same use."""
+
+    def __init__(self, head):
+        self._lock, self._check = head._changed, head._check
+        self._joining, self._both = set(), threading.Barrier(2)
+        head._changed, head._check = self, self._admitted
+
+    def _admitted(self, join):
+        self._joining.add(threading.get_ident())
+        return self._check(join)
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        self._lock.__exit__(*error)
+        if threading.get_ident() in self._joining:
+            self._both.wait(20)
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+def test_of_two_machines_of_one_name_that_join_at_once_one_is_served_and_the_other_ended(
+    head, secret, monkeypatch
+):
+    monkeypatch.setattr(deadlines, "SILENCE", 600.0)  # they say nothing more
+    InStep(head)  # both are admitted before either is there
+    with ThreadPoolExecutor(2) as together:
+        sources = ("127.0.0.2", "127.0.0.3")
+        joined = [together.submit(BareMachine, head, secret, source=source) for source in sources]
+        machines = dict(zip(sources, (future.result() for future in joined), strict=True))
+    assert all(machine.welcomed for machine in machines.values())
+    wait_until(lambda: is_at_peace(head))
+    served = machines.pop(head._machines["bare"].address)
+    (other,) = machines.values()
+    assert other.is_ended()
+    served.socket.settimeout(20)
+    assert served.socket.recv(1)  # a sign of life
+    assert head.devices() == ("cpu:0@lab/bare",) and head.why_absent("bare") == ""
+    served.close()
+
+
+def test_a_port_that_is_taken_is_named(head):
+    endpoint = replace(head.endpoint, port=head.port)
+    with pytest.raises(DeviceError, match=f"port {head.port} of 127.0.0.1 is not to be had"):
+        clusters.ClusterHead(endpoint)
+
+
+def test_secret_files_that_others_can_read_or_that_are_none_are_refused(secret, tmp_path):
+    with pytest.raises(PlatformError, match="is for a machine, and a head wants its own"):
+        endpoints.read_endpoint(secret, endpoints.HEAD)
+    secret.chmod(0o644)
+    with pytest.raises(PlatformError, match=f"chmod 600 {secret}"):
+        endpoints.read_endpoint(secret, endpoints.MACHINE)
+    other = tmp_path / "other"
+    other.write_text("{}")
+    other.chmod(0o600)
+    with pytest.raises(PlatformError, match="is no secret file"):
+        endpoints.read_endpoint(other, endpoints.MACHINE)
+    with pytest.raises(PlatformError, match="cannot be read"):
+        endpoints.read_endpoint(Path("/nowhere"), endpoints.MACHINE)

@@ -1,0 +1,88 @@
+"""Devices that fail again are left out by `auto` for ten minutes, unless nothing would be left."""
+
+from __future__ import annotations
+
+import pytest
+
+from fault_injection import fault
+from parallel_backend.errors import RankFailed
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group import exchange, group
+from parallel_backend.sidecar.group.device_health import FAILING, FailingDevices, left_out
+from parallel_backend.wire import deadlines
+from parallel_backend.wire.deadlines import BROKEN_WINDOW
+from scripted import scripted_request, two_ranks
+
+GPUS = ("cuda:0", "cuda:1", "cuda:2")
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_one_failure_is_forgiven_and_two_are_not(clock):
+    failing = FailingDevices(clock)
+    failing.add("cuda:1")
+    assert failing.among(GPUS) == ()
+    clock.now += BROKEN_WINDOW - 1
+    failing.add("cuda:1")
+    assert failing.among(GPUS) == ("cuda:1",)
+    clock.now += 2  # the first one is past
+    assert failing.among(GPUS) == ()
+
+
+def test_a_device_that_is_not_there_counts_at_once(clock):
+    failing = FailingDevices(clock)
+    failing.add("cuda:0", 2)
+    assert failing.among(GPUS) == ("cuda:0",)
+    assert failing.among(("cuda:1", "cuda:2")) == ()
+
+
+def test_where_all_fail_none_is_left_out(clock):
+    failing = FailingDevices(clock)
+    for device in GPUS:
+        failing.add(device, 2)
+    assert failing.among(GPUS) == ()
+    assert failing.among((*GPUS, "cuda:3")) == GPUS
+
+
+def test_ranks_on_the_cpu_share_it(clock):
+    failing = FailingDevices(clock)
+    failing.add("cpu:1", 5)
+    assert failing.among(("cpu:0", "cpu:1")) == ()
+
+
+def test_a_reset_takes_them_back():
+    FAILING.add("cuda:1", 2)
+    assert FAILING.among(GPUS) == ("cuda:1",)
+    pool.reset()
+    assert FAILING.among(GPUS) == ()
+
+
+def test_the_report_names_them_and_what_to_do():
+    assert "cuda:0, cuda:2 left out" in left_out(("cuda:0", "cuda:2"))
+    assert "Try again" in left_out(("cuda:0",))
+
+
+def test_ranks_that_hang_together_are_ended_and_none_is_blamed(sidecar, weights, monkeypatch):
+    """As where a link between two devices fails: all are in the same collective."""
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
+    monkeypatch.setattr(exchange, "find_laggard", lambda beats, silent: None)
+    failing = FailingDevices()
+    monkeypatch.setattr(group, "FAILING", failing)
+    with (
+        fault("sleep", "an all-reduce", step=2),
+        pytest.raises(RankFailed, match=r"^the ranks failed: .*none of them behind the others") as caught,
+    ):
+        sidecar.sample(weights, scripted_request(), two_ranks())
+    assert (caught.value.rank, caught.value.crashed, caught.value.reason) == (None, True, "hang")
+    assert not failing._failures
+    sidecar.sample(weights, scripted_request(), two_ranks())

@@ -1,0 +1,98 @@
+"""What listeners hear of a group's life, in its order, and that they cannot harm it."""
+
+import pytest
+import torch
+
+from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed
+from parallel_backend.requests import PredictRequest
+from parallel_backend.sidecar.group.events import (
+    Changed,
+    Ended,
+    Loaded,
+    RequestFailed,
+    Started,
+    Stepped,
+    listen,
+)
+from parallel_backend.sidecar.group.group import RankGroupRunner
+from scripted import CRASH, NO_MEMORY, scripted_prompt, scripted_request, two_ranks
+
+
+@pytest.fixture
+def heard():
+    events = []
+    stop = listen(events.append)
+    yield events
+    stop()
+
+
+def facts(heard):
+    return [event for event in heard if not isinstance(event, Changed)]
+
+
+def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, heard):
+    result = sidecar.sample(weights, scripted_request(steps=2), two_ranks())
+    started, loaded, first, second, ended = facts(heard)
+    assert (type(started), started.after, started.seconds > 0) == (Started, "", True)
+    assert (type(loaded), loaded.spec.path, loaded.info.cached) == (Loaded, weights.path, False)
+    assert [(type(one), one.step, one.steps) for one in (first, second)] == [(Stepped, 1, 2), (Stepped, 2, 2)]
+    assert (type(ended), ended.request, ended.result, ended.cancel_s) == (Ended, "sample", "done", None)
+    assert ended.info == result.info
+    assert first.strategy == ended.strategy == two_ranks().strategy and ended.images == 1
+    assert {event.devices for event in heard} == {sidecar.devices}
+    assert isinstance(heard[-1], Changed)
+
+
+def test_a_model_call_takes_one_turn_and_tells_whether_it_loaded(sidecar, weights, heard, monkeypatch):
+    turns = []
+    lease = RankGroupRunner.lease
+    monkeypatch.setattr(
+        RankGroupRunner,
+        "lease",
+        lambda self, request, *rest: turns.append(request) or lease(self, request, *rest),
+    )
+    call = PredictRequest(torch.ones(1, 4, 6, 6), torch.tensor([0.5]), scripted_prompt())
+    infos = [sidecar.predict(weights, call, two_ranks())[1] for _ in range(3)]
+    assert turns == ["predict"] * 3
+    assert [type(event) for event in facts(heard)] == [Started, Loaded, Ended, Ended, Ended]
+    assert [info.load.cached for info in infos] == [False, True, True]
+    assert infos[0].load.seconds > 0 and infos[1].load.patched.cached
+    assert sidecar.sample(weights, scripted_request(steps=1), two_ranks()).info.load.cached
+
+
+def test_every_way_to_end_has_its_name(sidecar, weights, heard):
+    with pytest.raises(Cancelled):
+        sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
+    cancelled = facts(heard)[-1]
+    assert (cancelled.result, cancelled.cancel_s > 0, cancelled.info) == ("cancelled", True, None)
+    with pytest.raises(OutOfMemory):
+        sidecar.sample(weights, scripted_request(NO_MEMORY), two_ranks())
+    assert facts(heard)[-1].result == "out_of_memory"
+    with pytest.raises(RankFailed):
+        sidecar.sample(weights, scripted_request(CRASH), two_ranks())
+    failed, ended = facts(heard)[-2:]
+    assert (type(failed), failed.crashed, failed.broken, failed.device) == (
+        RequestFailed,
+        True,
+        False,
+        "cpu:1",
+    )
+    assert failed.reason == "signal"
+    assert ended.result == "failed"
+    status = sidecar.status()
+    assert (status.state, status.ranks) == ("failed", ())
+    assert status.reason.startswith("rank 1 failed")
+    sidecar.start()
+    assert next(event for event in reversed(heard) if isinstance(event, Started)).after == status.reason
+
+
+def test_a_listener_that_fails_harms_neither_the_job_nor_the_others(sidecar, weights, heard):
+    def fails(event):
+        raise ValueError(event)
+
+    stop = listen(fails)
+    try:
+        sidecar.load(weights)
+    finally:
+        stop()
+    assert facts(heard)[-1].result == "done"

@@ -1,0 +1,177 @@
+"""Locks of devices: one process at a time, told who has it; gone with the processes, and never in the CPU's way."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parallel_backend.errors import DeviceError
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group.lease import State
+from parallel_backend.sidecar.group.supervisor import PACK_ROOT
+from parallel_backend.sidecar.process import device_lock
+from parallel_backend.sidecar.process.device_lock import CPU_TOO, VARIABLE, holder_of, lock_devices
+from parallel_backend.sidecar.sidecar import Sidecar
+from waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+_HOLDS = """
+import os, subprocess, sys
+from parallel_backend.sidecar.process.device_lock import lock_devices
+locks = lock_devices(sys.argv[1].split(","))
+rank = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, pass_fds=locks.of(sys.argv[1].split(",")[0]))
+print(rank.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Locks in a folder of the test's own, on the CPU as on GPUs."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setenv(CPU_TOO, "on")
+    return tmp_path / "locks"
+
+
+@pytest.fixture
+def other(folder):
+    """`other("cpu:0,cpu:1")`: (a process that holds them, its only rank's process id)."""
+    processes = []
+
+    def hold(devices):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _HOLDS, devices],
+            cwd=PACK_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        rank = int(process.stdout.readline())
+        processes.append((process, rank))
+        return process, rank
+
+    yield hold
+    for process, rank in processes:
+        process.kill()
+        process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
+def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder, other):
+    holder, _ = other("cpu:0,cpu:1")
+    with pytest.raises(DeviceError) as refused:
+        lock_devices(("cpu:2", "cpu:1"))
+    words = str(refused.value)
+    assert re.search(
+        rf"cpu:1 is in use .*process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", words
+    )
+    assert "/" not in words and refused.value.problems[0].inputs == ("devices",)
+    # Whoever only wants to know learns the same, and of nothing that is free or this process's own.
+    if device_lock._LOCKS.exists():  # else nobody knows without trying the lock
+        assert re.fullmatch(rf"process {holder.pid}, since [\d -]+:[\d:]+ UTC", holder_of("cpu:1"))
+    apart = lock_devices(("cpu:2", "cpu:3"))  # a refusal has kept nothing
+    assert holder_of("cpu:2") == holder_of("cpu:7") == ""
+    apart.release()
+    assert {path.name for path in folder.iterdir()} == {f"cpu-{index}.lock" for index in range(4)}
+
+
+def test_a_killed_process_keeps_the_device_as_long_as_its_ranks_live(other, monkeypatch):
+    holder, rank = other("cpu:0")
+    holder.kill()
+    holder.wait()
+    monkeypatch.setattr(device_lock.deadlines, "TERMINATE", 0.1)
+    with pytest.raises(DeviceError, match=f"process {holder.pid}"):
+        lock_devices(("cpu:0",))
+    monkeypatch.setattr(device_lock.deadlines, "TERMINATE", 60.0)
+    asked = []
+
+    def is_leaving(noted):  # as it waits for them, the ranks end
+        asked.append(noted)
+        if len(asked) == 2:
+            os.kill(rank, signal.SIGKILL)
+        return True
+
+    monkeypatch.setattr(device_lock, "_is_leaving", is_leaving)
+    lock_devices(("cpu:0",)).release()
+    assert asked[0]["pid"] == holder.pid
+
+
+def test_a_group_holds_its_devices_from_its_start_to_its_end(folder):
+    sidecar, rival = pool.get_sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"), exclusive=True)
+    sidecar.start()
+    try:
+        with pytest.raises(DeviceError, match=f"process {os.getpid()}"):
+            rival.start()
+        assert rival.state is State.DOWN and sidecar.state is State.READY
+        sidecar.stop()
+        rival.start()
+        os.kill(rival.pids[0], signal.SIGKILL)
+        wait_until(lambda: rival.state is State.FAILED)
+        rival.start()  # which lets go of what its dead ranks had
+    finally:
+        rival.stop()
+        pool.stop_all()
+    lock_devices(("cpu:0", "cpu:1")).release()
+
+
+def test_a_sidecar_that_measures_uses_devices_that_are_held(folder):
+    locks = lock_devices(("cpu:0",))
+    with_others = Sidecar(("cpu:0",))
+    with_others.start()
+    with_others.stop()
+    locks.release()
+
+
+def test_ranks_on_the_cpu_are_not_locked_and_off_is_off(tmp_path):
+    for environ in ({VARIABLE: str(tmp_path)}, {VARIABLE: "off", CPU_TOO: "on"}):
+        locks = [lock_devices(("cpu:0",), environ) for _ in range(2)]
+        assert [held.of("cpu:0") for held in locks] == [(), ()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpus_are_locked_by_what_they_are_and_not_by_their_numbers(folder, monkeypatch):
+    class Properties:
+        uuid = "4b3a9c5e-0000-1111-2222-333344445555"
+
+    def properties(device):
+        if device == "cuda:7":
+            raise AssertionError("Invalid device id")
+        return Properties
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    held = lock_devices(("cuda:0",))
+    with pytest.raises(DeviceError, match="cuda:3 is in use"):
+        lock_devices(("cuda:3",))
+    assert lock_devices(("cuda:7",)).of("cuda:7") == ()  # its rank says that it is not there
+    held.release()
+    assert [path.name for path in folder.iterdir()] == [f"gpu-{Properties.uuid}.lock"]
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "somebody's"])
+def test_where_nothing_can_be_locked_ranks_start_and_the_log_says_so(tmp_path, monkeypatch, caplog, obstacle):
+    monkeypatch.setattr(device_lock.tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"comfyui-parallel-sampling-{os.getuid()}"
+    if obstacle == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)  # anyone could put links there
+    assert lock_devices(("cpu:0",), {CPU_TOO: "on"}).of("cpu:0") == ()
+    assert "cannot be locked" in caplog.text and str(tmp_path) not in caplog.text
+
+
+def test_a_damaged_note_is_no_number_and_no_link_is_followed(folder, other, tmp_path):
+    other("cpu:0")
+    for note in (b"", b"[", b"[" * 1024, b"7", b'{"pid": "x", "host": 3}', b"\xff" * 2000):
+        (folder / "cpu-0.lock").write_bytes(note)
+        with pytest.raises(DeviceError, match="has not said its number"):
+            lock_devices(("cpu:0",))
+    (folder / "cpu-5.lock").symlink_to(tmp_path / "elsewhere")
+    assert lock_devices(("cpu:5",)).of("cpu:5") == ()
+    assert not (tmp_path / "elsewhere").exists()
