@@ -14,7 +14,7 @@ const SAMPLER = "ParallelSampler";
 const COMPARE = "CompareWithOneDevice";
 const PANEL = "report_panel";
 const EMPTY = "After a run: what ran, where, why, and how long.";
-const MIN_HEIGHT = { report: 60, pictures: 280 }; // pixels
+const MIN_HEIGHT = { report: 60, pictures: 360 }; // pixels
 const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than it must be, to show most of a report
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; overflow: auto; box-sizing: border-box;
