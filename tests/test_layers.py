@@ -1,4 +1,7 @@
-"""The rooms of the house and who may import whom, read from the source, so that an arrow the wrong way fails here."""
+"""The rooms of the house, who may import whom, and how large they may be, read from the source.
+
+Each list of exceptions may only shrink: an entry that is no longer needed fails here too.
+"""
 
 import ast
 import io
@@ -10,13 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room and the rooms it may import besides itself and the vocabulary in the root's files. Listed lowest first.
 ROOMS = {
     "wire": set(),
+    "job": set(),
+    "sampling": set(),
     "cluster": {"wire"},
+    "machine": {"wire"},
     "models": {"wire"},
     "engine": {"models", "wire"},
-    "sampling": {"engine"},
-    "rank": {"sampling", "engine", "models", "cluster", "wire"},
-    "sidecar": {"cluster", "wire"},
-    "machine": {"wire"},
+    "rank": {"engine", "sampling", "models", "job", "cluster", "wire"},
+    "sidecar": {"cluster", "job", "wire"},
     "planner": {"sidecar", "machine", "models", "wire"},
     "observability": {"planner", "sidecar", "machine", "models", "wire"},
     "commands": {
@@ -26,10 +30,70 @@ ROOMS = {
         "machine",
         "models",
         "sampling",
+        "job",
         "cluster",
         "wire",
     },
-    "nodes": {"observability", "planner", "sidecar", "machine", "models", "wire"},
+    "nodes": {"observability", "planner", "sidecar", "machine", "models", "job", "wire"},
+}
+# The folders of a room, lowest first; those of one floor do not import each other, "" is the room's own files.
+FLOORS = {
+    "models": [{"tokens"}, {""}, {"comfyui", "diffusers", "demo", "vae"}, {"proof", "comfyui/rows"}],
+    "engine": [{"comm"}, {"tokens"}, {"attention"}, {"blocks"}, {"stages", "bands"}, {"", "pipefusion"}],
+    "rank": [{"outcome"}, {"checks", "pipefusion"}, {"work"}, {"joined"}, {""}],
+    "sidecar": [{"cluster", "process"}, {"group"}, {""}],
+    "planner": [{"workload"}, {""}],
+    "commands": [{"doctor"}, {"bench"}, {"gpu_check"}, {""}],
+    "nodes": [{"host"}, {"model"}, {"job"}, {"", "routes", "preload"}],
+}
+# Imports that go up within a room all the same.
+UPWARDS_WITHIN = {
+    ("parallel_backend.engine.attention.kv_cache", "parallel_backend.engine.patches"),
+    ("parallel_backend.engine.attention.native", "parallel_backend.engine.token_split"),
+    ("parallel_backend.engine.attention.xfuser", "parallel_backend.engine.token_split"),
+    ("parallel_backend.models.comfyui.calls", "parallel_backend.models.proof.states"),
+    ("parallel_backend.models.comfyui.loop", "parallel_backend.models.proof.states"),
+    ("nodes.model.named_file", "nodes.demo_loader"),
+    ("nodes.model.named_file", "nodes.prompt_links"),
+    ("nodes.model.parallel_model", "nodes.links"),
+    ("nodes.model.patcher", "nodes.stock_run"),
+    ("parallel_backend.rank.joined.joined_worker", "parallel_backend.rank.vae_worker"),
+    ("parallel_backend.rank.work.held_models", "parallel_backend.rank.lora_worker"),
+    ("parallel_backend.rank.work.worker", "parallel_backend.rank.module_calls"),
+    ("parallel_backend.rank.work.worker", "parallel_backend.rank.vae_worker"),
+}
+MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
+# Folders with more files, and the most that each may have while what a later step takes out is still beside the new.
+LARGE_FOLDERS = {
+    "nodes": 23,
+    "nodes/model": 26,
+    "parallel_backend/commands/doctor": 13,
+    "parallel_backend/commands/gpu_check": 13,
+    "parallel_backend/engine": 16,
+    "parallel_backend/models": 16,
+    "parallel_backend/models/comfyui": 19,
+    "parallel_backend/models/diffusers": 15,
+    "parallel_backend/observability": 14,
+    "parallel_backend/sidecar": 17,
+    "parallel_backend/wire": 20,
+}
+LONG_FILES: set[str] = set()
+# The first three stay: a process's door, a table of colours, and what must load nothing first.
+SHORT_FILES = {
+    "parallel_backend/commands/gpu_check/__main__.py",
+    "parallel_backend/models/demo/preview.py",
+    "parallel_backend/wire/parent_death.py",
+    "nodes/host/shown_node.py",
+    "nodes/model/options.py",
+    "nodes/routes/metrics.py",
+    "nodes/routes/runs.py",
+    "parallel_backend/cluster/certificates.py",
+    "parallel_backend/commands/gpu_check/groups.py",
+    "parallel_backend/engine/comm/traffic_counter.py",
+    "parallel_backend/models/cards.py",
+    "parallel_backend/sidecar/sent_tensor.py",
+    "parallel_backend/wire/self_test.py",
+    "parallel_backend/wire/tensor_state.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms that know no family of models: what is one family's lives in its folder below models/.
@@ -47,6 +111,13 @@ COMFYUI = {
     "latent_preview",
 }
 ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
+# Who imports diffusers: its models, its attention dispatch, its GGUF arithmetic; until they go, its VAE and its layers.
+DIFFUSERS_OWNERS = {
+    "parallel_backend.engine.attention.kernels",
+    "parallel_backend.engine.bands.row_bands",
+    "parallel_backend.models.comfyui.gguf_layout",
+    "parallel_backend.models.vae.module",
+}
 XFUSER_OWNERS = {
     "parallel_backend.engine.attention.compat_xfuser",
     "parallel_backend.engine.attention.xfuser",
@@ -124,9 +195,8 @@ def _reachable(modules):
 def test_the_root_holds_only_the_vocabulary():
     backend = ROOT / "parallel_backend"
     assert len(list(backend.glob("*.py"))) <= 10
-    assert {p.name for p in backend.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(ROOMS) - {
-        "nodes"
-    }
+    folders = {path.name for path in backend.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(ROOMS) - {"nodes"}
 
 
 def _wrong(check, modules=MODULES):
@@ -134,14 +204,69 @@ def _wrong(check, modules=MODULES):
     return {module: wrong for module in modules if (wrong := check(module))}
 
 
-def test_arrows_point_down():
-    def upwards(module):
-        room = _room(module)
-        return {_room(name) for name in IMPORTS[module][1]} - {room, ""} - ROOMS.get(room, set())
+DOOR = "parallel_backend.__main__"  # to every room's commands
 
-    door = {"parallel_backend.__main__"}  # to every room's commands
-    assert _wrong(upwards, MODULES.keys() - door) == {}
-    assert _wrong(upwards, door) != {}  # the control
+
+def _upwards(module):
+    """The rooms that a module imports and may not."""
+    room = _room(module)
+    return {_room(name) for name in IMPORTS[module][1]} - {room, ""} - ROOMS.get(room, set())
+
+
+def test_arrows_point_down():
+    assert _wrong(_upwards, MODULES.keys() - {DOOR}) == {}
+    assert _upwards(DOOR) != set()  # the control
+
+
+def _floor(module):
+    """(the room, its floor from below, the folder within the room) of a module; floor None where none is known."""
+    room = _room(module)
+    folders = MODULES[module].parent.relative_to(ROOT).parts
+    folder = "/".join(folders[1 if room == "nodes" else 2 :])
+    floors = FLOORS.get(room, [{folder}])
+    while folder not in set().union(*floors) and "/" in folder:
+        folder = folder.rpartition("/")[0]
+    return room, next((n for n, names in enumerate(floors) if folder in names), None), folder
+
+
+def test_arrows_point_down_within_a_room():
+    assert [module for module in MODULES if _floor(module)[1] is None] == []
+    found = set()
+    for module, (_, inside) in IMPORTS.items():
+        room, floor, folder = _floor(module)
+        for name in inside & MODULES.keys():
+            other, above, its = _floor(name)
+            if room != other:
+                continue
+            beside = above == floor and folder != its and "" not in FLOORS[room][floor]
+            if above > floor or beside:
+                found.add((module, name))
+    assert found == UPWARDS_WITHIN
+
+
+def _lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_no_folder_holds_too_many_files():
+    counts = {}
+    for path in MODULES.values():
+        folder = path.parent.relative_to(ROOT).as_posix()
+        counts[folder] = counts.get(folder, 0) + 1
+    large = {folder: count for folder, count in counts.items() if count > MAX_FILES}
+    assert large.keys() == LARGE_FOLDERS.keys(), (
+        "new folders over the limit, or entries to take out of LARGE_FOLDERS"
+    )
+    assert {folder: count for folder, count in large.items() if count > LARGE_FOLDERS[folder]} == {}
+
+
+def test_no_file_is_too_long_and_few_are_too_short():
+    lengths = {path.relative_to(ROOT).as_posix(): _lines(path) for path in MODULES.values()}
+    assert {name for name, lines in lengths.items() if lines > MAX_LINES} == LONG_FILES
+    short = {
+        name for name, lines in lengths.items() if lines < MIN_LINES and not name.endswith("__init__.py")
+    }
+    assert short == SHORT_FILES, "a new crumb, or an entry to take out of SHORT_FILES"
 
 
 def test_the_backend_imports_nothing_of_comfyui():
@@ -160,6 +285,13 @@ def test_nothing_that_nodes_reach_loads_an_engine_library_or_a_ranks_half():
 def test_one_place_owns_the_import_of_xfuser():
     others = MODULES.keys() - XFUSER_OWNERS
     assert _wrong(lambda module: IMPORTS[module][0] & {"xfuser", "yunchang"}, others) == {}
+
+
+def test_few_places_import_diffusers():
+    found = {name for name in MODULES if "diffusers" in IMPORTS[name][0]}
+    assert {
+        name for name in found if not name.startswith("parallel_backend.models.diffusers.")
+    } == DIFFUSERS_OWNERS
 
 
 def test_rooms_of_a_rank_do_not_even_say_the_name_of_a_family():
@@ -186,9 +318,13 @@ def test_there_are_no_import_cycles():
         visit(name, [])
 
 
-def _runs_text(tree):
-    """Lines that unpickle, or run what they read."""
-    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+PICKLES = {"pickle", "cloudpickle"}  # for jobs, from ComfyUI to the ranks that it started
+UNPICKLING = "parallel_backend.job.unpickling"
+
+
+def _runs_text(tree, allowed=frozenset()):
+    """Lines that unpickle, or run what they read. `allowed`: modules that may be imported all the same."""
+    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"} - allowed
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             wrong = bool({alias.name.split(".")[0] for alias in node.names} & forbidden)
@@ -206,11 +342,24 @@ def _runs_text(tree):
 
 
 def test_nothing_unpickles_or_executes_text():
-    """Weights and frames are data: no pickle, torch.load, object collectives, eval, exec or shell."""
-    assert _wrong(lambda module: list(_runs_text(ast.parse(MODULES[module].read_text())))) == {}
-    for wrong in ("import pickle", "from dill import x", "torch.load(f)", "eval(x)", "run(x, shell=True)",
-                  "dist.gather_object(x)"):  # fmt: skip
-        assert list(_runs_text(ast.parse(wrong))) == [1], wrong
+    """Weights and frames are data: no pickle, torch.load, object collectives, eval, exec or shell.
+
+    A job is pickled, in one room.
+    """
+
+    def wrong(module):
+        allowed = PICKLES if _room(module) == "job" else frozenset()
+        return list(_runs_text(ast.parse(MODULES[module].read_text()), allowed))
+
+    assert _wrong(wrong) == {}
+    for text in ("import pickle", "from dill import x", "torch.load(f)", "eval(x)", "run(x, shell=True)",
+                 "dist.gather_object(x)"):  # fmt: skip
+        assert list(_runs_text(ast.parse(text))) == [1], text
+
+
+def test_only_a_rank_can_reach_what_unpickles():
+    others = [name for name in MODULES if _room(name) not in ("rank", "job")]
+    assert UNPICKLING not in _reachable(others)
 
 
 def test_flux_is_named_in_its_own_home_only():

@@ -1,0 +1,1 @@
+"""How a job becomes bytes and tensors, and a job again."""

@@ -1,0 +1,133 @@
+"""One meaning, one name: no class name twice, and no new public name made of the pack's private words.
+
+Both lists of exceptions may only shrink: an entry that is no longer needed fails here too.
+"""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [
+    ROOT / "__init__.py",
+    *sorted((ROOT / "parallel_backend").rglob("*.py")),
+    *sorted((ROOT / "nodes").rglob("*.py")),
+]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+# Class names that mean several things today, and how many.
+SEVERAL_MEANINGS = {
+    "Answer": 2,
+    "AssigningPatcher": 2,
+    "BlockList": 2,
+    "Blocks": 2,
+    "ByteSharding": 2,
+    "Comparison": 2,
+    "HeldModel": 2,
+    "Kept": 2,
+    "Outcome": 2,
+    "Patcher": 2,
+    "Row": 3,
+    "SamplingJob": 2,
+    "Verdict": 2,
+    "Wish": 2,
+    "_Part": 3,
+    "_Run": 3,
+}
+
+# What the field, or plain English, has another word for: own (local), whole (full, unsplit), told and said (reported),
+# kept (cached, stored), wanted (requested), alike (equal), others (the rest, by name), together, begun (started).
+DIALECT = re.compile(
+    r"(?:^|_)(own|whole|told|untold|said|kept|wanted|alike|others|aside|together|begun)(?:_|$)"
+)
+# Public names that have one of these words today.
+SPEAK_DIALECT = {
+    "ALIKE_AXES",
+    "BEGUN",
+    "check_whole",
+    "held_by_others",
+    "is_kept_in_compute_dtype",
+    "Kept",
+    "KEPT",
+    "kept",
+    "kept_by",
+    "kept_dtype",
+    "KEPT_FILES",
+    "KEPT_KINDS",
+    "kept_outputs",
+    "KEPT_RUNS",
+    "kept_runs",
+    "kept_tensors",
+    "KeptArguments",
+    "KeptKeys",
+    "KeptOutput",
+    "MOST_KEPT",
+    "MOST_OTHERS",
+    "move_aside",
+    "others",
+    "OUTPUT_KEPT",
+    "own",
+    "OWN",
+    "own_gpu",
+    "own_loop",
+    "OWN_OPTIONS",
+    "own_request",
+    "own_rows",
+    "OwnFiles",
+    "PROMPTS_KEPT",
+    "put_together",
+    "replace_whole",
+    "rows_together",
+    "run_whole",
+    "said",
+    "show_own_colours",
+    "take_kept",
+    "together",
+    "told",
+    "told_beside",
+    "wanted",
+    "wanted_kernel",
+    "whole",
+    "WHOLE",
+    "whole_order",
+    "whole_steps",
+    "why_whole",
+}
+
+
+def _words(name):
+    """A name in lower case, its words joined by underscores."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _public_names(body):
+    """Names of functions, classes, constants, methods and fields, but for those that begin with an underscore."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        if isinstance(node, ast.ClassDef):
+            yield from _public_names(node.body)
+
+
+def test_a_class_name_has_one_meaning():
+    counts = Counter(
+        node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    several = {name: count for name, count in counts.items() if count > 1}
+    assert several == SEVERAL_MEANINGS, "a name given twice, or an entry to take out of SEVERAL_MEANINGS"
+
+
+def test_public_names_are_the_fields_or_plain_english():
+    names = {name for tree in TREES.values() for name in _public_names(tree.body) if not name.startswith("_")}
+    found = {name for name in names if DIALECT.search(_words(name))}
+    assert found == SPEAK_DIALECT, "a new name of the dialect, or an entry to take out of SPEAK_DIALECT"
+
+
+def test_words_are_found_in_names_of_every_form():
+    assert all(DIALECT.search(_words(name)) for name in ("KeptKeys", "own_rows", "MOST_OTHERS", "run_whole"))
+    assert not any(DIALECT.search(_words(name)) for name in ("download", "owner", "sidecar", "TokenBlocks"))
