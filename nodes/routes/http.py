@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -14,16 +15,51 @@ NOT_YOURS = "only ComfyUI's own page may ask for this"
 
 T = TypeVar("T")
 
+_listens = ""  # where this ComfyUI listens: addresses with commas
+
+
+def serve_on(addresses: str) -> None:
+    """Notes where ComfyUI listens (its --listen), before the first request."""
+    global _listens
+    _listens = addresses
+
 
 def is_same_origin(request: web.Request) -> bool:
-    """Whether the page that asks came from this server. Programs that are no browsers name no origin."""
+    """True if the page that asks came from this server. Programs that are no browsers name no origin."""
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         return False
     origin = request.headers.get("Origin")
     try:
-        return origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+        same = origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
+        return same and is_known_host(request.host, _listens)
     except ValueError:  # no address at all
         return False
+
+
+def is_known_host(host: str, listen: str) -> bool:
+    """True if `host` (a request's Host) is a name by which a ComfyUI that listens on `listen` (addresses with commas)
+    is reached: loopback, an address or one of `listen`.
+
+    A foreign page can point its own name at 127.0.0.1 and would be of one origin with us by that name (DNS rebinding).
+    A ComfyUI that others may reach has names that it does not know, so there every name passes.
+    """
+    listens = [one.strip().lower() for one in listen.split(",")]
+    if not all(map(_is_loopback, listens)):
+        return True
+    name = (urlsplit(f"//{host}").hostname or "").lower()
+    return _is_loopback(name) or name in listens or _address(name) is not None
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == "localhost" or name.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def refuse(error: object, status: int) -> web.Response:

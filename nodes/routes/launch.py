@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from comfy.cli_args import args
 
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.observability.toasts import Notifier, Toast
@@ -15,6 +16,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
+from . import http
 from . import status as live_status
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 def begin(server: PromptServer) -> None:
     """Once, while ComfyUI loads the pack. Starts no thread and no process until something happens."""
+    http.serve_on(args.listen)
     status = live_status.begin(server)
     listen(lambda event: status.changed())
 

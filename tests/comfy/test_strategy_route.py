@@ -104,4 +104,10 @@ def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
 def test_other_pages_and_other_methods_get_nothing(comfy):
     assert _ask(comfy, b"{}", Origin="https://elsewhere.example")[0] == 403
     assert _ask(comfy, b"{}", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    rebound = {
+        "Host": "elsewhere.example",
+        "Origin": "http://elsewhere.example",
+    }  # its name points at 127.0.0.1
+    assert _ask(comfy, b"{}", **rebound)[0] == 403
+    assert _ask(comfy, b"{}", Host="localhost", Origin="http://localhost")[0] == 200
     assert _ask(comfy, b"{}", "PUT")[0] in (404, 405)

@@ -30,6 +30,7 @@ from ...wire.transport import Link
 from .remote_machine import Departure, RemoteMachine
 
 MOST_AT_THE_DOOR, MOST_FROM_ONE = 32, 4  # connections that have not joined yet, in all and from one address
+_MAX_DEVICE_BYTES = 2**44  # 16 TiB, more than any device or host has
 _SAY = 10.0  # s between two lines of the log on connections that were refused
 
 OnDeparture = Callable[[Departure], None]
@@ -209,6 +210,10 @@ class ClusterHead:
             return "its name or its number of processes is not allowed"
         if len(join.memory) != len(join.devices) or any(not _is_device(name) for name in join.devices):
             return "its devices are not understood"
+        if len(set(join.devices)) != len(join.devices):
+            return "it names a device twice"
+        if not all(0 <= size <= _MAX_DEVICE_BYTES for size in join.memory):
+            return f"a device's memory lies between 0 and {_MAX_DEVICE_BYTES} bytes"
         theirs, ours = (join.protocol, join.python, join.torch), versions()
         if theirs != ours:
             return (
@@ -269,7 +274,7 @@ class ClusterHead:
 
 def _is_device(name: str) -> bool:
     kind, _, index = name.partition(":")
-    return kind in ("cuda", "cpu") and index.isdecimal() and len(index) < 4
+    return kind in ("cuda", "cpu") and index.isascii() and index.isdecimal() and len(index) < 4
 
 
 # The heads of this process.

@@ -243,6 +243,13 @@ def test_machines_that_do_not_fit_are_told_why(head, secret):
         (BareMachine(head, secret, machine="two", torch="1.0"), "torch 1.0, and ComfyUI runs"),
         (BareMachine(head, secret, machine="Not A Name"), "its name"),
         (BareMachine(head, secret, machine="two", devices=("tpu:0",)), "its devices"),
+        (BareMachine(head, secret, machine="two", devices=("cpu:\u0663",)), "its devices"),
+        (
+            BareMachine(head, secret, machine="two", devices=("cpu:0", "cpu:0"), memory=(0, 0)),
+            "it names a device twice",
+        ),
+        (BareMachine(head, secret, machine="two", memory=(-1,)), "a device's memory lies between 0 and"),
+        (BareMachine(head, secret, machine="two", memory=(2**80,)), "a device's memory lies between 0 and"),
         (BareMachine(head, secret, machine="one"), "called one is there already"),
     ]
     for machine, words in cases:
