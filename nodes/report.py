@@ -201,8 +201,8 @@ def _cost(record: RunRecord) -> list[str]:
     def told(total: str, each: str) -> str:
         return total if images == 1 else f"{total} for {images} images, {each} each"
 
-    spent = told(f"{held:.3f}", f"{held / images:.3f}")
-    lines = [f"device-seconds (GPU-seconds on GPUs, a start and a load included): {spent}"]
+    spent = told(f"{held:.3g} s", f"{held / images:.3g} s")
+    lines = [f"GPU time used: {spent} (starting and loading included)"]
     if record.price_per_hour:
         total = money(held, record.price_per_hour)
         spent = told(amount(total), amount(total / images))

@@ -233,13 +233,12 @@ class ParallelStrategy:
     def _broken(
         self, model: ModelShape, device_count: int, engine: str, own: ParallelStrategy
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(words, inputs) of each broken rule; {nearest} stands for the nearest valid setting."""
+        """(words, inputs) of each broken rule; {nearest} and {steps} stand for the nearest valid setting."""
         if self.world_size > device_count:
             split = tuple(name for name in DEGREES if getattr(own, name) > 1)
             yield (
-                f"{own.describe()} needs {own.world_size} devices and {device_count} "
-                f"{'is' if device_count == 1 else 'are'} selected; lower a degree so that the product of all "
-                f"degrees is at most {device_count} ({{nearest}}), or select more devices.",
+                f"{own.describe()} needs {own.world_size} devices; {device_count} "
+                f"{'is' if device_count == 1 else 'are'} selected. Set {{steps}}, or choose more devices.",
                 (*split, "devices"),
             )
         for words, *inputs in self._unknown_to(model):
@@ -359,7 +358,8 @@ def _check_whole(name: str, value: object, least: int) -> None:
 
 
 def _with_nearest(words: str, inputs: tuple[str, ...], changes: Nearest) -> str:
-    """`words` with the changes for {nearest}, those of `inputs` first."""
+    """`words` with the changes for {nearest} and {steps}, those of `inputs` first."""
     ordered = sorted(changes, key=lambda change: change[0] not in inputs)
-    setting = (" with " if len(ordered) == 2 else ", ").join(f"{name} {value}" for name, value in ordered)
-    return words.replace("{nearest}", f"the nearest valid setting is {setting}")
+    setting = ", ".join(f"{name} {value}" for name, value in ordered)
+    steps = ", ".join(f"{name} to {value}" for name, value in ordered)
+    return words.replace("{nearest}", f"the nearest valid setting is {setting}").replace("{steps}", steps)

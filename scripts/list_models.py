@@ -89,7 +89,7 @@ frames need nothing. So SDXL at CFG 1 gains from a second device, and with a neg
 `auto` shares out the two prompts first, then bands. The degree is `ulysses_degree` (or `ring_degree`, which does the
 same); reports say *bands*. An image has at most as many bands as rows at the UNet's lowest resolution: SDXL's halves
 them twice (32 rows for 1024 pixels), SD1.5's three times (8 rows for 512). Smaller ones share out attention only, and
-it is said. Blocks are not compiled ([why so](decisions/054-unets-in-bands.md)).
+it is said. Blocks are not compiled ([why so](decisions/046-attention-only-and-bands-of-unets.md)).
 
 **Attention only** is exact for any model that calls ComfyUI's attention, without a proof, and wins what the share of
 attention leaves: every device computes all else, and each answer to a query goes to all others. So attention to fewer
@@ -97,7 +97,7 @@ than {keys} keys stays whole on each device, and a call with as many images and 
 instead. `auto` takes it where attention is a third of the arithmetic or more, and tries one device against it while it
 samples; by hand it is `ulysses_degree`. By arithmetic: in a video of 44,000 tokens of a model 3,072 wide attention is
 70 %, and four devices would make a step at most 2.1 times as fast. No GPU has measured it
-([why so](decisions/046-attention-only.md)).
+([why so](decisions/046-attention-only-and-bands-of-unets.md)).
 
 ## {attention} classes of which attention alone can be split
 

@@ -35,12 +35,12 @@ def test_too_few_devices_names_both_numbers():
 
 def test_heads_that_do_not_divide_name_the_nearest_ulysses_and_ring():
     (line,) = ParallelStrategy(ulysses_degree=16).violations(FLUX, device_count=16)
-    assert "24 attention heads" in line and "ulysses_degree 8 with ring_degree 2" in line
+    assert "24 attention heads" in line and "ulysses_degree 8, ring_degree 2" in line
 
 
 def test_heads_that_share_no_divisor_are_pointed_to_ring():
     (line,) = ParallelStrategy(ulysses_degree=5).violations(FLUX, device_count=5)
-    assert "ulysses_degree 1 with ring_degree 5" in line
+    assert "ulysses_degree 1, ring_degree 5" in line
 
 
 def test_every_violated_rule_is_listed():
@@ -82,14 +82,14 @@ def test_the_nearest_valid_setting_is_one_for_all_rules_and_runs_on_the_devices(
 def test_too_many_devices_are_told_of_the_degrees_that_a_person_set():
     own = ParallelStrategy(pipefusion_degree=2, tensor_degree=2)
     (problem,) = ParallelStrategy(pipefusion_degree=4).problems(FLUX, 2, as_set=own)
-    assert problem.message.startswith("PipeFusion 2 × tensor 2 needs 4 devices and 2 are selected")
+    assert problem.message.startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
     assert problem.inputs == ("pipefusion_degree", "tensor_degree", "devices")
     assert dict(problem.nearest) == {"tensor_degree": 1}
 
 
 def test_tensor_and_ulysses_together_must_divide_the_heads():
     (line,) = ParallelStrategy(ulysses_degree=4, tensor_degree=4).violations(FLUX, 16)
-    assert "24 attention heads" in line and "ring_degree 2 with ulysses_degree 2" in line
+    assert "24 attention heads" in line and "ring_degree 2, ulysses_degree 2" in line
     (line,) = ParallelStrategy(tensor_degree=5).violations(FLUX, 5)
     assert "tensor_degree 4" in line
     assert ParallelStrategy(ulysses_degree=4, tensor_degree=3).violations(FLUX, 12) == []

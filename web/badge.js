@@ -38,6 +38,13 @@ function progressOf(ranks) {
   return counted.map(({ device, progress }) => `${device} ${inPercent(progress)}`).join(" · ");
 }
 
+// What the slowest rank does and still needs, while it runs.
+function leftOf(node) {
+  const ranks = runs.get(node)?.ranks;
+  const slowest = ranks?.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
+  return slowest?.left ? [slowest.words, slowest.left].map(translate).join(" · ") : "";
+}
+
 const byVue = () => app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
 
 // The others have a panel with their report.
@@ -83,7 +90,7 @@ function badgeOnPage(node) {
   if (!words) return badge.remove();
   badge.type = "button";
   badge.textContent = words;
-  badge.title = say("open_report");
+  badge.title = leftOf(node) || say("open_report");
   badge.disabled = !opens(node);
   badge.onclick = () => openReport(node, runs.get(node).output);
   if (badge.parentElement !== box) box.append(badge);

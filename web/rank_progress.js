@@ -14,6 +14,7 @@ const STYLE = `
   text-overflow: ellipsis; background: var(--comfy-input-bg); color: var(--input-text); }
 .parallel-bars li i { position: absolute; inset: 0 auto 0 0; opacity: 0.45; background: var(--p-primary-color, #31b9f4); }
 .parallel-bars li span { position: relative; }
+.parallel-left:not([hidden]) { flex: 0 0 auto; margin: 0 0 4px; }
 .parallel-bars.many { grid-template-columns: repeat(auto-fill, minmax(60px, 1fr)); gap: 2px; font-size: 9px; }
 .parallel-bars.many li { padding: 0 2px; }
 `;
@@ -25,7 +26,9 @@ function barsOf(node) {
   if (found) return found;
   const made = element("ul", "parallel-bars");
   made.setAttribute("aria-label", translate("Progress of each rank"));
-  panel.prepend(made);
+  const left = element("p", "parallel-left");
+  left.hidden = true;
+  panel.prepend(made, left);
   return made;
 }
 
@@ -38,17 +41,27 @@ function draw(bars, ranks) {
   }
   const many = ranks.length > MANY;
   bars.classList.toggle("many", many);
-  ranks.forEach(({ device, words, progress }, at) => {
+  ranks.forEach(({ device, words, progress, left }, at) => {
     const bar = bars.children[at];
     const percent = Math.round(100 * (progress ?? 0));
+    const short = `${device} ${translate(words)}`;
     bar.firstChild.style.width = `${percent}%`;
-    bar.title = `${device} ${translate(words)}`;
-    bar.lastChild.textContent = many && progress !== null ? `${device} ${percent} %` : bar.title;
+    bar.title = [short, translate(left)].filter(Boolean).join(" · ");
+    bar.lastChild.textContent = many && progress !== null ? `${device} ${percent} %` : short;
     bar.setAttribute("aria-label", bar.title);
     if (progress === null) bar.removeAttribute("aria-valuenow");
     else bar.setAttribute("aria-valuenow", String(percent));
   });
   bars.hidden = !ranks.length;
+  const left = bars.nextElementSibling;
+  left.textContent = ranks.length ? timeOf(ranks) : "";
+  left.hidden = !left.textContent;
+}
+
+// What the slowest of them does and still needs, in one line.
+function timeOf(ranks) {
+  const slowest = ranks.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
+  return slowest.left ? [slowest.words, slowest.left].map(translate).join(" · ") : "";
 }
 
 app.registerExtension({

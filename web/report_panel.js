@@ -27,6 +27,7 @@ const STYLE = `
 .parallel-fold summary { cursor: pointer; padding: 2px 4px; }
 .parallel-report { margin: 0; padding: 4px; font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text; }
 .parallel-report.empty { color: var(--descrip-text); }
+.parallel-report.problem { color: var(--error-text); }
 `;
 
 const INSTEAD = {
@@ -46,14 +47,15 @@ function show(node, output) {
 }
 
 // Of the latest run and of no other: what it says of itself, or why it says nothing.
-function mark(node, state) {
+function mark(node, state, words) {
   const panel = panelOf(node);
   if (!panel) return;
   if (state === "failed" || state === "cancelled") panel.run = null;
   const run = state === "done" ? panel.run : null;
   const report = panel.querySelector(".parallel-report");
-  report.textContent = translate(INSTEAD[state] ?? ([].concat(run?.text ?? []).join("\n\n") || EMPTY));
+  report.textContent = translate((state === "failed" && words) || INSTEAD[state] || ([].concat(run?.text ?? []).join("\n\n") || EMPTY));
   report.classList.toggle("empty", !run);
+  report.classList.toggle("problem", state === "failed");
   fold(panel, Boolean(run));
   panel.querySelector(".parallel-headline").textContent = translate(run?.parallel_headline?.[0] ?? "");
   panel.querySelector(".parallel-comparison")?.remove();

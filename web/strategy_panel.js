@@ -30,6 +30,8 @@ const STYLE = `
   padding: 2px; background: var(--comfy-menu-bg); border-radius: 4px; }
 .parallel-strategy:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
 .parallel-strategy p { margin: 4px; overflow-wrap: anywhere; }
+.parallel-strategy details { margin: 4px; }
+.parallel-strategy summary { cursor: pointer; }
 .parallel-strategy .basis, .parallel-strategy .notes { color: var(--descrip-text); }
 .parallel-strategy [role="alert"] p { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
   white-space: pre-line; }
@@ -191,7 +193,9 @@ class Panel {
     for (const { name } of ownWidgets(this.node)) {
       if (name.includes("_")) words = words.replaceAll(new RegExp(`\\b${name}\\b`, "g"), () => labelOf(this.node, name));
     }
-    return element("p", "", words);
+    const [first, ...rest] = words.split("\n");
+    if (!rest.length) return element("p", "", words);
+    return element("details", "", element("summary", "", first), element("p", "", rest.join("\n")));
   }
 
   // A button that makes the changes which lead to the nearest settings that can run.

@@ -21,10 +21,7 @@ from .panel import Shown, group_words
 _AT_WORK = (State.STARTING.value, State.RUNNING.value)
 _THERE = (*_AT_WORK, State.READY.value, State.ASLEEP.value)
 _SMALL = 64 * 2**20  # bytes of another program that are not worth a word: a desktop's, say
-NO_GPU = (
-    "No GPU that torch can use. Ranks on the CPU share its cores and its memory: they show how it works, and seldom "
-    "gain time."
-)
+NO_GPU = "No usable GPU. On the CPU you can see how it works; it will not be faster."
 
 
 def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:

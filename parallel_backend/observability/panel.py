@@ -9,9 +9,10 @@ from ..sidecar.group.lease import State
 from ..sidecar.group.phases import PhaseKind
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
+from .time_left import in_gb, time_left
 
 BUSY = "a prompt is using the ranks; cancel it first"
-FAILED_TOO_OFTEN = "they failed too often; press Try again first"
+FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
 NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # whose steps are
@@ -45,13 +46,16 @@ def group_words(status: GroupStatus) -> str:
     if status.state == State.RUNNING.value:
         kind = status.phase and status.phase.kind
         if kind is PhaseKind.LOADING and status.ranks:
-            return _loading(sum(rank.loaded for rank in status.ranks) / len(status.ranks))
+            loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
+            return _with_time(_loading(status, loaded), time_left(status, loaded, 0))
         if status.phase is None:
             return "working"
+        if kind is PhaseKind.SAMPLING and status.steps:
+            return _with_time(_counted(status, status.step), time_left(status, 1.0, status.step))
         counted = f" {status.step}/{status.steps}" if status.steps and kind in _COUNTED else ""
         return status.phase.text + counted
     if status.state == State.STARTING.value:
-        return "starting"
+        return f"starting, {time_left(status, 0.0, 0)}"
     if status.state == State.DOWN.value:
         return "not started"
     return status.state
@@ -111,18 +115,31 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     )
 
 
-def _loading(loaded: float) -> str:
-    return f"loading {100 * loaded:.0f} %" if loaded else "importing libraries"
+def _loading(status: GroupStatus, loaded: float) -> str:
+    if not loaded:
+        return "importing libraries"
+    size = status.phase.size if status.phase is not None else 0
+    return f"reading {in_gb(size)}" if size else f"loading {100 * loaded:.0f} %"
+
+
+def _counted(status: GroupStatus, step: int) -> str:
+    return f"step {min(step, status.steps)} of {status.steps}"
+
+
+def _with_time(words: str, left: str) -> str:
+    return f"{words} · {left}" if left else words
 
 
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
-    """{"device", "words", "progress"}; `progress` 0 to 1, None where there is nothing to count."""
+    """{"device", "words", "progress", "left"}; `progress` 0 to 1, None where there is nothing to count; `left`: the
+    time that it still needs, in words, "" where nobody knows."""
     words, progress = "", None
     kind = status.phase and status.phase.kind
     if status.state == State.RUNNING.value and rank.pid is not None:
         if kind is PhaseKind.LOADING:
-            words, progress = _loading(rank.loaded), round(rank.loaded, 3)
+            words, progress = _loading(status, rank.loaded), round(rank.loaded, 3)
         elif kind in _COUNTED and status.steps:
             step = min(rank.step, status.steps)
-            words, progress = f"step {step} of {status.steps}", round(step / status.steps, 3)
-    return {"device": rank.device, "words": words, "progress": progress}
+            words, progress = _counted(status, step), round(step / status.steps, 3)
+    left = "" if rank.pid is None else time_left(status, rank.loaded, rank.step)
+    return {"device": rank.device, "words": words, "progress": progress, "left": left}

@@ -98,9 +98,8 @@ def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[s
     others = [wait for rank, wait in enumerate(waits) if rank != last]
     share = sum(others) / len(others) * len(ranks) / whole
     if share >= WORTH_TELLING:
-        own = sum(spent.computing for spent in ranks[last]) / len(ranks[last])
         lines.append(
-            f"timeline: the others waited {share:.0%} of a step for {devices[last]}, which computes {own:.4f} s of "
-            f"each; device_shares can give it less to do"
+            f"timeline: the others wait for {devices[last]} during {share:.0%} of each step; with device_shares you "
+            f"can give it less"
         )
     return lines

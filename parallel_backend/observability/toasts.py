@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sidecar.group.device_health import FAILING, FailingDevices, left_out
-from ..sidecar.group.events import Ended, Event, RequestFailed, Started
+from ..sidecar.group.events import Ended, Event, Recovering, RequestFailed, Started
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 
@@ -39,6 +39,8 @@ class Notifier:
             self._show(
                 Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER, names)
             )
+        elif isinstance(event, Recovering):
+            self._show(Toast("warn", "A process died; starting again", event.words, about=names))
         elif isinstance(event, Started):
             self._show(
                 Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF, names)
@@ -49,8 +51,8 @@ class Notifier:
                 Toast(
                     "error",
                     "The ranks failed too often",
-                    f"On {names}; last {who}: {event.cause}. They are not started again "
-                    f"by themselves for now: look with the doctor, or press Try again in the sidebar tab Parallel.",
+                    f"On {names}; last {who}: {event.cause}. They are not started again by themselves for now: "
+                    f"look with the doctor, or press Allow restarts in the sidebar tab Parallel.",
                     about=names,
                 )
             )

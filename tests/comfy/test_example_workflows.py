@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -146,8 +147,8 @@ def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_g
         "## Strategy Selector",
         "**2 GPUs:**",
         "**4 GPUs:**",
-        "`ulysses_degree` 2",
-        "`shard_weights`",
+        "**ulysses_degree** 2",
+        "**shard_weights**",
     ):
         assert part in note
 
@@ -174,16 +175,28 @@ def test_no_node_of_an_example_lies_on_another(name):
             assert apart, f"{one} and {other}"
 
 
-# ComfyUI shows a template so that it takes three quarters of the window, and draws no text below 8 pixels (0.57 of 14).
-_WINDOW, _MARGIN, _READABLE = (1600, 960), 0.75, 0.58
+# ComfyUI shows a template so that it takes three quarters of the window, with 10 units around it, and draws no text
+# below 8 pixels (0.57 of 14). The window is a laptop's.
+_WINDOW, _MARGIN, _AROUND, _READABLE = (1366, 768), 0.75, 20, 0.58
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_opens_with_text_that_can_be_read(name):
     boxes = [outline(node) for node in _workflow(name)["nodes"]]
-    width = max(box.right for box in boxes) - min(box.left for box in boxes)
-    height = max(box.bottom for box in boxes) - min(box.top for box in boxes)
+    width = max(box.right for box in boxes) - min(box.left for box in boxes) + _AROUND
+    height = max(box.bottom for box in boxes) - min(box.top for box in boxes) + _AROUND
     assert _MARGIN * min(_WINDOW[0] / width, _WINDOW[1] / height) >= _READABLE, (width, height)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_note_fits_its_box_and_has_no_code_spans(name):
+    """Nodes 2.0 writes code in notes with a contrast of 1.5 to 1."""
+    (note,) = [node for node in _workflow(name)["nodes"] if node["type"] == "MarkdownNote"]
+    text = re.sub(r"\]\([^)]*\)", "]", note["widgets_values"][0])
+    assert "`" not in text
+    columns = (note["size"][0] - 30) // 6.6  # pixels of a letter of 12 pixels
+    lines = sum(max(1, -(-len(line.replace("*", "")) // columns)) for line in text.splitlines())
+    assert 18 * lines <= note["size"][1], lines
 
 
 def test_each_example_has_a_small_picture_and_no_picture_is_left_over():

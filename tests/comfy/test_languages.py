@@ -104,7 +104,7 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
     # "ready" is told once the ranks are.
     page.wait_for_function(f"word => ({SHOWN})().includes(word)", arg=said["ready"][language], timeout=20_000)
     assert not any(
-        sentence in page.evaluate(SHOWN) for sentence in ("not tried", "By the rule", "Run the", "measured")
+        sentence in page.evaluate(SHOWN) for sentence in ("not tried", "Plan for", "Run the", "measured")
     )
 
     page.evaluate(

@@ -93,4 +93,4 @@ def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers
     graph.prompt[told]["inputs"]["path"] = "auto.txt"
     comfy.run(graph.prompt)
     why = comfy.output("auto.txt").read_text()
-    assert f"By the rule for {UNET}" in why and "the 2 attention heads" in why and "the 24" not in why
+    assert f"Plan for {UNET}" in why and "the 2 attention heads" in why and "the 24" not in why

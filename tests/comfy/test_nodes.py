@@ -106,7 +106,7 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
 @pytest.mark.parametrize(
     ("devices", "degrees", "words"),
     [
-        ("cpu:2", {"ulysses": 4}, ["needs 4 devices and 2 are selected"]),
+        ("cpu:2", {"ulysses": 4}, ["needs 4 devices; 2 are selected"]),
         (
             "cpu:3",
             {"ulysses": 3},

@@ -136,7 +136,7 @@ def test_the_report_tells_what_ran(comfy, files):
         "first",
         "load",
         "MiB",
-        "device-seconds",
+        "GPU time used",
     ):
         assert part in report
 

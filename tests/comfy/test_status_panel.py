@@ -187,7 +187,7 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
         state, set()
     )
     buttons = ("sleep", "wake", "restart", "stop", "reset")
-    broken = "they failed too often; press Try again first"
+    broken = "they failed too often; press Allow restarts first"
     why = broken if state == "broken" else "a prompt is using the ranks"
     return {
         "devices": [f"cuda:{i}" for i in devices],
@@ -241,7 +241,7 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Wake"
     assert not cards.nth(0).get_by_role("button", name="Wake").is_enabled()
-    assert cards.nth(3).get_by_role("button", name="Try again").is_enabled()
+    assert cards.nth(3).get_by_role("button", name="Allow restarts").is_enabled()
     page.keyboard.press("Enter")
     assert panel.get_by_role("alert").count() == 0
 
@@ -258,7 +258,7 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     toast = {
         "severity": "error",
         "summary": "The ranks failed too often",
-        "detail": "Try again",
+        "detail": "Allow restarts",
         "life": None,
     }
     page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")

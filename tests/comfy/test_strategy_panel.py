@@ -117,16 +117,16 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page, picture):
     _wait_for(page, "shown.devices.length === 8")
     shown = page.evaluate(READ)
     assert shown["basis"] == "Set by hand" and shown["titles"] == ["CFG 2 × Ring 2 × Ulysses 2"]
-    assert shown["groups"] == ["cond", "ring 1/2", "ring 2/2", "uncond", "ring 1/2", "ring 2/2"]
-    assert shown["devices"][3] == "cpu:3 · cond · ring 2/2 · heads 2/2"
-    assert shown["devices"][4] == "cpu:4 · uncond · ring 1/2 · heads 1/2"
+    assert shown["groups"] == ["prompt", "ring 1/2", "ring 2/2", "negative prompt", "ring 1/2", "ring 2/2"]
+    assert shown["devices"][3] == "cpu:3 · prompt · ring 2/2 · heads 2/2"
+    assert shown["devices"][4] == "cpu:4 · negative prompt · ring 1/2 · heads 1/2"
     assert _off(page) == set() and not shown["cut"]
     picture("diagram")
 
     live = page.evaluate(ARROW, "data_degree")
     page.mouse.click(*live)  # in manual a degree takes it, and sixteen devices are not selected
     _wait_for(page, "shown.alerts.length === 1")
-    assert "needs 16 devices and 8 are selected" in page.evaluate(READ)["alerts"][0]
+    assert "needs 16 devices; 8 are selected" in page.evaluate(READ)["alerts"][0]
 
     _edit(page, "mode", "auto")
     _wait_for(page, "shown.titles.length === 2")
@@ -182,7 +182,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     assert page.evaluate(WIDGETS) == plain
 
     _edit(page, "mode", "auto")
-    _wait_for(page, "shown.basis.startsWith('By the rule')")
+    _wait_for(page, "shown.basis.startsWith('Plan for')")
     assert "ulysses_degree" in _off(page)
     if drawn_by == "vue":
         page.get_by_role("switch", name="shard_weights").wait_for(state="detached", timeout=10_000)
@@ -250,7 +250,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     assert box[0] and box[1] < 300
 
     _edit(page, "engine", "native")  # another question than the one that ran
-    _wait_for(page, "shown.basis.startsWith('By the rule')")
+    _wait_for(page, "shown.basis.startsWith('Plan for')")
     _edit(page, "engine", "auto")
     _wait_for(page, "shown.basis === 'The latest run'")
 

@@ -72,7 +72,7 @@ def test_the_rules_of_any_model_are_not_those_of_flux(comfy):
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "no such file.safetensors", ""])
 def test_a_name_that_no_loader_offers_reads_no_file(comfy, name):
     said = _check(comfy, {"devices": "cpu:2"}, node="ParallelFluxLoader", unet_name=name)
-    assert said["basis"].startswith("By the rule for Flux.1;") and said["notes"] == []
+    assert said["basis"].startswith("Plan for Flux.1.") and said["notes"] == []
 
 
 def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):

@@ -24,7 +24,7 @@ def _prompt(unet: str, devices, **choice) -> dict:
 @pytest.mark.parametrize(
     ("devices", "choice", "line"),
     [
-        ("cpu:2", {"ring": 3}, "ring_degree, devices: Ring 3 needs 3 devices and 2 are selected"),
+        ("cpu:2", {"ring": 3}, "ring_degree, devices: Ring 3 needs 3 devices; 2 are selected"),
         ("gpu7", {}, "devices: devices 'gpu7' is not understood"),
         ("cpu:4", {"cfg": 3}, "cfg_degree: cfg_degree 3: there are only two prompts"),
         (

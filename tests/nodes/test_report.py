@@ -156,9 +156,8 @@ def test_a_load_is_told_with_its_time_and_only_without_one_as_none():
 
 
 def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
-    device_seconds = "device-seconds (GPU-seconds on GPUs, a start and a load included)"
     told = lines()
-    assert told[device_seconds] == "3.000" and "cost" not in told
+    assert told["GPU time used"] == "3 s (starting and loading included)" and "cost" not in told
     assert lines(price_per_hour=12.0)["cost"] == "0.01, at 12 per GPU-hour (Settings, Parallel Sampling)"
     plan = SimpleNamespace(
         candidates=[],
@@ -167,7 +166,7 @@ def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
         job=SimpleNamespace(batch=4),
     )
     told = lines(plan=plan, price_per_hour=12.0)
-    assert told[device_seconds] == "3.000 for 4 images, 0.750 each"
+    assert told["GPU time used"] == "3 s for 4 images, 0.75 s each (starting and loading included)"
     assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")
 
 

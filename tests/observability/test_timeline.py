@@ -55,8 +55,7 @@ def test_shares_are_told_and_for_whom_the_others_wait():
     ]
     _, line = in_words(timeline(run((0.1, 0.1), (0.4, 0.4))), devices)
     assert line == (
-        "timeline: the others waited 30% of a step for cuda:0, which computes 0.9000 s of each; device_shares can give "
-        "it less to do"
+        "timeline: the others wait for cuda:0 during 30% of each step; with device_shares you can give it less"
     )
 
 

@@ -2,7 +2,7 @@
 
 from parallel_backend.observability.toasts import Notifier
 from parallel_backend.sidecar.group.device_health import FailingDevices
-from parallel_backend.sidecar.group.events import Changed, Ended, RequestFailed, Started
+from parallel_backend.sidecar.group.events import Changed, Ended, Recovering, RequestFailed, Started
 
 DEVICES = ("cuda:0", "cuda:1")
 DONE = Ended(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)
@@ -35,11 +35,22 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
     assert shown_after(failed(), DONE, DONE) == [("warn", "A device is left out", False)]
     assert "cuda:1 left out" in toasts[0].detail
     assert shown_after(failed(broken=True), DONE) == [("error", "The ranks failed too often", True)]
-    assert "Try again" in toasts[0].detail and "rank 1 on cuda:1: killed by signal 9" in toasts[0].detail
+    assert "Allow restarts" in toasts[0].detail and "rank 1 on cuda:1: killed by signal 9" in toasts[0].detail
     failing.clear()
     assert shown_after(DONE) == []
     failing.add("cuda:1", 2)
     assert shown_after(DONE) == [("warn", "A device is left out", False)]
+
+
+def test_a_death_is_told_at_once_and_the_start_that_follows_takes_its_place():
+    toasts = []
+    notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
+    words = "rank 1 on cuda:1 failed (killed); the job goes on after step 52 on ranks started anew"
+    for event in (failed(), Recovering(DEVICES, words), Started(DEVICES, 2.5, "rank 1 failed: killed")):
+        notifier.on_event(event)
+    died, started = toasts
+    assert (died.severity, died.detail, died.life) == ("warn", words, None)
+    assert died.about == started.about and died.summary == "A process died; starting again"
 
 
 def test_ranks_that_start_take_the_place_of_what_was_told_of_their_failure():

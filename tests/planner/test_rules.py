@@ -62,7 +62,7 @@ def test_a_manual_strategy_is_taken_as_it_is():
 
 def test_a_manual_strategy_that_breaks_a_rule_is_refused():
     settings = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
-    with pytest.raises(StrategyError, match="needs 4 devices and 1 is selected"):
+    with pytest.raises(StrategyError, match="needs 4 devices; 1 is selected"):
         resolve_strategy(settings, flux_job(), _devices(1))
 
 

@@ -144,7 +144,7 @@ def test_ranks_that_failed_too_often_are_not_started(sidecar, make):
         with pytest.raises(RankFailed):
             sidecar.sample(first, scripted_request(CRASH), two_ranks())
     assert sidecar.state is State.BROKEN
-    with pytest.raises(RankFailed, match="Try again"):
+    with pytest.raises(RankFailed, match="Allow restarts"):
         sidecar.preload(first)
     assert sidecar.pids == ()
 

@@ -17,8 +17,8 @@ const runs = new Map(); // prompt id -> the graph that it came from, and the exe
 const early = new Map(); // of runs that began before ComfyUI's answer told whose they are: prompt id -> how they ended, if so
 
 // `show(node, output)` for each node of the class that has an output; it may be called again with the same.
-// `mark(node, state)` for those of a run that has none (yet): running, failed, cancelled, or done, where what was shown
-// before holds.
+// `mark(node, state, words)` for those of a run that has none (yet): running, failed, cancelled, or done, where what was shown
+// before holds; `words`: what went wrong.
 export function watchOutputs(comfyClass, show, mark = () => {}) {
   watchers.push([comfyClass, show, mark]);
 }
@@ -26,13 +26,13 @@ export function watchOutputs(comfyClass, show, mark = () => {}) {
 const watchersOf = (node) =>
   node ? watchers.filter(([kind]) => (kind === STOCK ? stock.has(node) : kind === node.comfyClass)) : [];
 
-function mark(ids, state) {
+function mark(ids, state, words = "") {
   const lost = state === "failed" || state === "cancelled";
   for (const id of ids) {
     const node = nodeOf(id);
     if (lost) forgetPhase(node);
     if (lost) told.get(rootGraph()?.id)?.delete(id);
-    for (const [, , marked] of watchersOf(node)) marked(node, state);
+    for (const [, , marked] of watchersOf(node)) marked(node, state, words);
   }
 }
 
@@ -51,11 +51,23 @@ function begin({ prompt_id: id }) {
   mark(run.ids, "running");
 }
 
-function end({ prompt_id: id }, state) {
+function end(detail, state) {
+  const { prompt_id: id } = detail;
   const run = runs.get(id);
   runs.delete(id);
-  if (!run && early.has(id)) early.set(id, state);
-  if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state);
+  if (!run && early.has(id)) early.set(id, [detail, state]);
+  if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state, wordsOf(detail));
+}
+
+// Of ComfyUI's message about a failure: what went wrong, without its class.
+const wordsOf = ({ exception_message: message } = {}) => message?.trim() ?? "";
+
+// What ComfyUI says when it refuses to queue a prompt, on each node that it names.
+function refuse(nodeErrors) {
+  for (const [id, { errors }] of Object.entries(nodeErrors ?? {})) {
+    const words = errors.map(({ message, details }) => [message, details].filter(Boolean).join(": "));
+    mark([id], "failed", `ComfyUI refused this workflow: ${words.join(" ")}`);
+  }
 }
 
 // Whether somebody watches that node. In a stock sampler's place the node that proves its job may have run.
@@ -114,10 +126,11 @@ async function recall() {
     const own = Object.entries(kept[prompt] ?? {}).filter(([id]) => nodeOf(id));
     const ids = watchedIn(run.prompt[2]);
     if (!ids.length && !own.length) continue;
-    const last = run.status?.messages?.map(([kind]) => ENDS[kind]).findLast(Boolean) ?? "done";
+    const [kind, detail] = run.status?.messages?.findLast(([one]) => ENDS[one]) ?? ["execution_success"];
+    const last = ENDS[kind];
     tellAll(run.outputs);
     if (last === "done") for (const [id, output] of own) tellStock(id, output);
-    mark(ids.filter((id) => !run.outputs[id] && !kept[prompt]?.[id]), last);
+    mark(ids.filter((id) => !run.outputs[id] && !kept[prompt]?.[id]), last, wordsOf(detail));
     return;
   }
 }
@@ -138,13 +151,14 @@ app.registerExtension({
       runs.get(detail.prompt_id)?.waiting?.delete(String(id));
       tellAll({ [id]: detail.output });
     });
-    watchQueue((prompt, { prompt_id: id }) => {
+    watchQueue((prompt, { prompt_id: id, node_errors: nodeErrors }) => {
+      refuse(nodeErrors);
       if (!id) return;
       runs.set(id, { graph: rootGraph()?.id, ids: watchedIn(prompt) });
       const [isEarly, ended] = [early.has(id), early.get(id)];
       early.delete(id);
       if (isEarly) begin({ prompt_id: id });
-      if (ended) end({ prompt_id: id }, ended);
+      if (ended) end(...ended);
     });
     api.addEventListener("execution_start", ({ detail }) => begin(detail));
     for (const [event, state] of Object.entries(ENDS)) api.addEventListener(event, ({ detail }) => end(detail, state));

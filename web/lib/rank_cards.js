@@ -9,7 +9,7 @@ const ACTIONS = [
   ["wake", "Wake", "Load the weights again now, not with the next prompt"],
   ["restart", "Restart", "End the ranks and start new ones; the next prompt loads the weights"],
   ["stop", "Stop", "End the ranks; the next prompt starts them again"],
-  ["reset", "Try again", "Let ranks start again that failed too often, and take back devices that were left out"],
+  ["reset", "Allow restarts", "Let ranks start again that failed too often, and take back devices that were left out"],
 ];
 const NOT_STARTED = ["down", "failed"]; // states in which Restart starts
 const MANY = 4; // more ranks than these are drawn in two lines each, so that eight are seen at once
@@ -117,7 +117,7 @@ function rankRow() {
   root.append(gauges, sent);
   const update = (rank) => {
     show(device, translate(`rank ${rank.rank} · ${rank.device}`));
-    show(words, translate(rank.words));
+    show(words, [rank.words, rank.left].filter(Boolean).map(translate).join(" · "));
     show(name, rank.gauge?.name ?? "");
     root.title = name.textContent; // which is not drawn where there are many
     progress.hidden = rank.progress === null;
@@ -153,7 +153,7 @@ function sparkline() {
     const across = 100 / (seconds.length - 1);
     line.setAttribute("points", seconds.map((s, at) => `${(at * across).toFixed(1)},${(23 - (22 * s) / most).toFixed(1)}`).join(" "));
     const median = [...seconds].sort((a, b) => a - b)[seconds.length >> 1];
-    show(text, translate(`${inSeconds(median)} a step`));
+    show(text, translate(`${inSeconds(median)} per step`));
     const told = `Times of the latest ${seconds.length} steps, ${inSeconds(median)} in the middle, at most ${inSeconds(most)}`;
     svg.setAttribute("aria-label", translate(told));
   };

@@ -99,7 +99,7 @@ def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject
     strategy, notes = decision.strategy, decision.notes
     memory = _memory(subject, strategy, machine)
     said = f"{model.shape.describe(strategy)} on {', '.join(machine.devices)}, set by hand"
-    why = ". ".join([said, *(note.rstrip(".") for note in notes), *[memory] * subject.is_known]) + "."
+    why = ". ".join([said, *(note.rstrip(".") for note in notes), *_lines(memory, subject)]) + "."
     if subject.is_known:
         notes += _capacity(subject, strategy, machine)
     title = model.shape.describe(strategy)
@@ -119,9 +119,9 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
     alike = plain.strategy == with_cfg.strategy
     said = [f"auto on {', '.join(machine.devices)}"]
     if alike:
-        said.append(f"By the rule for {name}: {plain.reason}")
+        said.append(f"Plan for {name}: {plain.reason}")
     else:
-        said.append(f"By the rule for {name} without a negative prompt: {plain.reason}")
+        said.append(f"Plan for {name} without a negative prompt: {plain.reason}")
         said.append(f"With one: {with_cfg.reason}")
     left = [left_out(machine.failing)] if machine.failing else []
     notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
@@ -138,8 +138,8 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
             ("With a negative prompt", with_cfg.strategy, 2),
         ]
     return Preview(
-        ". ".join([*said, *[memory] * subject.is_known]) + ".",
-        f"By the rule for {name}; what was measured may choose otherwise in a run",
+        ". ".join([*said, *_lines(memory, subject)]) + ".",
+        f"Plan for {name}. The first run measures and may pick a faster one.",
         tuple(
             Case(
                 f"{title}: {model.shape.describe(strategy)}",
@@ -153,12 +153,20 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
     )
 
 
+def _lines(memory: str, subject: _Subject) -> list[str]:
+    return [line.rstrip(".") for line in memory.splitlines()] if subject.is_known else []
+
+
 def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
     model = subject.model
     memories = model.memory(subject.job, strategy, on_cpu=machine.on_cpu)
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
-    fullest = fullest_rank(memories).describe()
-    return f"Predicted for {model.file.name} in {dtype} at {subject.size}, on the fullest device: {fullest}"
+    fullest = fullest_rank(memories)
+    where = "process" if machine.on_cpu else "GPU"
+    return (
+        f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {subject.size}, on the fullest "
+        f"device: {fullest.describe()}"
+    )
 
 
 def _capacity(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from ...layout import RankCoordinates, slice_of, split_sizes
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
 
-PROMPTS = ("cond", "uncond")
+PROMPTS = ("prompt", "negative prompt")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DeviceAssignment:
     roles: tuple[Role, ...]
 
     def describe(self) -> str:
-        """In a line, e.g. `cuda:0 · cond · ring 1/2 · heads 1/3`."""
+        """In a line, e.g. `cuda:0 · prompt · ring 1/2 · heads 1/3`."""
         return " · ".join([self.device, *(role.text for role in self.roles)])
 
     def as_dict(self) -> dict[str, object]:

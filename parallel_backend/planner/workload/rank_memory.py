@@ -43,6 +43,11 @@ class RankMemory:
     def shared_bytes(self) -> int:
         return self.mapped
 
+    def in_short(self, where: str) -> str:
+        """Returns one sentence: what each `where`, GPU or process, needs, and what the machine needs once."""
+        each = f"Needs about {in_gib(self.private_bytes)} GiB per {where}"
+        return f"{each}, plus {in_gib(self.mapped)} GiB of memory once." if self.mapped else f"{each}."
+
     def describe(self) -> str:
         """In words, e.g. `26.1 GiB (weights 22.2, activations 0.6, buffers 1.9, the process itself 1.4)`."""
         parts = (

@@ -98,7 +98,15 @@ class Released:
     idle_s: float
 
 
-Event = Changed | Started | Loaded | Stepped | RequestFailed | Ended | Released
+@dataclass(frozen=True)
+class Recovering:
+    """Ranks failed during a job, and new ones start for it now. `words`: who failed, and where the job goes on."""
+
+    devices: tuple[str, ...]
+    words: str
+
+
+Event = Changed | Recovering | Started | Loaded | Stepped | RequestFailed | Ended | Released
 Listener = Callable[[Event], None]
 
 _listeners: list[Listener] = []

@@ -24,7 +24,7 @@ from ...wire.protocol import Done
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
-from .events import Changed, Ended, Released, RequestFailed, Started, emit
+from .events import Changed, Ended, Recovering, Released, RequestFailed, Started, emit
 from .exchange import Exchange
 from .handshake import join_ranks
 from .lease import PROMPT_ID, Lease, ShouldCancel, State
@@ -273,6 +273,7 @@ class RankGroupRunner:
             log.warning("%s: %s", text, error.cause)
             self.discard()
             lease.on_phase(Phase(PhaseKind.RECOVERING, text))
+            emit(Recovering(self.devices, text))
             self._back_off(lease)
             return attempt()
 

@@ -53,7 +53,7 @@ class CrashHistory:
             last.rank,
             f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
             f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy Selector's devices, look "
-            f"with `python -m parallel_backend doctor`, or press Try again in ComfyUI's sidebar tab Parallel."
+            f"with `python -m parallel_backend doctor`, or press Allow restarts in ComfyUI's sidebar tab Parallel."
             f"\n{history}",
         )
 

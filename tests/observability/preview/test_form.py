@@ -41,10 +41,10 @@ def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
     (case,) = answer["layout"]
     assert case["title"] == "CFG 2 × Ulysses 2"
     assert [seat["text"] for seat in case["seats"]] == [
-        "cpu:0 · cond · heads 1/2",
-        "cpu:1 · cond · heads 2/2",
-        "cpu:2 · uncond · heads 1/2",
-        "cpu:3 · uncond · heads 2/2",
+        "cpu:0 · prompt · heads 1/2",
+        "cpu:1 · prompt · heads 2/2",
+        "cpu:2 · negative prompt · heads 1/2",
+        "cpu:3 · negative prompt · heads 2/2",
     ]
     chosen = SelectorInputs("manual", "cpu:4", cfg_degree=2, ulysses_degree=2).settings()
     assert answer["why"].startswith(preview(chosen).why)
@@ -135,7 +135,7 @@ def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():
 
 def test_degrees_that_were_folded_are_marked_where_a_person_set_them():
     (problem,) = _manual("cpu:2", pipefusion_degree=2, tensor_degree=2)["problems"]
-    assert problem["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices and 2 are selected")
+    assert problem["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
     assert problem["inputs"] == ["pipefusion_degree", "tensor_degree", "devices"]
 
 

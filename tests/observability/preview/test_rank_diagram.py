@@ -69,7 +69,7 @@ def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, p
 
 
 def _numbers(text, images, prompts):
-    """`cond, images 2 to 3 of 3 + uncond, image 1 of 3` as 10 * prompt + image, counted from 0."""
+    """`prompt, images 2 to 3 of 3 + negative prompt, image 1 of 3` as 10 * prompt + image, counted from 0."""
     found = []
     if text is None:
         text = " + ".join(PROMPTS[:prompts]) if prompts == 2 else f"images 1 to {images} of {images}"
@@ -84,10 +84,12 @@ def _numbers(text, images, prompts):
 
 def test_a_device_in_a_line():
     assert [device.describe() for device in _assigned(HYBRIDS[0])][:5:4] == [
-        "cuda:0 · cond · ring 1/2 · heads 1/2",
-        "cuda:4 · uncond · ring 1/2 · heads 1/2",
+        "cuda:0 · prompt · ring 1/2 · heads 1/2",
+        "cuda:4 · negative prompt · ring 1/2 · heads 1/2",
     ]
-    assert _assigned(HYBRIDS[1])[2].describe() == "cuda:2 · cond · stage 2 of 2, 29 of 57 blocks · heads 1/2"
+    assert (
+        _assigned(HYBRIDS[1])[2].describe() == "cuda:2 · prompt · stage 2 of 2, 29 of 57 blocks · heads 1/2"
+    )
 
 
 def test_devices_beyond_the_strategy_are_idle():

@@ -69,7 +69,7 @@ def test_a_reset_takes_them_back():
 
 def test_the_report_names_them_and_what_to_do():
     assert "cuda:0, cuda:2 left out" in left_out(("cuda:0", "cuda:2"))
-    assert "Try again" in left_out(("cuda:0",))
+    assert "Allow restarts" in left_out(("cuda:0",))
 
 
 def test_ranks_that_hang_together_are_ended_and_none_is_blamed(sidecar, weights, monkeypatch):
