@@ -182,7 +182,7 @@ class RankHoldings:
         before = list(self._held)
         going = {id(model): reason for model, reason in dropped}
         self._held = [model for model in before if id(model) not in going]
-        lease.on_phase(Phase(PhaseKind.LOADING, key.name, size))
+        lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
         number = next(self._numbers)
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
