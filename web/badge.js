@@ -4,6 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
 import { nodeOf } from "./lib/graph.js";
+import { holdersOf } from "./lib/parallel_graph.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { openReport } from "./lib/report.js";
 import { say } from "./lib/words.js";
@@ -110,10 +111,13 @@ function begin(node) {
   };
 }
 
+// Also on the nodes of the subgraphs that it is in, where a person sees it.
 function update(node, changes) {
-  if (!runs.has(node)) begin(node);
-  runs.set(node, { ...runs.get(node), ...changes });
-  redraw(node);
+  for (const one of [node, ...holdersOf(node.graph)]) {
+    if (!runs.has(one)) begin(one);
+    runs.set(one, { ...runs.get(one), ...changes });
+    redraw(one);
+  }
 }
 
 function show(node, output) {

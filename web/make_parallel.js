@@ -1,5 +1,6 @@
 // "Make this workflow parallel", by Parallel Model or by our loader and sampler in the place of ComfyUI's, and back again: in
 // the menus of the canvas and of nodes, and as commands.
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";
 import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
@@ -18,9 +19,20 @@ function tell(severity, words) {
   app.extensionManager.toast.add({ severity, summary: "Parallel Sampling", detail: words, life: LIFE });
 }
 
+// It stays until somebody closes it, or undoes what it tells of.
 function make() {
-  const count = makeParallel();
-  tell(count ? "success" : "info", count ? say("made_parallel", { count }) : say("nothing_to_make"));
+  const { count, inside, areThere } = makeParallel();
+  if (!count) return tell("info", say("nothing_to_make"));
+  const where = inside.length ? say("inside", { names: inside.join(", ") }) : "";
+  const detail = say(count === 1 ? "made_one_parallel" : "made_parallel", { count, where });
+  const message = { severity: "success", summary: "Parallel Sampling", detail };
+  app.extensionManager.toast.add(message);
+  const look = () => {
+    if (areThere()) return;
+    app.extensionManager.toast.remove(message);
+    api.removeEventListener("graphChanged", look);
+  };
+  api.addEventListener("graphChanged", look);
 }
 
 function back() {

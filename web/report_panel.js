@@ -17,17 +17,17 @@ const EMPTY = "After a run: what ran, where, why, and how long.";
 const MIN_HEIGHT = { report: 60, pictures: 280 }; // pixels
 const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than it must be, to show most of a report
 const STYLE = `
-.parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; box-sizing: border-box;
+.parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; overflow: auto; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
 .parallel-run header { display: flex; gap: 4px; align-items: start; margin: 0 0 2px; }
 .parallel-headline { flex: 1 1 0; min-width: 0; font-weight: bold; padding: 2px 4px; overflow-wrap: anywhere; user-select: text; }
 .parallel-run > .parallel-comparison { flex: 4 1 0; }
-.parallel-fold { flex: 1 1 0; min-height: 0; overflow: auto; background: var(--comfy-menu-bg); border-radius: 4px; }
+.parallel-fold { flex: 1 1 0; min-height: 40px; overflow: auto; background: var(--comfy-menu-bg); border-radius: 4px; }
 .parallel-fold:focus-visible, .parallel-fold summary:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
 .parallel-fold summary { cursor: pointer; padding: 2px 4px; }
 .parallel-report { margin: 0; padding: 4px; font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; user-select: text; }
-.parallel-report.empty { color: var(--descrip-text); }
-.parallel-report.problem { color: var(--error-text); }
+.parallel-report.empty { color: var(--parallel-muted); }
+.parallel-report.problem { color: var(--parallel-error); }
 `;
 
 const INSTEAD = {

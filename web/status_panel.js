@@ -26,10 +26,10 @@ const STYLE = `
   margin-bottom: 8px; }
 .parallel-status header .buttons { display: flex; flex-wrap: wrap; gap: 6px; }
 .parallel-status h2 { margin: 0; font-size: 14px; font-weight: 600; }
-.parallel-status .silent .parallel-group { opacity: 0.5; }
-.parallel-status .problem { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
+.parallel-status .silent .parallel-group { opacity: 0.75; }
+.parallel-status .problem { color: var(--parallel-error); border-left: 3px solid var(--parallel-error); padding-left: 6px;
   margin: 0 0 8px; overflow-wrap: anywhere; white-space: pre-line; }
-.parallel-status .machine, .parallel-status .others { color: var(--descrip-text); margin: 0 0 8px; overflow-wrap: anywhere; }
+.parallel-status .machine, .parallel-status .others { color: var(--parallel-muted); margin: 0 0 8px; overflow-wrap: anywhere; }
 .parallel-status .others ul { list-style: none; margin: 4px 0 0; padding: 0; }
 .parallel-status .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 `;

@@ -32,11 +32,11 @@ const STYLE = `
 .parallel-strategy p { margin: 4px; overflow-wrap: anywhere; }
 .parallel-strategy details { margin: 4px; }
 .parallel-strategy summary { cursor: pointer; }
-.parallel-strategy .basis, .parallel-strategy .notes { color: var(--descrip-text); }
-.parallel-strategy [role="alert"] p { color: var(--error-text); border-left: 3px solid var(--error-text); padding-left: 6px;
+.parallel-strategy .basis, .parallel-strategy .notes { color: var(--parallel-muted); }
+.parallel-strategy [role="alert"] p { color: var(--parallel-error); border-left: 3px solid var(--parallel-error); padding-left: 6px;
   white-space: pre-line; }
 .parallel-strategy [role="alert"] button { margin: 0 4px 4px; }
-.parallel-strategy .outdated { opacity: 0.5; }
+.parallel-strategy .outdated { opacity: 0.75; }
 `;
 
 // The selector that decided for this sampler: its own, else its loader's.

@@ -80,7 +80,7 @@ def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_t
                     arg=len(workflow["nodes"]),
                 )
             page.wait_for_function(
-                "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.75", timeout=20_000
+                "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77", timeout=20_000
             )
             assert page.evaluate(OVERLAPS) == [], path.stem
     finally:

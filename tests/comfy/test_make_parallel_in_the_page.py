@@ -80,7 +80,8 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert words["make_parallel"] not in page.evaluate(NODE_MENU, "KSampler")
 
     _command(page, "parallel_sampling.make_parallel")
-    page.get_by_text(words["made_parallel"].replace("{count}", "2")).wait_for(timeout=10_000)
+    told = page.get_by_text(words["made_parallel"].replace("{count}", "2").replace("{where}", ""))
+    told.wait_for(timeout=10_000)
     (made,) = page.evaluate(LINKS)
     assert page.evaluate(COUNT) == 2 and page.evaluate(VALUES) == values and page.evaluate(OVERLAPS) == []
     assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2
@@ -91,7 +92,10 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert words["make_parallel"] not in page.evaluate(MENU)
     assert words["make_stock"] in page.evaluate(NODE_MENU, "ParallelModel")
 
+    page.wait_for_timeout(7000)  # longer than a toast lives
+    assert told.is_visible()
     _command(page, "Comfy.Undo")
+    told.wait_for(state="detached", timeout=10_000)
     page.wait_for_function(f"() => ({COUNT})() === 0", timeout=10_000)
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     _command(page, "Comfy.Redo")
@@ -132,7 +136,11 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     )
     outer, inner = page.evaluate(LINKS)
     assert inner == [["UNETLoader", "outside", ""]]
+    holder = page.evaluate("() => app.graph.nodes.find(n => n.subgraph).title")
     _command(page, "parallel_sampling.make_parallel")
+    where = _words()["inside"].replace("{names}", holder)
+    said = _words()["made_parallel"].replace("{count}", "2").replace("{where}", where)
+    page.get_by_text(said).wait_for(timeout=10_000)
     made, inside = page.evaluate(LINKS)
     assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]
     assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2  # the one that was there, and one more

@@ -74,6 +74,8 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     page.wait_for_function(
         "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000
     )
+    page.reload()
+    _wait_for_report(page, "Running")
     page.evaluate("() => app.api.interrupt()")
     _wait_for_report(page, "The latest run was cancelled")
     page.wait_for_function(f"() => ({PHASE})() === ''", timeout=20_000)
@@ -86,7 +88,11 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     # The loader refuses the file, and the sampler never begins.
     page.evaluate(SET, ["ParallelFluxLoader", "unet_name", SHORT])
     _run(page, seed=4)
-    _wait_for_report(page, "The latest run failed")
+    page.wait_for_selector(".parallel-report.problem", timeout=60_000)
+    assert (
+        page.evaluate("() => document.querySelector('.parallel-report').textContent")
+        != "The latest run failed."
+    )
     assert page.evaluate(ROWS) == 0
 
     page.evaluate(SET, ["ParallelFluxLoader", "unet_name", UNET])

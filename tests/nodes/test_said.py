@@ -116,3 +116,10 @@ def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
     assert [
         name for name in commands if f'"{name.replace("_", ".", 2).replace(".", "_", 1)}"' not in script
     ] == []
+
+
+def test_the_line_of_a_measured_strategy_is_said_in_each_language():
+    """As the report has it, times and all: the sentence, and what is put into it."""
+    english = {sentence for sentence, *_ in SAID["said"]}
+    whole = "{strategy}: measured before, a step takes {times}"
+    assert {whole, f"{whole}, and the rule (CFG, then Ulysses) stands", "one device {n} s"} <= english

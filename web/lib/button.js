@@ -5,9 +5,9 @@ import { translate } from "./said.js";
 addStyle(`
 .parallel-button { color: var(--input-text); background: var(--comfy-input-bg); border: 1px solid var(--border-color);
   border-radius: 4px; padding: 3px 10px; font: inherit; cursor: pointer; }
-.parallel-button:hover { border-color: var(--descrip-text); }
+.parallel-button:hover { border-color: var(--parallel-muted); }
 .parallel-button:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); outline-offset: 1px; }
-.parallel-button[aria-disabled="true"] { opacity: 0.45; cursor: default; }
+.parallel-button[aria-disabled="true"] { opacity: 0.7; cursor: default; }
 `);
 
 export function button(text, onClick) {

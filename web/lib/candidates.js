@@ -8,15 +8,15 @@ import { translate } from "./said.js";
 const EMPTY = "After a run: step time and memory of each way to split it.";
 addStyle(`
 .parallel-candidates table { border-collapse: collapse; width: 100%; }
-.parallel-candidates caption, .parallel-candidates p { text-align: left; color: var(--descrip-text); margin: 4px; }
+.parallel-candidates caption, .parallel-candidates p { text-align: left; color: var(--parallel-muted); margin: 4px; }
 .parallel-candidates td { padding: 2px 4px; vertical-align: top; border-top: 1px solid var(--border-color); }
 .parallel-candidates td:nth-child(2) { width: 45%; }
 .parallel-candidates tr.chosen { font-weight: bold; background: var(--comfy-input-bg); }
-.parallel-candidates tr.impossible { opacity: 0.55; }
+.parallel-candidates tr.impossible { opacity: 0.75; }
 .parallel-candidates tr:not(.impossible) { cursor: pointer; }
 .parallel-candidates tr:not(.impossible):hover { background: var(--comfy-input-bg); }
 .parallel-candidates meter { width: 100%; height: 6px; display: block; }
-.parallel-candidates small { color: var(--descrip-text); font-weight: normal; }
+.parallel-candidates small { color: var(--parallel-muted); font-weight: normal; }
 .parallel-candidates td > button { all: unset; cursor: inherit; }
 .parallel-candidates td > button:focus-visible { outline: 2px solid var(--p-primary-color, var(--input-text)); }
 .parallel-candidates .parallel-button { margin: 4px 4px 4px 0; }

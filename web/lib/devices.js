@@ -17,8 +17,8 @@ addStyle(`
 .parallel-devices fieldset { border: 0; margin: 0; padding: 2px 0 0; min-width: 0; }
 .parallel-devices label { display: flex; gap: 6px; align-items: baseline; padding: 2px 0; border-top: 1px solid var(--border-color); }
 .parallel-devices label > span { flex: 1 1 0; min-width: 0; overflow-wrap: anywhere; }
-.parallel-devices small { display: block; color: var(--descrip-text); }
-.parallel-devices .busy small.users { color: var(--error-text); }
+.parallel-devices small { display: block; color: var(--parallel-muted); }
+.parallel-devices .busy small.users { color: var(--parallel-error); }
 .parallel-devices small:empty { display: none; }
 `);
 

@@ -5,15 +5,15 @@ import { translate } from "./said.js";
 const EXTRA = "share"; // said in a device's own box, never a level
 addStyle(`
 .parallel-diagram figure { margin: 0 0 6px; }
-.parallel-diagram figcaption { margin: 2px; color: var(--descrip-text); }
+.parallel-diagram figcaption { margin: 2px; color: var(--parallel-muted); }
 .parallel-diagram ul { display: flex; flex-wrap: wrap; gap: 4px; list-style: none; margin: 0; padding: 0; }
 .parallel-diagram li { border: 1px solid var(--border-color); border-radius: 4px; padding: 3px 5px; min-width: 0;
   box-sizing: border-box; max-width: 100%; overflow-wrap: anywhere; }
 .parallel-diagram li.group { flex: 1 1 auto; }
-.parallel-diagram li.group > span { display: block; margin-bottom: 2px; color: var(--descrip-text); }
+.parallel-diagram li.group > span { display: block; margin-bottom: 2px; color: var(--parallel-muted); }
 .parallel-diagram li.device { flex: 1 1 64px; background: var(--comfy-input-bg); color: var(--input-text); }
 .parallel-diagram li.device b { display: block; }
-.parallel-diagram li.idle { opacity: 0.6; border-style: dashed; }
+.parallel-diagram li.idle { opacity: 0.8; border-style: dashed; }
 `);
 
 function device(seat, axis) {

@@ -13,6 +13,12 @@ export function addStyle(text) {
   document.head.append(Object.assign(document.createElement("style"), { textContent: text }));
 }
 
+// ComfyUI's quiet and its red text, nearer to its usual text, so that they can be read in the light theme and in the dark one.
+addStyle(`:root {
+  --parallel-muted: color-mix(in srgb, var(--descrip-text) 40%, var(--input-text));
+  --parallel-error: color-mix(in srgb, var(--error-text) 45%, var(--input-text));
+}`);
+
 // A part of a panel that scrolls by itself, by wheel and by keyboard; the canvas zooms only where nothing can scroll.
 export function makeScrollable(region, label) {
   region.tabIndex = 0;

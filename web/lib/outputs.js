@@ -119,6 +119,7 @@ async function recall() {
   const before = times;
   const kept = await keptRuns();
   if (!Object.keys(kept).length && !watchers.some(([kind]) => kind !== STOCK && nodesOf(kind).length)) return;
+  if (await recallRunning(graph)) return;
   const history = await (await api.fetchApi(`/history?max_items=${LOOK_BACK}`)).json();
   for (const [prompt, run] of Object.entries(history).sort(([, a], [, b]) => b.prompt[0] - a.prompt[0])) {
     if (graph !== rootGraph() || before !== times) return;
@@ -133,6 +134,17 @@ async function recall() {
     mark(ids.filter((id) => !run.outputs[id] && !kept[prompt]?.[id]), last, wordsOf(detail));
     return;
   }
+}
+
+// A prompt of this very workflow that runs while the page is loaded anew; whether there is one.
+async function recallRunning(graph) {
+  const { queue_running: running } = await (await api.fetchApi("/queue")).json();
+  const own = running.find(([, , , extra]) => extra?.extra_pnginfo?.workflow?.id === graph.id);
+  if (!own || graph !== rootGraph()) return false;
+  const [, id, prompt] = own;
+  if (!runs.has(id)) runs.set(id, { graph: graph.id, ids: watchedIn(prompt) });
+  begin({ prompt_id: id });
+  return true;
 }
 
 // By prompt and execution id what stock samplers told of their latest runs.

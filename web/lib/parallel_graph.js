@@ -90,10 +90,19 @@ export const canMakeParallel = () => stockModels().length > 0;
 export const canTakeOut = () => parallelModels().some(([, node]) => !node.outputs[OUT.parallel].links?.length);
 export const givesStockModel = (node) => stockModels().some(([, loader]) => loader === node);
 
-// Returns how many were put in.
+// The nodes whose inside a subgraph is, also those of the subgraphs around them.
+export function holdersOf(graph) {
+  const holders = graphs().flatMap((one) => one.nodes.filter((node) => node.subgraph === graph));
+  return holders.flatMap((node) => [node, ...holdersOf(node.graph)]);
+}
+
+const titleOf = ({ graph, title }) => holdersOf(graph)[0]?.title ?? title;
+
+// Returns how many were put in, the titles of the subgraphs in which they are, and whether they are still there.
 export function makeParallel() {
   return change(() => {
     const found = stockModels();
+    const added = [];
     for (const [graph, loader, slot, links] of found) {
       const node = globalThis.LiteGraph.createNode(PARALLEL);
       const title = globalThis.LiteGraph.NODE_TITLE_HEIGHT;
@@ -102,8 +111,11 @@ export function makeParallel() {
       node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, title);
       for (const link of links) move(graph, link, node, OUT.model);
       loader.connect(slot, node, IN.model);
+      added.push(node.id);
     }
-    return found.length;
+    const inside = new Set(found.filter(([graph]) => graph !== rootGraph()).map(([graph]) => titleOf({ graph, title: graph.name })));
+    const areThere = () => parallelModels().some(([, node]) => added.includes(node.id));
+    return { count: found.length, inside: [...inside], areThere };
   });
 }
 

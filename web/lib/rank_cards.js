@@ -19,8 +19,8 @@ addStyle(`
 .parallel-group { border: 1px solid var(--border-color); border-radius: 6px; padding: 8px; margin: 0 0 8px; min-width: 0; }
 .parallel-group h3 { margin: 0 0 4px; font-size: 13px; font-weight: 600; overflow-wrap: anywhere; }
 .parallel-group p { margin: 0 0 6px; overflow-wrap: anywhere; }
-.parallel-group .reason { color: var(--error-text); }
-.parallel-group .muted, .parallel-rank .muted { color: var(--descrip-text); }
+.parallel-group .reason { color: var(--parallel-error); }
+.parallel-group .muted, .parallel-rank .muted { color: var(--parallel-muted); }
 .parallel-group .actions { display: flex; flex-wrap: wrap; gap: 4px; margin-bottom: 6px; }
 .parallel-group ul { list-style: none; margin: 0; padding: 0; }
 .parallel-rank { border-top: 1px solid var(--border-color); padding: 6px 0 2px; overflow-wrap: anywhere; }
@@ -35,7 +35,7 @@ addStyle(`
 .parallel-memory { display: flex; height: 8px; border-radius: 4px; overflow: hidden; margin: 3px 0;
   background: var(--comfy-input-bg); border: 1px solid var(--border-color); }
 .parallel-memory i, .parallel-key i { background: var(--part); }
-.parallel-key { display: flex; flex-wrap: wrap; gap: 0 10px; color: var(--descrip-text); }
+.parallel-key { display: flex; flex-wrap: wrap; gap: 0 10px; color: var(--parallel-muted); }
 .parallel-key i { display: inline-block; width: 8px; height: 8px; border-radius: 2px; margin-right: 4px;
   border: 1px solid var(--border-color); box-sizing: border-box; }
 .parallel-part-weights { --part: var(--p-primary-color, #31b9f4); }

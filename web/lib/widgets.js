@@ -37,7 +37,7 @@ export function markRows(inside) {
   for (const row of inside.closest("[data-node-id]")?.querySelectorAll(".lg-node-widget") ?? []) {
     const label = row.querySelector("[data-testid='widget-layout-field-label']");
     const wrong = label?.textContent.trim().startsWith(MARK) ?? false;
-    if (label) label.style.color = wrong ? "var(--error-text)" : "";
+    if (label) label.style.color = wrong ? "var(--parallel-error)" : "";
     row.querySelector("input")?.setAttribute("aria-invalid", wrong);
   }
 }

@@ -43,6 +43,12 @@ class Case:
     assignments: tuple[DeviceAssignment, ...]
 
 
+ONE_CPU = "cpu:1"  # a count, which reads like the name of the second process
+CPU_COUNT = (
+    "cpu:1 asks for one process on the CPU, which is called cpu:0; cpu:2 asks for two, cpu:0 and cpu:1."
+)
+
+
 @dataclass(frozen=True)
 class Preview:
     """`why`: everything in words, as the node's output says it; `basis`: what the cases go by; `memory`: of the
@@ -89,7 +95,10 @@ def preview(
     model = CheckpointModel(file or typical_model(), weight_dtype)
     subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
     tell = _manual if settings.mode == "manual" else _auto
-    return tell(settings, machine, subject)
+    said = tell(settings, machine, subject)
+    if settings.devices.strip().lower() != ONE_CPU:
+        return said
+    return replace(said, notes=(CPU_COUNT, *said.notes))
 
 
 def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:

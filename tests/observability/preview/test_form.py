@@ -253,3 +253,9 @@ def test_any_body_is_answered_or_refused_in_words(body):
         assert problem["message"] and set(problem["inputs"]) <= set(
             selector_inputs.SelectorInputs.__dataclass_fields__
         )
+
+
+def test_cpu_1_says_that_it_is_one_process_and_which():
+    (note, *_) = _check(devices="cpu:1")["notes"]
+    assert note.startswith("cpu:1 asks for one process on the CPU, which is called cpu:0;")
+    assert not any("cpu:1 asks" in note for note in _check(devices="cpu:2")["notes"])

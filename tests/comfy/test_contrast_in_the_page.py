@@ -1,0 +1,79 @@
+"""In a real browser: what the pack writes can be read in the dark and light themes, by the colours that are drawn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from comfy_harness import ROOT
+
+# Of each text of ours that is seen [words, contrast, whether it is disabled]: its colour and the backgrounds behind it,
+# laid over one another with their opacities.
+CONTRASTS = """() => {
+  const pen = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
+  const rgba = (colour) => {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = pen.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, below, opacity = 1) => {
+    const a = top[3] * opacity;
+    return [0, 1, 2].map((i) => top[i] * a + below[i] * (1 - a)).concat(1);
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = [];
+  for (const root of document.querySelectorAll('.parallel-run, .parallel-strategy, .parallel-status')) {
+    const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      const element = walker.currentNode.parentElement;
+      if (!walker.currentNode.data.trim() || !element.checkVisibility({ visibilityProperty: true })) continue;
+      const chain = [];
+      for (let at = element; at; at = at.parentElement) chain.push(at);
+      let back = rgba(getComputedStyle(document.documentElement).getPropertyValue('--comfy-menu-bg'));
+      let opacity = 1;
+      for (const at of chain.reverse()) {
+        const style = getComputedStyle(at);
+        opacity *= Number(style.opacity);
+        back = over(rgba(style.backgroundColor), back, opacity);
+      }
+      const front = over(rgba(getComputedStyle(element).color), back, opacity);
+      const [one, other] = [light(front), light(back)].sort((a, b) => b - a);
+      const disabled = Boolean(element.closest('[aria-disabled=true], :disabled, .impossible, .outdated'));
+      found.push([walker.currentNode.data.trim(), (one + 0.05) / (other + 0.05), disabled]);
+    }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_texts_and_disabled_controls_stand_out_from_what_is_behind_them(page, theme):
+    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
+    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
+    try:
+        page.evaluate("w => app.loadGraphData(w, true, true, 'contrast')", workflow)
+        page.wait_for_selector(".parallel-strategy .basis", timeout=60_000)
+        page.evaluate("() => app.extensionManager.command.execute('parallel_sampling.status_panel')")
+        page.wait_for_selector(".parallel-status", timeout=20_000)
+        page.evaluate(
+            """() => {
+              const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
+              for (const [name, value] of [['mode', 'manual'], ['ulysses_degree', 4], ['devices', 'cpu:2']]) {
+                const widget = node.widgets.find(w => w.name === name);
+                widget.value = value;
+                widget.callback(value);
+              }
+            }"""
+        )
+        page.wait_for_selector(".parallel-strategy [role=alert] p", timeout=20_000)
+        contrasts = page.evaluate(CONTRASTS)
+        assert len(contrasts) > 8
+        assert [one for one in contrasts if one[1] < (3 if one[2] else 4.5)] == []
+    finally:
+        page.evaluate("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
