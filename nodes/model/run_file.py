@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...parallel_backend.file_identity import FileIdentity, read_identity, result_note
+from ...parallel_backend.wire.file_identity import FileIdentity, read_identity, result_note
 
 
 class RunFile:

@@ -10,10 +10,10 @@ from pathlib import Path
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
 from ..errors import Cancelled, CheckpointError, OutOfMemory, RequestError
-from ..file_identity import FileIdentity, check_same, read_identity
 from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
+from ..wire.file_identity import FileIdentity, check_same, read_identity
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from ..wire.weight_patches import WeightPatches
 from .group.events import Loaded, emit

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..file_identity import FileIdentity
 from ..host_memory import available_memory, host_memory
 from ..requests import LoadInfo, ModelSpec, Placement
 from ..strategy import ParallelStrategy
+from ..wire.file_identity import FileIdentity
 from ..wire.protocol import RankModels
 from .lora_client import LorasOnRanks
 from .prompt_cache import KnownOfModel

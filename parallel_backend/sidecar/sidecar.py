@@ -10,7 +10,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..errors import Cancelled, OutOfMemory, RankFailed, RequestError, StrategyError
-from ..file_identity import FileIdentity, result_note
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
@@ -29,6 +28,7 @@ from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
+from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .group.exchange import reports

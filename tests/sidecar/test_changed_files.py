@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.file_identity import read_identity
 from parallel_backend.requests import ModuleCall
+from parallel_backend.wire.file_identity import read_identity
 from scripted import SLOW, scripted_request, scripted_sidecar, scripted_weights, two_ranks
 
 

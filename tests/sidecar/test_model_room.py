@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_backend.file_identity import FileIdentity
 from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import model_room as held_models
 from parallel_backend.sidecar.model_room import (
@@ -20,6 +19,7 @@ from parallel_backend.sidecar.model_room import (
     slowest,
 )
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.file_identity import FileIdentity
 from parallel_backend.wire.protocol import RankModels
 
 GIB = 2**30

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 
-from ...file_identity import FileIdentity
 from ...requests import ModelSpec, RunInfo
 from ...strategy import ParallelStrategy
 from ...wire import deadlines
+from ...wire.file_identity import FileIdentity
 from ...wire.protocol import Done
 from .exchange import USER_ERRORS, Exchange
 from .phases import OnPhase

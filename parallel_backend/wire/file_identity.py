@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 _MOST_READ = 100 * 1000**2  # bytes, the most that a safetensors header may have
 _PREFIX = struct.Struct("<Q")  # the length of a safetensors header
