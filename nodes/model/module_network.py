@@ -36,6 +36,7 @@ from .call_reuse import CallReuse
 from .options import RECORD, REFERENCES_METHOD, patches_of
 from .patches import CarriedPatches, FrameCaches
 from .plans import RunPlans
+from .run_file import RunFile
 from .shadow import shadow_of
 from .unsupported import refusal
 from .verdict import tested_verdict
@@ -88,6 +89,7 @@ class RemoteModule(nn.Module):
         self.spec, self.file, self.verdict = spec, file, verdict
         self.file_parameters = ModuleParameters(self)
         self.plans = RunPlans(spec, file)
+        self.run_file = RunFile(spec.path)
         self._own = own
         self._signature = ModuleSignature(own)
         self._options = options
@@ -96,6 +98,7 @@ class RemoteModule(nn.Module):
 
     def begin_run(self, threshold: float) -> None:
         """`threshold`: of the step cache, 0 without one."""
+        self.run_file.begin()
         self.reuse = None
         if threshold > 0:
             never = why_not_reused(self.class_name, self.verdict_on_blocks().mode)
@@ -184,6 +187,7 @@ class RemoteModule(nn.Module):
                 on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
+                file=self.run_file.identity,
             )
 
         answer, plan, info = self.plans.run(

@@ -36,6 +36,7 @@ from .inputs import take_extras
 from .lora import FileParameters
 from .options import RECORD, SETTINGS, patches_of
 from .plans import RunPlans
+from .run_file import RunFile
 from .unsupported import refuse_effects
 
 
@@ -66,6 +67,7 @@ class StepwiseNetwork(nn.Module):
         super().__init__()
         self.spec = spec
         self.file = file
+        self.run_file = RunFile(spec.path)
         self.file_parameters = file_parameters
         self.dtype = torch.float32
         watch(self, spec)
@@ -83,6 +85,7 @@ class StepwiseNetwork(nn.Module):
 
     def begin_run(self, threshold: float) -> None:
         """The ranks have a step cache in their own loop only."""
+        self.run_file.begin()
 
     def end_run(self) -> None:
         self.record = None
@@ -152,6 +155,7 @@ class StepwiseNetwork(nn.Module):
                 on_phase=report_progress,
                 should_cancel=interrupted,
                 patches=patches,
+                file=self.run_file.identity,
             )
 
         references = [latent.shape for latent in extras.references]

@@ -93,6 +93,10 @@ class StepwisePatcher(comfy.model_patcher.ModelPatcher):
         self._hooked = {}
         run, self._stock_run = self._stock_run, None
         network = self.model.diffusion_model
+        record: RunRecord | None = self.model_options["transformer_options"].get(RECORD) or network.record
+        changes = network.run_file.end()
+        if record is not None:
+            record.notes += changes
         network.end_run()
         pool.release_cache(network.spec)  # for what comes next: a VAE, perhaps
         if run is not None:

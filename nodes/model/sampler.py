@@ -118,6 +118,7 @@ class ResidentSampler(comfy.samplers.Sampler):
                 should_cancel=interrupted,
                 patches=patches_of(options),
                 trials=plan.trials,
+                file=network.run_file.identity,
             )
         record_run(plan.devices, plan.job, result.info)
         said = list(result.info.notes)

@@ -13,6 +13,7 @@ from ..errors import Cancelled, CheckpointError, OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
+from ..wire.file_identity import FileIdentity, check_same, read_identity
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from ..wire.weight_patches import WeightPatches
 from .group.events import Loaded, emit
@@ -86,10 +87,12 @@ class RankHoldings:
     def ensure_ready(
         self, spec: ModelSpec, strategy: ParallelStrategy, patches: WeightPatches, lease: Lease
     ) -> LoadInfo:
-        """The model is loaded and in use, and its weights changed by `patches`, and by nothing else."""
+        """Has the model loaded and in use, its weights changed by `patches` and by nothing else. It is of the lease's
+        file, and of the one that is there now where the lease has none yet."""
         begun = time.perf_counter()
-        info = self._ensure_loaded(spec, strategy, lease)
+        info = self._ensure_loaded(spec, strategy, lease, lease.file)
         held = self.current
+        lease.file = held.identity
         try:
             patched = held.loras.ensure(lease.exchange, patches, info.bytes, lease.on_phase)
         except (RequestError, Cancelled):
@@ -102,8 +105,10 @@ class RankHoldings:
             info = replace(info, seconds=time.perf_counter() - begun)
         return replace(info, patched=patched)
 
-    def _ensure_loaded(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
-        key, size = _read_key(spec, strategy)
+    def _ensure_loaded(
+        self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
+    ) -> LoadInfo:
+        key = _make_key(spec, strategy, file)
         self.ensure_started(lease)
         self._ranks.working()
         if not self._certain and self._held:
@@ -112,7 +117,7 @@ class RankHoldings:
         if held is not None and held.given_back:
             held = self._take_back(key, lease)
         if held is None:
-            return self._load(key, size, lease)
+            return self._load(key, lease)
         switched = held is not self.current
         if switched:
             self._held = [
@@ -124,50 +129,50 @@ class RankHoldings:
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request, where that costs no other one. RequestError where it would."""
-        key, size = _read_key(spec, strategy)
+        key = _make_key(spec, strategy)
         self.ensure_started(lease)
         self._ranks.working()
         free = free_room(self._keep(self._held, lease))
         held = next((model for model in self._held if model.key == key), None)
         if held is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
-        for model, reason in self._in_the_way(key, size, free):
+        for model, reason in self._in_the_way(key, free):
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
             )
-        if lacking := free.lacks(self._room_for(key, size)):
+        if lacking := free.lacks(self._room_for(key)):
             most = max(*lacking.devices, lacking.host)
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
             )
         try:
-            return self._load_beside(key, size, [], lease, yields=True)
+            return self._load_beside(key, [], lease, yields=True)
         except OutOfMemory:
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: memory ended on the way. What was loaded stays."
             ) from None
 
-    def _load(self, key: ModelKey, size: int, lease: Lease) -> LoadInfo:
+    def _load(self, key: ModelKey, lease: Lease) -> LoadInfo:
         """Loads one more model. Others give way where there is no room for all."""
+        check_same(key.spec.path, key.identity)
         dropped: list[tuple[HeldModel, str]] = []
         if self._held:
-            dropped = self._in_the_way(key, size, free_room(self._keep(self._held, lease)))
-        return self._load_beside(key, size, dropped, lease)
+            dropped = self._in_the_way(key, free_room(self._keep(self._held, lease)))
+        return self._load_beside(key, dropped, lease)
 
-    def _in_the_way(self, key: ModelKey, size: int, free: Room) -> list[tuple[HeldModel, str]]:
+    def _in_the_way(self, key: ModelKey, free: Room) -> list[tuple[HeldModel, str]]:
         """The held models that give way to `key`, and why. `free`: at this moment."""
         if self._one_by_one:
             return [(model, "models are held one at a time now") for model in self._held]
-        return choose_to_drop(self._held, key, self._room_for(key, size), free)
+        return choose_to_drop(self._held, key, self._room_for(key), free)
 
-    def _room_for(self, key: ModelKey, size: int) -> Room:
+    def _room_for(self, key: ModelKey) -> Room:
         devices = self._ranks.devices
-        return self._took.get(key) or predict_room(key, size, len(devices), is_cpu(devices))
+        return self._took.get(key) or predict_room(key, key.identity.size, len(devices), is_cpu(devices))
 
     def _load_beside(
         self,
         key: ModelKey,
-        size: int,
         dropped: list[tuple[HeldModel, str]],
         lease: Lease,
         *,
@@ -177,7 +182,7 @@ class RankHoldings:
         before = list(self._held)
         going = {id(model): reason for model, reason in dropped}
         self._held = [model for model in before if id(model) not in going]
-        lease.on_phase(Phase(PhaseKind.LOADING, key.name, size))
+        lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
         number = next(self._numbers)
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
@@ -185,7 +190,7 @@ class RankHoldings:
         content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
         exchange.send(Load(key.spec, key.weights, number, keep, yields, content))
         try:
-            done = exchange.wait(lambda: deadlines.load_budget(size))
+            done = exchange.wait(lambda: deadlines.load_budget(key.identity.size))
         except OutOfMemory:
             if not yields:
                 self._forget_models()  # others were dropped for it, and that did not help
@@ -200,6 +205,9 @@ class RankHoldings:
             if model not in self._held:
                 self._untold.append(f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}")
         info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_untold())
+        self._certain = False
+        check_same(key.spec.path, key.identity)  # else each rank may have read another file
+        self._certain = True
         self._held.append(HeldModel(number, key, info, takes))
         for note in info.notes:
             lease.on_phase(Phase(PhaseKind.DROPPED, note))
@@ -288,8 +296,8 @@ class RankHoldings:
         """After a crash: raises CheckpointError for a file that was cut short under the ranks, which map it. Who reads
         what is gone is killed, by no fault of a device, and would be again."""
         for held in self._held:
-            device, inode, size, _ = held.identity
-            left = _bytes_now(held.key.spec.path, device, inode)
+            size = held.identity.size
+            left = _bytes_now(held.key.spec.path, held.identity)
             if left is not None and left < size:
                 raise CheckpointError(
                     f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
@@ -354,24 +362,19 @@ class RankHoldings:
         return info, dropped
 
 
-def _bytes_now(path: str, device: int, inode: int) -> int | None:
+def _bytes_now(path: str, pinned: FileIdentity) -> int | None:
     """Of this very file; None where another one is there, or none: the ranks keep what they have mapped."""
     try:
-        status = Path(path).stat()
-    except OSError:
+        found = read_identity(path)
+    except CheckpointError:
         return None
-    return status.st_size if (status.st_dev, status.st_ino) == (device, inode) else None
+    return found.size if found.is_place_of(pinned) else None
 
 
-def _read_key(spec: ModelSpec, strategy: ParallelStrategy) -> tuple[ModelKey, int]:
-    """(the model as it is on disk now, bytes of its file). Raises CheckpointError for a file that is not there."""
+def _make_key(spec: ModelSpec, strategy: ParallelStrategy, file: FileIdentity | None = None) -> ModelKey:
+    """The model of `file`, or of the one on disk now. Raises CheckpointError for a file that is not there."""
     spec = _absolute(spec)
-    try:
-        status = Path(spec.path).stat()
-    except OSError as error:
-        raise CheckpointError(f"{spec.path} cannot be read: {error.strerror}.") from None
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    return ModelKey(spec, strategy.weights, identity), status.st_size
+    return ModelKey(spec, strategy.weights, file or read_identity(spec.path))
 
 
 def _absolute(spec: ModelSpec) -> ModelSpec:

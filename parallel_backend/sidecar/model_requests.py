@@ -109,7 +109,7 @@ class ModelRequests:
 
         exchange = lease.exchange()
         self.progress.seconds.clear()
-        exchange.send(replace(message, model=held.number, trials=trials), job.begin(held.identity))
+        exchange.send(replace(message, model=held.number, trials=trials), job.begin())
         exchange.guard(lambda: lease.on_phase(Phase(PhaseKind.FIRST_STEP)))
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..host_memory import available_memory, host_memory
 from ..requests import LoadInfo, ModelSpec, Placement
 from ..strategy import ParallelStrategy
+from ..wire.file_identity import FileIdentity
 from ..wire.protocol import RankModels
 from .lora_client import LorasOnRanks
 from .prompt_cache import KnownOfModel
@@ -27,11 +28,11 @@ _CALLS_REMEMBERED = 20  # whose times give the next one's deadline
 @dataclass(frozen=True)
 class ModelKey:
     """What makes two models the same. `weights`: how it is split over the ranks (ParallelStrategy.weights);
-    `identity`: the file's device, inode, size and time, since a path can be overwritten."""
+    `identity`: the file's, since a path can be overwritten."""
 
     spec: ModelSpec
     weights: ParallelStrategy
-    identity: tuple[int, ...]
+    identity: FileIdentity
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class HeldModel:
         self.loras = LorasOnRanks(self.number)
 
     @property
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> FileIdentity:
         return self.key.identity
 
     def bytes_on(self, rank: int) -> int:

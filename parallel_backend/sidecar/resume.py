@@ -42,8 +42,8 @@ class LoopRecord:
 class SamplingJob:
     """One request, and the last state that its sampler sent.
 
-    The state lives no longer than its request, so of what it belongs to only the weights' file can change: then the job
-    begins again. `trials`: that it still makes; after a failure, which may be a trial's own, it makes none.
+    The state lives no longer than its request, whose weights' file stays the same (Lease.file). `trials`: those that it
+    still makes; after a failure, which may be a trial's own, it makes none.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class SamplingJob:
         self._given_up: tuple[Trial, ...] = ()
         self._tensors = loop_tensors(request) if isinstance(request, LoopRequest) else sample_tensors(request)
         self._on_step = on_step
-        self._weights: object = None
         self._state: SamplerState | LoopRecord | None = None
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
@@ -65,10 +64,8 @@ class SamplingJob:
         """Of the latent."""
         return tuple(self.request.noise.shape)
 
-    def begin(self, weights: object) -> Tensors:
-        """The payload for ranks that hold `weights`, anything that says which these are."""
-        if weights != self._weights:
-            self._state, self._weights = None, weights
+    def begin(self) -> Tensors:
+        """Returns the payload for ranks that hold the job's model."""
         if self._state is None:
             self._first = 0
             return self._tensors

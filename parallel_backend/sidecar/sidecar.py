@@ -28,6 +28,7 @@ from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
+from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate
 from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .group.exchange import reports
@@ -159,8 +160,12 @@ class Sidecar(VaeRequests):
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
         trials: TrialPlan = NO_TRIALS,
+        file: FileIdentity | None = None,
     ) -> SampleResult:
         """Runs a whole sampling job on the ranks, starting and loading first where needed (RunInfo.load).
+
+        `file`: the model's, None for the one that is there now; the job takes no other one. Raises CheckpointError
+        where another one is there and the ranks have to read it.
 
         `trials`: strategies that it tries on its way; each is exact and needs the placement's own weights, on all ranks
         or on the first one.
@@ -172,6 +177,7 @@ class Sidecar(VaeRequests):
         message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
+            lease.file = file
 
             def attempt() -> SampleResult:
                 try:
@@ -185,7 +191,9 @@ class Sidecar(VaeRequests):
                 result = self._with_room(attempt, spec, lease, job.survive)
             finally:
                 self._requests.progress.end()
-            lease.info = replace(result.info, held_seconds=lease.seconds)
+            change = "" if lease.file is None else result_note(spec.path, lease.file)
+            notes = (*result.info.notes, change) if change else result.info.notes
+            lease.info = replace(result.info, notes=notes, held_seconds=lease.seconds)
             return replace(result, info=lease.info)
 
     def predict(
@@ -196,6 +204,7 @@ class Sidecar(VaeRequests):
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
+        file: FileIdentity | None = None,
     ) -> tuple[Tensor, RunInfo]:
         """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran, a load before it included."""
         return self._model_call(
@@ -204,6 +213,7 @@ class Sidecar(VaeRequests):
             placement,
             on_phase,
             should_cancel,
+            file,
         )
 
     def call(
@@ -214,6 +224,7 @@ class Sidecar(VaeRequests):
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
         patches: WeightPatches = NO_PATCHES,
+        file: FileIdentity | None = None,
     ) -> tuple[Tree, RunInfo]:
         """One call of a ComfyUI module: its answer, tensors on the CPU, and how it ran, a load before it included.
         Raises RequestError for arguments that cannot be sent."""
@@ -223,6 +234,7 @@ class Sidecar(VaeRequests):
             placement,
             on_phase,
             should_cancel,
+            file,
         )
 
     def _model_call(
@@ -232,11 +244,13 @@ class Sidecar(VaeRequests):
         placement: Placement,
         on_phase: ShowPhase | None,
         should_cancel: ShouldCancel | None,
+        file: FileIdentity | None,
     ) -> tuple[Tree, RunInfo]:
-        """One call of the model, made again when a rank crashes in it."""
+        """One call of the model, made again when a rank crashes in it. `file`: as for `sample`, of the job that the
+        call belongs to."""
         self._check_placement(placement)
         with self._ranks.lease("predict", should_cancel, on_phase) as lease:
-            lease.strategy, lease.spec = placement.strategy, spec
+            lease.strategy, lease.spec, lease.file = placement.strategy, spec, file
             notes: list[str] = []
 
             def survive(error: RankFailed, device: str | None) -> str:

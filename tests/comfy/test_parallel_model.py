@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from any_graphs import ROWS_ONLY, AnyGraph
 from any_runs import TOLERANCE, assert_same, both, latents
@@ -260,3 +260,36 @@ def test_comfyui_can_have_the_devices_memory_back(comfy):
     graph.add("TestSaveText", text=[unload, 0], path="any-held.txt")
     comfy.run(graph.prompt, timeout=300)
     assert comfy.output("any-held.txt").read_text() == "held held gone"  # --highvram keeps it
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["stock sampler", "Parallel Sampler"])
+def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(comfy, resident):
+    """By rename, as download tools do. The next prompt takes the new file."""
+
+    def sampled(act=None):
+        graph = AnyGraph(comfy, "wan_t2v")
+        ours, request = graph.parallel(graph.stock(), ulysses=2), graph.request()
+        if resident:
+            node = graph.parallel_sampler([ours, 1], *request, steps=12, cfg=1.0)
+        else:
+            node = graph.ksampler([ours, 0], *request, steps=12, cfg=1.0)
+        if act is None:
+            return latents(comfy, graph, {"found": node})["found"]
+        with comfy.amid(node[0], act):
+            return latents(comfy, graph, {"found": node})["found"]
+
+    def replace_file():
+        part = path.with_suffix(".part")
+        save_file({name: 1.1 * value for name, value in load_file(path).items()}, part)
+        part.replace(path)
+
+    expected = sampled()
+    (path,) = (comfy.server.base_directory / "models").rglob("any_wan_t2v.safetensors")
+    before = path.read_bytes()
+    try:
+        comfy.client.free()
+        assert relative_difference(sampled(replace_file), expected) <= TOLERANCE
+        comfy.client.free()
+        assert relative_difference(sampled(), expected) > 100 * TOLERANCE
+    finally:
+        path.write_bytes(before)

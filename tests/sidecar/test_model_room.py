@@ -19,6 +19,7 @@ from parallel_backend.sidecar.model_room import (
     slowest,
 )
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.file_identity import FileIdentity
 from parallel_backend.wire.protocol import RankModels
 
 GIB = 2**30
@@ -26,7 +27,8 @@ SHARDED = ParallelStrategy(ulysses_degree=2, shard_weights=True).weights
 INFO = LoadInfo(1.0, 4, False, "bfloat16", "bfloat16")
 
 
-def key(name, weights=None, identity=(1,)):
+def key(name, weights=None, inode=1):
+    identity = FileIdentity(1, inode, 10, 0, "")
     return ModelKey(ModelSpec(f"/models/{name}.safetensors"), weights or ParallelStrategy(), identity)
 
 
@@ -77,7 +79,7 @@ def test_room_for_calls_stays_free(monkeypatch):
 
 def test_a_changed_file_and_another_split_of_the_same_one_go_first():
     held = [model("a", 10, 10), model("b", 10, 10)]
-    assert dropped(held, key("b", identity=(2,)), (10, 10, 0), (50, 50, 0)) == [("b", "its file has changed")]
+    assert dropped(held, key("b", inode=2), (10, 10, 0), (50, 50, 0)) == [("b", "its file has changed")]
     assert dropped(held, key("b", SHARDED), (5, 5, 0), (50, 50, 0)) == [("b", "it is split another way now")]
     assert dropped(held, key("b", SHARDED), (25, 25, 0), (10, 10, 0)) == [
         ("b", "it is split another way now"),

@@ -164,7 +164,7 @@ def info(**changes):
 
 def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps():
     job, told = SamplingJob(scripted_request(), lambda *step: told.append(step)), []
-    assert "state.x" not in job.begin("weights")
+    assert "state.x" not in job.begin()
     state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8))
     job.take(Progress(1, 4, 0.1), {"denoised": torch.zeros(1)})
     job.take(Progress(2, 4, 0.2), state_tensors(state))
@@ -174,7 +174,7 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
         text
         == "rank 1 on cuda:1 failed (killed by SIGKILL); the job goes on after step 2 on ranks started anew"
     )
-    assert torch.equal(job.begin("weights")["state.x"], state.x)
+    assert torch.equal(job.begin()["state.x"], state.x)
     result = job.merged(info(notes=("a note",)))
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)
     assert result.notes == ("a note", text)
@@ -189,27 +189,26 @@ def answers(step, first, calls):
 
 def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
     job = SamplingJob(loop_job(), None)
-    assert "state.answers" not in job.begin("weights")
+    assert "state.answers" not in job.begin()
     for state in (answers(1, 0, 1), replace(answers(2, 1, 2), calls=3, reused=1)):
         job.take(Progress(state.step, 4, 0.1), state_tensors(state))
     job.take(Progress(3, 4, 0.1), None)
     assert "goes on after step 2" in job.survive(RankFailed(1, "killed"), "cuda:1")
-    state = take_loop_state(dict(job.begin("weights")))
+    state = take_loop_state(dict(job.begin()))
     assert (state.step, state.first, state.calls, state.reused) == (2, 0, 3, 1)
     assert state.answers[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2]
     job.take(
         Progress(4, 4, 0.1), state_tensors(answers(4, 3, 1))
     )  # the new ranks go on where the record ends
-    assert len(job.begin("weights")["state.answers"]) == 4
-    assert "state.answers" not in job.begin("other weights")
+    assert len(job.begin()["state.answers"]) == 4
 
 
 def test_a_record_ends_where_a_part_of_it_was_lost():
     job = SamplingJob(loop_job(), None)
-    job.begin("weights")
+    job.begin()
     for state in (answers(1, 0, 1), answers(3, 2, 1), answers(4, 3, 1)):
         job.take(Progress(state.step, 4, 0.1), state_tensors(state))
-    state = take_loop_state(dict(job.begin("weights")))
+    state = take_loop_state(dict(job.begin()))
     assert (state.step, len(state.answers)) == (1, 1)
 
 
@@ -229,22 +228,13 @@ def test_answers_that_are_none_are_refused(change):
         job.take(Progress(1, 4, 0.1), state_tensors(answers(1, 0, 1)) | change)
 
 
-def test_other_weights_begin_again():
-    job = SamplingJob(scripted_request(), None)
-    job.begin("weights")
-    state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8))
-    job.take(Progress(2, 4, 0.2), state_tensors(state))
-    assert "state.x" not in job.begin("other weights")
-    assert job.merged(info()).step_seconds == (0.5, 0.5)
-
-
 def test_a_second_approximation_is_said():
     job = SamplingJob(scripted_request(), None)
-    job.begin("weights")
+    job.begin()
     state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8), exact=False)
     job.take(Progress(2, 4, 0.2), state_tensors(state))
     job.survive(RankFailed(0, "crash"), "cpu:0")
-    job.begin("weights")
+    job.begin()
     flowing = replace(info(exact=False), strategy=ParallelStrategy(pipefusion_degree=2))
     reused = info(exact=False, model_calls=9, reused_calls=3)
     for told, again in ((flowing, "PipeFusion warmed up again"), (reused, "the step cache was empty again")):

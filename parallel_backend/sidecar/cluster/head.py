@@ -114,9 +114,11 @@ class ClusterHead:
         return name in self._machines and not self._machines[name].busy
 
     def _missing(self, names: Sequence[str]) -> DeviceError:
-        """Names one: one that was cut off, rather than those whose processes only ended with its own."""
-        cut_off = [name for name in names if name in self._gone and self._gone[name].silent]
-        name = (cut_off or names)[0]
+        """Names one: a machine that was cut off, else the one whose connection closed first. The others' processes
+        ended because their group did."""
+        gone = [name for name in names if name in self._gone]
+        gone.sort(key=lambda name: (not self._gone[name].silent, self._gone[name].at))
+        name = (gone or list(names))[0]
         return DeviceError(f"Machine {name} of the cluster {self.endpoint.cluster} {self._why(name)}")
 
     def _why(self, name: str) -> str:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from ...requests import ModelSpec, RunInfo
 from ...strategy import ParallelStrategy
 from ...wire import deadlines
+from ...wire.file_identity import FileIdentity
 from ...wire.protocol import Done
 from .exchange import USER_ERRORS, Exchange
 from .phases import OnPhase
@@ -35,7 +36,8 @@ class State(enum.Enum):
 
 class Lease:
     """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
-    it has none; `images`: that it makes; `spec`: the model that it is for; `idle_s`: that ranks had waited for it."""
+    it has none; `images`: that it makes; `spec`: the model that it is for; `file`: that
+    model's, as it was when the job began, None before that is known; `idle_s`: that ranks had waited for it."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Lease:
         self.strategy: ParallelStrategy | None = None
         self.images = 0
         self.spec: ModelSpec | None = None
+        self.file: FileIdentity | None = None
         self.idle_s = 0.0
         self.begun = time.monotonic()
         self.cancelled_at: float | None = None

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -153,6 +154,21 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
     assert head.until("strategy")["devices"] == everyone
     head.until("done")
     check()
+
+
+def test_the_host_whose_processes_are_killed_is_named_not_the_one_that_hosts_the_rendezvous(lab):
+    head, start, model, latent = lab
+    machines = {name: start(name) for name in NAMES}
+    head.tell("wait for", 3)
+    assert len(head.until("devices")["devices"]) == 3
+    head.tell("patience", 3.0)
+    head.tell("sample", model, str(latent))
+    head.until("step")
+    processes = [machines["b"].process.pid, *machines["b"].ranks()]
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+    error = head.until("error")["error"]
+    assert error.startswith("DeviceError: Machine b of the cluster lab is not there ("), error
 
 
 def packet(source, target, number):

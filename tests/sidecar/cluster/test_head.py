@@ -237,6 +237,17 @@ def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeyp
     assert head.devices() == ()
 
 
+def test_the_machine_that_closed_first_is_named_not_one_that_ended_with_its_group(head, secret, monkeypatch):
+    a, b = (BareMachine(head, secret, machine=name) for name in "ab")
+    b.close()
+    wait_until(lambda: "b" in head._gone)
+    a.close()
+    wait_until(lambda: "a" in head._gone)
+    monkeypatch.setattr(deadlines, "MACHINES", 0.2)
+    with pytest.raises(DeviceError, match=r"Machine b of the cluster lab is not there \(the connection"):
+        clusters.wait_for(("cpu:0@lab/a", "cpu:0@lab/b"), lambda: False)
+
+
 def test_machines_that_do_not_fit_are_told_why(head, secret):
     first = BareMachine(head, secret, machine="one")
     cases = [

@@ -1,0 +1,89 @@
+"""The identity of a model file: what tells whether a path still leads to the file that a job began with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+_MOST_READ = 100 * 1000**2  # bytes, the most that a safetensors header may have
+_PREFIX = struct.Struct("<Q")  # the length of a safetensors header
+_FIRST = 1 << 16  # bytes that are read of a file in another format
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """A file as it was at one moment. `device`, `inode`: where it lies; `size`: bytes; `mtime_ns`: when it was written
+    last, in ns; `header`: SHA-256 of its first bytes, a safetensors header whole."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    header: str
+
+    def is_place_of(self, other: FileIdentity) -> bool:
+        """True if both are one file on the disk, whatever it contains."""
+        return (self.device, self.inode) == (other.device, other.inode)
+
+
+def read_identity(path: str | Path) -> FileIdentity:
+    """Reads the header of the file at `path`. Raises CheckpointError where there is none that can be read."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is no regular file; choose a model file.")
+            digest = hashlib.sha256(_read_header(file.read(_PREFIX.size), file.read, status.st_size))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest.hexdigest())
+
+
+def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> bytes:
+    (length,) = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0,)
+    return prefix + read(length if length <= min(size, _MOST_READ) else _FIRST)
+
+
+def check_same(path: str | Path, pinned: FileIdentity) -> None:
+    """Raises CheckpointError where the devices must read a job's file and the path leads to another one."""
+    if change := describe_change(path, pinned):
+        raise CheckpointError(
+            f"{change}, and the devices have to read it: the job ends here rather than go on with other weights. Run "
+            f"the prompt again; it takes the file that is there then."
+        )
+
+
+def describe_change(path: str | Path, pinned: FileIdentity) -> str:
+    """Says how the file differs from the one that a job began with; "" if it is the same."""
+    return _compare(path, pinned)[0]
+
+
+def result_note(path: str | Path, pinned: FileIdentity) -> str:
+    """Says what a change of the file means for the result of a job that ran; "" if there was none."""
+    change, in_place = _compare(path, pinned)
+    if not change:
+        return ""
+    if in_place:
+        return f"{change}, so the result may be of both contents: run the prompt again"
+    return f"{change}; the result is of the file that it began with"
+
+
+def _compare(path: str | Path, pinned: FileIdentity) -> tuple[str, bool]:
+    """(the change in words, True if the file that the devices have mapped was written to)."""
+    name = Path(path).name
+    try:
+        found = read_identity(path)
+    except CheckpointError:
+        return f"{name} was removed while the job ran", False
+    if found == pinned:
+        return "", False
+    if found.is_place_of(pinned):
+        return f"{name} was changed in place while the job ran", True
+    return f"{name} was replaced by another file while the job ran", False
