@@ -27,7 +27,7 @@ def time_left(status: GroupStatus, loaded: float, step: int) -> str:
     if status.phase.kind is PhaseKind.LOADING:
         if not LEAST_LOADED <= loaded < 1:
             return ""
-        return in_words((time.monotonic() - status.phase.begun) * (1 - loaded) / loaded)
+        return in_words((time.monotonic() - status.phase.started) * (1 - loaded) / loaded)
     if status.phase.kind is PhaseKind.SAMPLING and 0 < step < status.steps and status.step_seconds:
         return in_words((status.steps - step) * median(status.step_seconds[-_LATEST:]))
     return ""

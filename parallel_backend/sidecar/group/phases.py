@@ -34,12 +34,12 @@ class PhaseKind(enum.Enum):
 @dataclass(frozen=True)
 class Phase:
     """One phase and what it is about, such as a file's name; how far a load is stands in each rank's heartbeat. `size`:
-    bytes of the file that it reads, 0 for none; `begun`: time.monotonic() of its beginning."""
+    bytes of the file that it reads, 0 for none; `started`: time.monotonic() of its beginning."""
 
     kind: PhaseKind
     about: str = ""
     size: int = 0
-    begun: float = field(default_factory=time.monotonic, compare=False)
+    started: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def text(self) -> str:
