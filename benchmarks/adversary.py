@@ -1,5 +1,5 @@
-"""Hostile and odd inputs in numbers: fuzzed prompts, random jobs, random kills, odd environments, and a soak of mixed
-prompts, from fixed seeds.
+"""Hostile and odd inputs in numbers: fuzzed prompts, random jobs, random kills, odd environments, damaged model files
+and a soak of mixed prompts, from fixed seeds.
 
     python benchmarks/adversary.py [--only prompts,jobs] [--scale 0.1] [--json]
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from adversaries.environments import run_in_each
 from adversaries.findings import Findings
+from adversaries.headers import fuzz_headers
 from adversaries.jobs import compare_strategies, kill_at_random
 from adversaries.prompts import fuzz_prompts
 from adversaries.soak import soak
@@ -28,8 +29,8 @@ from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from scripted import scripted_weights
 
-PROMPTS, JOBS, KILLS, ROUNDS = 400, 72, 30, 9  # at scale 1
-KINDS = ("prompts", "jobs", "kills", "environments", "soak")
+PROMPTS, JOBS, KILLS, ROUNDS, HEADERS = 400, 72, 30, 9, 20_000  # at scale 1
+KINDS = ("prompts", "jobs", "kills", "environments", "headers", "soak")
 
 
 def main() -> None:
@@ -65,6 +66,8 @@ def main() -> None:
                     kill_at_random(weights, times(KILLS), findings)
                 case "environments":
                     run_in_each(folder, findings)
+                case "headers":
+                    fuzz_headers(times(HEADERS), findings)
                 case "soak":
                     soak(comfy, times(ROUNDS), findings)
             print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
