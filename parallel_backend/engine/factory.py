@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from ..models.base import TokenModel
 from ..options import ComputeOptions, overlaps
 from ..requests import Placement
 from .attention.kernel_choice import kernel_for
 from .attention.native import NativeAttention
+from .attention.usp import why_not_xfuser
 from .blocks.compile import Blocks, CompiledBlocks, PlainBlocks, start_compiler
 from .comm.groups import Layout, Layouts
 from .comm.traffic_counter import Traffic
@@ -53,14 +52,12 @@ def _make_forward(
     if layout.pipe.size > 1:
         pipeline = PipelineForward(model, layout, native, traffic, blocks)
         if engine == "xfuser":
-            pipeline.notes.append(
-                "engine xfuser fell back to native: its PipeFusion belongs to its own pipelines"
-            )
+            pipeline.notes.append(f"engine xfuser fell back to native: {why_not_xfuser(layout)}")
         return pipeline
     if engine != "xfuser":
         return ParallelForward(model, layout, [native], traffic, blocks)
-    reason = _why_not_xfuser(layout)
-    if reason is None:
+    reason = why_not_xfuser(layout)
+    if not reason:
         from .attention.xfuser import (
             XfuserAttention,  # takes seconds to import, so only where it is asked for
         )
@@ -70,13 +67,3 @@ def _make_forward(
     forward = ParallelForward(model, layout, [native], traffic, blocks)
     forward.notes.append(f"engine xfuser fell back to native: {reason}")
     return forward
-
-
-def _why_not_xfuser(layout: Layout) -> str | None:
-    if layout.tensor.size > 1:
-        return "its tensor parallelism splits the feed-forward layers only"
-    if layout.sequence.size == 1:
-        return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
-    if find_spec("xfuser") is None:
-        return "the package xfuser is not installed"
-    return None

@@ -18,6 +18,8 @@ from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleC
 from ..strategy import ParallelStrategy
 from .attention import queries
 from .attention.kernel_choice import kernel_for
+from .attention.sequence import UnevenAttention
+from .attention.usp import XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
 from .batch_rows import split_rows, take_rows
 from .blocks.block_calls import BlockCalls, as_it_is
@@ -54,7 +56,7 @@ Answer = Any
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together."""
     strategy, options = placement.strategy, placement.compute_options
-    if strategy.tensor_degree > 1:
+    if strategy.tensor_degree > 1 and not model.splits_layers:
         raise RequestError(
             f"tensor_degree {strategy.tensor_degree} cannot split ComfyUI's own modules; set it to 1. data_degree, "
             f"cfg_degree, ulysses_degree and ring_degree can."
@@ -76,7 +78,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
                 f"merge by log-sum-exp, which that gives. Ulysses attends by {model.attention}."
             )
     if placement.engine == "xfuser":
-        forward.notes.append("engine xfuser fell back to native: it does not know ComfyUI's modules")
+        _use_xfuser(forward, layouts)
     if options.compiles and forward.stages is not None:
         forward.notes.append(
             "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
@@ -86,6 +88,18 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
         forward.notes += notes or _uncompiled(forward, model)
         forward.compiler = compiler if forward.known_blocks else None
     return forward
+
+
+def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
+    """Has blocks attend by xfuser where tokens are shared out, or notes why not. Collective."""
+    layout, model = forward.layout, forward.model
+    reason = why_not_xfuser(layout)
+    if not reason and not model.regions:
+        reason = f"the blocks of {type(model.module).__name__} are not described"
+    if reason:
+        forward.add_note(f"engine xfuser fell back to native: {reason}")
+    else:
+        forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.add_note)
 
 
 def _check_stages(model: ModuleModel, strategy: ParallelStrategy) -> None:
@@ -125,7 +139,6 @@ class ModuleForward:
     cannot be, rows are over both, or queries of attention over the sequence axis.
     """
 
-    engine = "native"
     kernel = "torch"  # over a ring; otherwise ComfyUI's own, whichever its command line chose
 
     def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
@@ -141,10 +154,16 @@ class ModuleForward:
         self._blocks: BlockCalls | None = None
         self._bands: UNetBands | None = None
         self.stages: ModuleStages | None = None  # under PipeFusion
+        self.xfuser: XfuserEngine | None = None  # where it was asked for and can compute something
 
     @property
     def compiles(self) -> bool:
         return self.compiler is not None
+
+    @property
+    def engine(self) -> str:
+        """The engine whose attention the last call used."""
+        return "xfuser" if self.xfuser is not None and self.xfuser.attended else "native"
 
     @cached_property
     def known_blocks(self) -> list[nn.Module]:
@@ -169,6 +188,8 @@ class ModuleForward:
         """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
         if self.stages is not None:
             return self._by_stages(self.stages, call, keys)
+        if self.xfuser is not None:
+            self.xfuser.prepare()
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
             live = self.model.live(call)
@@ -231,7 +252,8 @@ class ModuleForward:
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
         run = as_it_is if self.compiler is None else self.compiler.run_whole
-        return BlockCalls(self.model, self.layout, self.traffic, run)
+        attention = UnevenAttention if self.xfuser is None else self.xfuser.attention
+        return BlockCalls(self.model, self.layout, self.traffic, run, attention)
 
     def _by_rows(
         self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
@@ -291,10 +313,10 @@ class ModuleForward:
             reason = f"this UNet has {error}, which bands of rows do not know"
         if self._bands is None or reason:
             return self._compute_queries(call, reason)
-        self._say(_BANDS.format(ranks=sequence.size))
+        self.add_note(_BANDS.format(ranks=sequence.size))
         return self._bands(call)
 
-    def _say(self, note: str) -> None:
+    def add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
@@ -305,7 +327,7 @@ class ModuleForward:
         sequence = self.layout.sequence
         if call.rows >= sequence.size and not self._together(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
-        self._say(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
+        self.add_note(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call, cached)
 

@@ -198,6 +198,10 @@ class ModuleModel(LoadedModel, Protocol):
         or tokens."""
 
     @property
+    def splits_layers(self) -> bool:
+        """True if its provider can load a slice of each layer (ModelPart.slices)."""
+
+    @property
     def byte_sharding(self) -> ByteSharding | None:
         """The way to gather weights where each rank has a share of them; None where it has them all."""
 

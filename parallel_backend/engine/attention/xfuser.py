@@ -1,8 +1,8 @@
 """The xfuser engine: its groups and its USP attention behind the native engine's seam, made exact for any length.
 
-USP (xfuser/model_executor/layers/usp.py) wants the same number of tokens on every rank. Token shares differ by at
-most one, so each rank gives USP the tokens that all have, and the few left over go in as its *joint* tensors, which
-are replicated: every rank computes them and keeps its own. No padding reaches a softmax.
+USP (xfuser/model_executor/layers/usp.py) wants the same number of tokens on every rank. Each rank gives USP as
+many tokens as all have, and the few left over go in as its *joint* tensors, which are replicated: every rank computes
+them and keeps its own. No padding reaches a softmax.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ...layout import slice_of
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Axis, Layout
@@ -58,7 +59,11 @@ class XfuserAttention:
     def of_call(self, plan: TokenPlan, mask: Tensor | None = None) -> UspCall:
         """The attention of one model call."""
         assert mask is None, "masks are the native engine's"
-        return UspCall(self._layout, self._xfuser, self._backend, self._kernel, self._traffic, plan)
+        return self.of_lengths(plan.lengths)
+
+    def of_lengths(self, lengths: tuple[int, ...]) -> UspCall:
+        """The attention of one model call. `lengths`: tokens of each rank."""
+        return UspCall(self._layout, self._xfuser, self._backend, self._kernel, self._traffic, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ class UspCall:
     _backend: Enum
     kernel: str
     _traffic: Traffic
-    plan: TokenPlan
+    lengths: tuple[int, ...]
 
     @property
     def _axis(self) -> Axis:
@@ -78,7 +83,7 @@ class UspCall:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
-        lengths = self.plan.lengths
+        lengths = self.lengths
         common, surplus = min(lengths), sum(lengths) - min(lengths) * len(lengths)
         self._count(query, common, surplus)
         main = [t[:, :common].transpose(1, 2) for t in (query, key, value)]
@@ -89,8 +94,8 @@ class UspCall:
         out = self._usp(main, {**joint, "joint_strategy": "rear"}).transpose(1, 2)
         if lengths[self._axis.index] == common:
             return out[:, :common]
-        mine = common + sum(length - common for length in lengths[: self._axis.index])
-        return torch.cat([out[:, :common], out[:, mine : mine + 1]], dim=1)
+        mine = slice_of(tuple(length - common for length in lengths), self._axis.index)
+        return torch.cat([out[:, :common], out[:, common + mine.start : common + mine.stop]], dim=1)
 
     def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
         with heartbeat.inside("xfuser's attention", self._axis.ranks):
@@ -106,7 +111,7 @@ class UspCall:
     def _surplus_of_all(self, query: Tensor, key: Tensor, value: Tensor, common: int) -> Iterator[Tensor]:
         """The tokens that only some ranks have, from every rank that has one: 3 x [B, H, surplus, D]."""
         mine = torch.stack([query[:, common:], key[:, common:], value[:, common:]]).permute(2, 0, 1, 3, 4)
-        sizes = tuple(length - common for length in self.plan.lengths)
+        sizes = tuple(length - common for length in self.lengths)
         gathered = all_gather(mine, sizes, self._axis, self._traffic)
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
 

@@ -33,12 +33,19 @@ def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 class BlockCalls:
     """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
-    not the one that its table describes. `run_block`: for those in which ranks meet at attention only."""
+    not the one that its table describes. `run_block`: for those in which ranks meet at attention only;
+    `make_attention`: UnevenAttention, or what is made of the same to take its place."""
 
     def __init__(
-        self, model: ModuleModel, layout: Layout, traffic: Traffic, run_block: RunBlock = as_it_is
+        self,
+        model: ModuleModel,
+        layout: Layout,
+        traffic: Traffic,
+        run_block: RunBlock = as_it_is,
+        make_attention: Callable[..., UnevenAttention] = UnevenAttention,
     ) -> None:
         self._model = model
+        self._make_attention = make_attention
         self._run_block = run_block
         self._layout = layout
         self._traffic = traffic
@@ -107,7 +114,9 @@ class BlockCalls:
     def run(self, block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward, with what it calls as attention going over all ranks."""
         args, kwargs, guides = block.without_guides(args, kwargs)
-        attention = UnevenAttention(self._layout, tokens, block.kind.attends, block.module, Guides.of(guides))
+        attention = self._make_attention(
+            self._layout, tokens, block.kind.attends, block.module, Guides.of(guides)
+        )
         with ExitStack() as inside:
             inside.enter_context(self._model.attention_by(attention))
             for path, argument in block.kind.whole.items():

@@ -23,6 +23,7 @@ class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file."""
 
     sharding: WeightSharding | None = None
+    splits_layers = False
 
     def __init__(
         self,

@@ -14,13 +14,17 @@ than ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..base import Attention
+from ..base import Attention, AttentionCall
 
+_attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
 _original = transformer_flux.dispatch_attention_fn
 _rotated = transformer_flux.apply_rotary_emb
 
@@ -34,7 +38,30 @@ def _routed(
 ) -> Tensor:
     if hasattr(attn_mask, "attend"):
         return attn_mask.attend(query, key, value)
+    if (attend := _attend.get()) is not None:
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        form = {"skip_reshape": True, "skip_output_reshape": True}
+        return attend(_heads_first, *heads_first, query.shape[2], mask=attn_mask, **form).transpose(1, 2)
     return _original(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _heads_first(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None = None, **form: Any
+) -> Tensor:
+    """diffusers' attention with ComfyUI's signature: [B, H, S, D] in and out."""
+    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return _original(*tokens_first, attn_mask=mask).transpose(1, 2)
+
+
+@contextmanager
+def attention_by(attend: AttentionCall) -> Iterator[None]:
+    """Inside, `attend(original, q, k, v, heads, mask=…, …)` answers each call of attention: ComfyUI's
+    signature, [B, H, S, D] in and out."""
+    before = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(before)
 
 
 def patch_diffusers() -> None:

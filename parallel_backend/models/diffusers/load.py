@@ -56,11 +56,11 @@ def load(
     part = part or ModelPart()
     patch_diffusers()
     file = inspect_flux(spec.path)
-    dtypes, as_stored = _dtypes(spec.weight_dtype, file.dtype, device, halves_of(peers or (device,)))
+    dtypes, as_stored = choose_dtypes(spec.weight_dtype, file.dtype, device, halves_of(peers or (device,)))
     compute = getattr(torch, dtypes.compute)
-    opened = _opened(file)
+    opened = open_mapped(file)
     in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
-    parameters = _Parameters(file, opened, dtypes, as_stored, part.slices, in_fp8)
+    parameters = Parameters(file, opened, dtypes, as_stored, part.slices, in_fp8)
     dims = file.dims
     stage = split_blocks(dims.double_blocks, dims.single_blocks, part.stage_shares)[part.stage]
     chunks: list[FluxTransformer2DModel] = []
@@ -84,7 +84,7 @@ def load(
     return FluxModel(tuple(chunks), stage, file, compute, device, weights, part.sharding)
 
 
-def _opened(file: FluxFile) -> safe_open:
+def open_mapped(file: FluxFile) -> safe_open:
     """The mapped file; it stays open as long as the model, which reads it again when a LoRA goes."""
     try:
         return safe_open(file.path, framework="pt", device="cpu")
@@ -94,7 +94,7 @@ def _opened(file: FluxFile) -> safe_open:
         ) from None
 
 
-class _Parameters:
+class Parameters:
     """Makes diffusers' parameters of rows of the file's tensors, and of this rank's slice of those."""
 
     def __init__(
@@ -144,7 +144,7 @@ class _Parameters:
 
 
 def _build(
-    parameters: _Parameters,
+    parameters: Parameters,
     blocks: range,
     device: torch.device,
     sharding: WeightSharding | None,
@@ -155,7 +155,7 @@ def _build(
     its parameters are in the whole model."""
     file = parameters.file
     with torch.device("meta"), no_init_weights():
-        transformer = FluxTransformer2DModel(**_config(file.dims, blocks))
+        transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
     if blocks.start > 0:
         transformer.x_embedder = transformer.context_embedder = _Unchanged()
     if blocks.stop < file.dims.double_blocks + file.dims.single_blocks:
@@ -186,7 +186,7 @@ def _build(
 
 def _fill(
     transformer: FluxTransformer2DModel,
-    parameters: _Parameters,
+    parameters: Parameters,
     names: dict[str, str],
     specs: dict[str, TPShardSpec],
     to_device: Callable[[Tensor], Tensor],
@@ -204,7 +204,7 @@ def _fill(
 
 
 def _outline(
-    transformer: FluxTransformer2DModel, parameters: _Parameters, names: dict[str, str]
+    transformer: FluxTransformer2DModel, parameters: Parameters, names: dict[str, str]
 ) -> dict[nn.Parameter, str]:
     """Gives every parameter its dtype, still on the meta device, and returns their names: layers are replaced later."""
     outlines = {}
@@ -215,7 +215,7 @@ def _outline(
     return {parameter: own for own, parameter in transformer.named_parameters()}
 
 
-def _finished(transformer: FluxTransformer2DModel, parameters: _Parameters) -> FluxTransformer2DModel:
+def _finished(transformer: FluxTransformer2DModel, parameters: Parameters) -> FluxTransformer2DModel:
     """Replaces the layers that compute otherwise than diffusers' own."""
     if parameters.file.layout == "original" and not isinstance(transformer.norm_out, _Unchanged):
         transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
@@ -245,7 +245,7 @@ def _stored_names(file: FluxFile, transformer: FluxTransformer2DModel, blocks: r
     return names
 
 
-def _config(dims: FluxDims, blocks: range) -> dict[str, object]:
+def transformer_config(dims: FluxDims, blocks: range) -> dict[str, object]:
     doubles = range(blocks.start, min(blocks.stop, dims.double_blocks))
     return {
         "patch_size": 1,
@@ -262,7 +262,7 @@ def _config(dims: FluxDims, blocks: range) -> dict[str, object]:
     }
 
 
-def _dtypes(
+def choose_dtypes(
     wish: str, file_dtype: str, device: torch.device, halves: Sequence[str] = HALVES
 ) -> tuple[Dtypes, bool]:
     """(dtypes, whether layers stay as the file has them). Raises RequestError for a wish that is none."""

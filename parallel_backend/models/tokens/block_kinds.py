@@ -34,6 +34,23 @@ SINGLE = Blocks(  # comfy.ldm.flux.layers.SingleStreamBlock
 FLUX_BLOCKS = {"double_blocks": DOUBLE, "single_blocks": SINGLE}
 FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
 
+_DIFFUSERS = (
+    Blocks(  # diffusers' FluxTransformerBlock, and FluxSingleTransformerBlock, which gives both streams too
+        {
+            "hidden_states": Tokens("img"),
+            "encoder_hidden_states": Tokens("txt"),
+            "image_rotary_emb": Tokens("txt+img", 0),
+        },
+        gives=("encoder_hidden_states", "hidden_states"),
+        attends=("txt+img",),
+    )
+)
+DIFFUSERS_FLUX = Region(
+    {"transformer.transformer_blocks": _DIFFUSERS, "transformer.single_transformer_blocks": _DIFFUSERS},
+    "transformer.norm_out",
+    "img",
+)
+
 WAN = Blocks(
     {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
     gives=("x",),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...requests import STAY
 from .regions import LAST_BLOCK, Blocks, Region, Tokens
-from .table import TABLE
+from .table import entry_of
 
 _TEXT = "txt"
 
@@ -53,7 +53,7 @@ def kept_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[KeptOutpu
 def why_not_reused(class_name: str, mode: str) -> str:
     """Why a step cache can do nothing for a module of that class, in a user's words; empty where it can. `mode`: the
     most that its tokens may stay apart here (requests.TOKEN_MODES)."""
-    entry = TABLE.get(class_name)
+    entry = entry_of(class_name)
     if entry is None or entry.bands:
         return f"which parts of {class_name} are its blocks is not described"
     if mode != STAY:  # then what lies between blocks may put tokens into another order

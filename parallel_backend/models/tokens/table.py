@@ -19,6 +19,7 @@ from .block_kinds import (
     BOOGU_SINGLE,
     COGVIDEO,
     COSMOS_BLOCKS,
+    DIFFUSERS_FLUX,
     ERNIE,
     FLUX,
     FLUX_BLOCKS,
@@ -107,6 +108,7 @@ _IN_STAGES = frozenset(
         "PixArtMS",
         "MiniMaxH3Model",
         "LTXAVModel",
+        "DiffusersFlux",
     }
 )
 
@@ -116,7 +118,7 @@ _USUAL_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas"}
 
 def state_of(class_name: str) -> str:
     """The most that a module of that class can share out of one image's tokens (requests.TOKEN_MODES)."""
-    entry = TABLE.get(class_name)
+    entry = entry_of(class_name)
     if entry is None:
         return ROWS if class_name in WITHOUT_ATTENTION else ATTENTION
     if entry.bands:
@@ -132,18 +134,28 @@ def has_stages(class_name: str) -> bool:
 def stage_lists(class_name: str) -> tuple[str, ...]:
     """The lists of blocks of a module of that class that may lie on several devices, by their path, in order; none
     where they may not."""
-    return tuple(TABLE[class_name].regions[-1].lists) if has_stages(class_name) else ()
+    entry = entry_of(class_name) if has_stages(class_name) else None
+    return () if entry is None else tuple(entry.regions[-1].lists)
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
-    entry = TABLE.get(class_name)
+    entry = entry_of(class_name)
     if entry is None or entry.bands:
         return state_of(class_name)
     given = {name for name, value in kwargs.items() if value is not None} - {"transformer_options"}
-    options = kwargs.get("transformer_options") or {}
-    unusual = {name for name in set(options) - _USUAL_OPTIONS if _is_set(options[name])}
+    unusual = unusual_options(kwargs.get("transformer_options") or {})
     return STAY if given <= entry.stays_with and not unusual else BLOCK
+
+
+def unusual_options(options: Mapping[str, Any]) -> set[str]:
+    """The names in transformer_options that ComfyUI's samplers alone would not have put there."""
+    return {name for name in set(options) - _USUAL_OPTIONS if _is_set(options[name])}
+
+
+def entry_of(class_name: str) -> ModuleClass | None:
+    """The row of a class, ComfyUI's own or an adapter's; None where nobody has described it."""
+    return TABLE.get(class_name) or ADAPTERS.get(class_name)
 
 
 def _is_set(value: Any) -> bool:
@@ -343,5 +355,17 @@ TABLE: Mapping[str, ModuleClass] = {
     ),
     "UNetModel": ModuleClass(
         "comfy/ldm/modules/diffusionmodules/openaimodel.py", (), frozenset(), bands=True
+    ),
+}
+
+# Modules of other libraries with the signature of one of ComfyUI's (models/diffusers/). The suite proves them,
+# so no source of ComfyUI's tells their state.
+ADAPTERS: Mapping[str, ModuleClass] = {
+    "DiffusersFlux": ModuleClass(
+        "",
+        (DIFFUSERS_FLUX,),
+        frozenset(
+            {"context", "y", "guidance", "ref_latents", "ref_latents_method", "control", "attention_mask"}
+        ),
     ),
 }

@@ -118,7 +118,7 @@ def test_shards_add_up_to_the_model_and_offloading_moves_them_to_the_host(degree
 def test_slices_are_those_that_the_loader_takes(degree, dtype):
     dims = FluxDims(512, 4, 128, 2048, 2, 3, 64, 32, 64, 64, True)
     with torch.device("meta"):
-        transformer = FluxTransformer2DModel(**flux._config(dims, range(5)))
+        transformer = FluxTransformer2DModel(**flux.transformer_config(dims, range(5)))
     slice_layers(transformer, Slices(degree, 0, lambda tensor: tensor, lambda tensor: tensor))
     stored = getattr(torch, dtype)
     expected = sum(
@@ -141,8 +141,8 @@ def test_slices_are_those_that_the_loader_takes(degree, dtype):
 @pytest.mark.parametrize("wish", WEIGHT_DTYPES)
 def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
     dtypes = Dtypes.of(wish, stored, on_cpu)
-    parameters = object.__new__(flux._Parameters)
-    parameters._dtypes, parameters._as_stored = flux._dtypes(
+    parameters = object.__new__(flux.Parameters)
+    parameters._dtypes, parameters._as_stored = flux.choose_dtypes(
         wish, stored, torch.device("cpu" if on_cpu else "cuda")
     )
     parameters.compute = getattr(torch, dtypes.compute)

@@ -1,0 +1,52 @@
+"""diffusers' Flux.1 in a rank as a ModuleModel: what the engine asks of any module."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ...requests import ModuleCall
+from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
+from ..tokens.regions import Region
+from ..tokens.table import entry_of
+from .adapter import DiffusersFlux
+from .compat_diffusers import attention_by
+
+
+@dataclass(frozen=True)
+class DiffusersModel:
+    """base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
+
+    module: DiffusersFlux
+    device: torch.device
+    bytes: int
+    stored_dtype: str
+    compute_dtype: torch.dtype
+    weights: Weights
+    byte_sharding: ByteSharding | None = None
+
+    sharding: ClassVar[WeightSharding | None] = None
+    attention: ClassVar[str] = "pytorch"
+    splits_layers: ClassVar[bool] = True
+    rows_together: ClassVar[bool] = False
+    scales_by_largest: ClassVar[bool] = False
+
+    @property
+    def chunks(self) -> tuple[nn.Module, ...]:
+        return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        entry = entry_of(type(self.module).__name__)
+        assert entry is not None, "the table has a row for it"
+        return entry.regions
+
+    def live(self, call: ModuleCall) -> ModuleCall:
+        return call
+
+    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
+        return attention_by(attend)

@@ -1,0 +1,105 @@
+"""xfuser's attention in the blocks of every family: exact where it computes, native and a note where it cannot."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+
+from comfy_modules import CASES, UNETS, import_comfyui_here
+from module_references import Reference
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.requests import BLOCK, STAY, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+EVEN, ODD = (1, 8, 8), (2, 9, 7)  # tokens of one row that divide, and of two that do not
+# What xfuser computes of each, under any strategy.
+BY_XFUSER = [
+    "flux1",
+    "flux1 + reference",
+    "flux1 + controlnet",
+    "wan2.1 t2v",
+    "wan2.2 t per frame",
+    "qwen-image",
+    "sd3.5 medium",
+]
+# What it leaves to native, on so many ranks, and why.
+BY_NATIVE = {
+    "a mask": (CASES["flux1 + full mask"], 2, "it computes no attention masks"),
+    "heads that do not divide": (
+        (partial(wan, num_heads=2), wan_inputs),
+        3,
+        "its Ulysses needs heads that divide",
+    ),
+    "a UNet": (UNETS["sdxl"], 2, "the blocks of UNetModel are not described"),
+}
+STRATEGIES = [
+    ParallelStrategy(ulysses_degree=2),
+    ParallelStrategy(ring_degree=2),
+    ParallelStrategy(ring_degree=2, ulysses_degree=2),
+    ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    if find_spec("xfuser") is None:  # it needs help to be imported without a GPU
+        pytest.skip("xfuser is not installed")
+    import_comfyui_here()
+
+
+def computed(world, strategy, references):
+    """[(difference, engine, notes)] of each call on this rank, strategies in turns on the same groups."""
+    layouts, found = Layouts(world), []
+    for reference in references:
+        forward = make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
+        for tokens in (
+            dict.fromkeys((reference.mode, BLOCK)) if reference.mode in (STAY, BLOCK) else [reference.mode]
+        ):
+            found.append((reference.difference(forward, tokens), forward.engine, forward.notes))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.describe())
+def test_xfuser_gives_what_one_process_gives_in_each_family(strategy):
+    references = [Reference(*CASES[name], ODD) for name in BY_XFUSER]
+    for of_rank in run_ranks(computed, strategy.world_size, strategy, references, backend="gloo"):
+        assert [engine for _, engine, _ in of_rank] == ["xfuser"] * 2 * len(BY_XFUSER)
+        assert max(far for far, *_ in of_rank) <= EXACT
+
+
+@pytest.mark.parametrize("what", BY_NATIVE)
+def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
+    case, ranks, reason = BY_NATIVE[what]
+    strategy, reference = ParallelStrategy(ulysses_degree=ranks), Reference(*case, EVEN)
+    for ((far, engine, notes),) in run_ranks(as_it_is, ranks, strategy, reference, backend="gloo"):
+        assert far <= EXACT and engine == "native"
+        assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
+
+
+def as_it_is(world, strategy, reference):
+    forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
+    return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
+
+
+def taking_turns(world, reference):
+    """Differences of calls under two strategies in turns: xfuser has its groups once per process."""
+    layouts = Layouts(world)
+    forwards = [
+        make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
+        for strategy in (ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2))
+    ]
+    return [reference.difference(forward, STAY) for forward in (*forwards, *forwards)]
+
+
+def test_strategies_take_turns():
+    assert (
+        max(
+            max(of_rank)
+            for of_rank in run_ranks(taking_turns, 2, Reference(*CASES["flux1"], ODD), backend="gloo")
+        )
+        <= EXACT
+    )
