@@ -47,7 +47,9 @@ def attention_by(attend: AttentionCall) -> Iterator[None]:
         _attend.reset(before)
 
 
-def _routed(name: str, original: Callable[..., Tensor], container: type | tuple[()]) -> Callable[..., Tensor]:
+def _routed(
+    name: str, original: Callable[..., Tensor], container: type[Any] | tuple[()]
+) -> Callable[..., Tensor]:
     """`container`: the class in which models may hand attention its tensors; () where there is none."""
 
     @functools.wraps(original)
@@ -61,6 +63,6 @@ def _routed(name: str, original: Callable[..., Tensor], container: type | tuple[
     return routed
 
 
-def _opened(args: tuple[Any, ...], container: type | tuple[()]) -> tuple[Any, ...]:
+def _opened(args: tuple[Any, ...], container: type[Any] | tuple[()]) -> tuple[Any, ...]:
     """Takes tensors out of their containers, which gives up the caller's hold on them."""
     return tuple(arg.take() if isinstance(arg, container) else arg for arg in args)
