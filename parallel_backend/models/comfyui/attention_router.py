@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..base import AttentionCall
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
+_CONTAINER = "AttentionTensorContainer"  # since ComfyUI 0.33
 _attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
 
 
@@ -31,8 +32,9 @@ def install_router(device: torch.device) -> None:
     from comfy.ldm.modules import attention
 
     attention_operator.prepare(device.type)
+    container = getattr(attention, _CONTAINER, ())
     for name in _NAMES:
-        setattr(attention, name, _routed(name, getattr(attention, name)))
+        setattr(attention, name, _routed(name, getattr(attention, name), container))
 
 
 @contextmanager
@@ -45,12 +47,22 @@ def attention_by(attend: AttentionCall) -> Iterator[None]:
         _attend.reset(before)
 
 
-def _routed(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _routed(
+    name: str, original: Callable[..., Tensor], container: type[Any] | tuple[()]
+) -> Callable[..., Tensor]:
+    """`container`: the class in which models may hand attention its tensors; () where there is none."""
+
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return attention_operator.attend(name, *args, **kwargs)
-        attend = _attend.get()
-        return original(*args, **kwargs) if attend is None else attend(original, *args, **kwargs)
+            return attention_operator.attend(name, *_opened(args, container), **kwargs)
+        if (attend := _attend.get()) is None:
+            return original(*args, **kwargs)
+        return attend(original, *_opened(args, container), **kwargs)
 
     return routed
+
+
+def _opened(args: tuple[Any, ...], container: type[Any] | tuple[()]) -> tuple[Any, ...]:
+    """Takes tensors out of their containers, which gives up the caller's hold on them."""
+    return tuple(arg.take() if isinstance(arg, container) else arg for arg in args)

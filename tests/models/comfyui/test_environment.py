@@ -133,3 +133,46 @@ def test_only_a_current_call_answers_for_attention(name):
     with pytest.raises(ZeroDivisionError), attention_by(doubled):
         raise ZeroDivisionError
     assert torch.equal(getattr(attention, name)(q, q, q, 2), stock)
+
+
+class _Container:
+    """Hands over its tensor once, as ComfyUI 0.33's AttentionTensorContainer does."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def take(self):
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None, "taken twice"
+        return tensor
+
+
+def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(monkeypatch):
+    """MiniMax-H3 hands attention its tensors in containers since ComfyUI 0.33."""
+    from comfy_modules import import_comfyui_here
+
+    import_comfyui_here()
+    import torch
+    from comfy.ldm.modules import attention
+
+    from parallel_backend.models.comfyui import attention_router
+
+    container = getattr(attention, "AttentionTensorContainer", _Container)
+    monkeypatch.setattr(attention, "AttentionTensorContainer", container, raising=False)
+    received = []
+    for name in ("optimized_attention", "optimized_attention_masked"):
+        monkeypatch.setattr(attention, name, lambda *tensors, heads: received.append(tensors))
+    attention_router.install_router(torch.device("cpu"))
+
+    def answers(original, q, k, v, *, heads):
+        return torch.stack([q, k, v]).sum() * heads
+
+    def held():
+        return [container(torch.ones(2)) for _ in range(3)]
+
+    with attention_router.attention_by(answers):
+        assert attention.optimized_attention(*held(), heads=2) == 12
+    assert received == []
+    attention.optimized_attention(*held(), heads=2)
+    (given,) = received
+    assert all(isinstance(one, container) for one in given), "ComfyUI opens them itself"
