@@ -110,10 +110,10 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
         (
             "cpu:3",
             {"ulysses": 3},
-            ["3 does not divide the 2 attention heads", "ulysses_degree 1 with ring_degree 3"],
+            ["3 does not divide the 2 attention heads", "ulysses_degree 1, ring_degree 3"],
         ),
         ("cpu:3", {"pipefusion": 3}, ["pipefusion_degree 3", "2 blocks"]),
-        ("cpu:4", {"tensor": 2, "ulysses": 2}, ["2 attention heads", "ring_degree 2 with ulysses_degree 1"]),
+        ("cpu:4", {"tensor": 2, "ulysses": 2}, ["2 attention heads", "ring_degree 2, ulysses_degree 1"]),
         ("cpu:2", {"ring": 2, "device_shares": "3,1,1"}, ["device_shares", "2 in all and not 3"]),
         ("cpu:4", {"cfg": 4, "ring": 2}, ["needs 8 devices", "cfg_degree 2"]),
         ("7", {}, ["devices '7'"]),
