@@ -122,7 +122,7 @@ def test_a_step_cache_waits_once_in_a_call_for_its_decision(kind):
     computed, reused = one.under_cache(ULYSSES_2, 1, STAY)
     for found in (computed, reused):
         (wait,) = found.own
-        assert "module_cache" in wait and wait.endswith("item")
+        assert "blocks/step_cache" in wait and wait.endswith("item")
 
 
 @pytest.mark.parametrize("rank", range(2))

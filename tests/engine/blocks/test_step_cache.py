@@ -182,7 +182,7 @@ def _alone(name):
     return run_ranks(_job, 1, ParallelStrategy(), [(name, STAY)])[0][0]
 
 
-@pytest.mark.xdist_group("module_cache")
+@pytest.mark.xdist_group("step_cache")
 @pytest.mark.parametrize("name", WAYS)
 def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
     answers, *counts = _alone(name)
@@ -260,7 +260,7 @@ def test_comfyuis_flux_and_diffusers_flux_skip_the_same_calls_alike(tmp_path):
         assert max(_difference([[one]], [[other]]) for one, other in pairs) <= EXACT
 
 
-@pytest.mark.xdist_group("module_cache")
+@pytest.mark.xdist_group("step_cache")
 @pytest.mark.parametrize("name", WAYS)
 def test_the_tolerance_tells_reused_calls_from_computed_ones(name):
     with torch.inference_mode():
@@ -286,7 +286,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.xdist_group("module_cache")
+@pytest.mark.xdist_group("step_cache")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_ranks_give_what_one_gives_and_reuse_the_same_calls(strategy):
     split, modes, names = STRATEGIES[strategy]
