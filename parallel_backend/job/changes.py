@@ -1,0 +1,137 @@
+"""How a tree of modules differs from the one that ComfyUI builds: what nodes have done to a network."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .pickling import LOADED_STATE, Known
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_GROUPS = {"_parameters", "_buffers", "_modules", "training", *HOOKS}
+# What ComfyUI's process notes on a model for itself, and the beginnings and ends of such names on its layers.
+_NOTES = {
+    "current_patcher",
+    "device",
+    "to",
+    "model_loaded_weight_memory",
+    "lowvram_patch_counter",
+    "model_lowvram",
+    "current_weight_patches_uuid",
+    "model_offload_buffer_memory",
+    "dynamic_vbars",
+    "dynamic_pins",
+    "dynamic_patchers",
+    "latent_shapes",
+    *LOADED_STATE,
+}
+_NOTES_BEGIN = (
+    "comfy_",
+    "prev_comfy",
+    "weight_function",
+    "bias_function",
+    "_backward",
+    "_state_dict",
+    "_load_state",
+)
+_NOTES_END = "_lowvram_function"
+
+
+@dataclass(frozen=True)
+class NetworkChange:
+    """One change of the module at `path`. `kind`: its class, an attribute, a child, hooks (`name`: which dict), or a
+    parameter; `value`: what is there now."""
+
+    kind: Literal["class", "attribute", "child", "hooks", "parameter"]
+    path: str
+    name: str
+    value: Any
+
+
+def changes_of(changed: nn.Module, pristine: nn.Module, known: Known) -> Iterator[NetworkChange]:
+    """What differs in `changed`, whose modules are named in `known` where they stand in place of one of `pristine`'s.
+    Parameters aside, which ranks hold."""
+    paths: dict[int, str] = {}
+    for path, module in pristine.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), path)
+    yield from _of_module(changed, pristine, "", known, set(), paths)
+
+
+def _of_module(
+    changed: nn.Module, pristine: nn.Module, path: str, known: Known, seen: set[int], paths: dict[int, str]
+) -> Iterator[NetworkChange]:
+    if id(changed) in seen:
+        return
+    seen.add(id(changed))
+    if not is_same_class(type(changed), type(pristine)):
+        yield NetworkChange("class", path, "", type(changed))
+    for name, value in changed.__dict__.items():
+        if not _is_note(name) and _differs(name, value, pristine):
+            yield NetworkChange("attribute", path, name, value)
+    for name in HOOKS:
+        if changed.__dict__.get(name):
+            yield NetworkChange("hooks", path, name, dict(changed.__dict__[name]))
+    for name, child in changed._modules.items():
+        before = pristine._modules.get(name)
+        if child is None and before is None:
+            continue
+        word = None if child is None else known.get(id(child))
+        is_moved = before is not None and word is not None and word[1:] != (paths[id(before)],)
+        if child is None or before is None or word is None or word[0] != "module" or is_moved:
+            yield NetworkChange("child", path, name, child)
+        else:
+            yield from _of_module(child, before, f"{path}.{name}".lstrip("."), known, seen, paths)
+
+
+def _is_note(name: str) -> bool:
+    return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(_NOTES_END)
+
+
+def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
+    if name in pristine.__dict__:
+        if _is_alike(value, pristine.__dict__[name]):
+            return False
+    elif value is None:
+        return False
+    # ComfyUI puts the class's own method there as it takes an object patch out.
+    return not (isinstance(value, types.MethodType) and value.__func__ is getattr(type(pristine), name, None))
+
+
+def is_same_class(one: type, other: type) -> bool:
+    """True if they are one class, or ComfyUI made both in one function."""
+    if one is other:
+        return True
+    names = [(kind.__module__, kind.__qualname__, kind.__bases__) for kind in (one, other)]
+    return names[0] == names[1] and one.__module__.startswith("comfy.") and "<locals>" in one.__qualname__
+
+
+def _is_alike(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    kind = type(value)
+    if kind is not type(other):
+        return False
+    if isinstance(value, torch.device):
+        return True
+    if isinstance(value, (int, float, str, bool, torch.dtype)):
+        return bool(value == other)
+    if isinstance(value, types.FunctionType):
+        return value.__code__ is other.__code__
+    if isinstance(value, types.MethodType):
+        return value.__func__ is other.__func__
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(_is_alike, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_alike(value[key], other[key]) for key in value)
+    return True  # of the same class: made by its constructor

@@ -1,0 +1,238 @@
+"""Objects of ComfyUI's process as bytes and tensors: what the ranks hold is named, all else is written down.
+
+Goes from ComfyUI to its own children over an inherited socket, and is read nowhere else (unpickling.py).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from cloudpickle import cloudpickle as internals
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import RequestError
+from . import reducers
+from .reducers import CONTEXT, EMPTY_CELL
+
+# What ComfyUI's memory manager puts beside a loaded module's weights.
+LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
+# What of a ModelPatcher belongs to the process that it lives in.
+PATCHER_STATE = (
+    "model",
+    "backup",
+    "backup_buffers",
+    "object_patches_backup",
+    "pinned",
+    "parent",
+    "load_device",
+    "offload_device",
+    "size",
+    "hook_backup",
+    "cached_patcher_init",
+    "non_dynamic_delegate_model",
+    "job_model",
+)
+_PLAIN = frozenset({dict, str, int, float, tuple, list, bool, bytes, type(None)})
+_CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImplementedError, ValueError)
+_TRAIL = 5  # objects that an error names on the way to what cannot be written
+
+# What the ranks hold themselves, by id: the word by which reducers.RankObjects finds it.
+Known = dict[int, tuple[str, ...]]
+
+
+class SentTensors:
+    """The numbers of tensors that the ranks hold already."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (number, version or copy)
+        self._next = 0
+        self._dropped: list[int] = []
+
+    def number(self, tensor: Tensor) -> tuple[int, bool]:
+        """Returns the number of `tensor`, and True if it is new or was written into since."""
+        found = self._numbers.get(tensor)
+        if found is not None and _is_still(tensor, found[1]):
+            return found[0], False
+        if found is not None:
+            self._dropped.append(found[0])
+        self._next += 1
+        # Nobody counts what is written into an inference tensor, as prompts are: a copy tells.
+        self._numbers[tensor] = (self._next, tensor.clone() if tensor.is_inference() else tensor._version)
+        weakref.finalize(tensor, self._forget, self._next)
+        return self._next, True
+
+    def _forget(self, number: int) -> None:
+        self._dropped.append(number)
+
+    def take_dropped(self) -> list[int]:
+        """Returns the numbers that the ranks may forget, once."""
+        dropped, self._dropped = sorted(set(self._dropped)), []
+        return dropped
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """An object as it travels. `tensors`: those that the ranks do not hold yet, by number; `modules`: the names of the
+    Python modules that its functions and classes live in."""
+
+    data: bytes
+    tensors: dict[str, Tensor]
+    modules: frozenset[str]
+
+
+def pickle_job(job: object, known: Known, sent: SentTensors, patcher: type) -> Pickled:
+    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher. Raises RequestError for what cannot be written, with the
+    objects that hold it."""
+    file = io.BytesIO()
+    pickler = _JobPickler(file, known, sent, patcher)
+    try:
+        pickler.dump(job)
+    except _CANNOT as error:
+        raise RequestError(
+            f"The devices cannot be given this job: {type(error).__name__}: {str(error)[:200]}. It is held by "
+            f"{pickler.trail()}; take the node out that puts it there, or connect its MODEL without Parallel Model."
+        ) from error
+    return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules))
+
+
+class _JobPickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, known: Known, sent: SentTensors, patcher: type) -> None:
+        super().__init__(file, protocol=5)
+        self._known, self._sent, self._patcher = known, sent, patcher
+        self.tensors: dict[str, Tensor] = {}
+        self.modules: set[str] = set()
+        self._trail: list[object] = []
+        self._alive: list[object] = []  # made on the way: their ids must stay theirs
+
+    def trail(self) -> str:
+        """Names the objects that were being written last."""
+        return " > ".join(
+            f"{type(one).__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
+            for one in self._trail[-_TRAIL:]
+        )
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in _PLAIN:
+            return None
+        found = self._known.get(id(obj))
+        if found is not None:
+            return found
+        if isinstance(obj, Tensor):
+            return self._tensor(obj)
+        if obj is CONTEXT:
+            return ("context",)
+        if kind is torch.device:
+            return ("device", obj.type == "cpu", str(obj))
+        if kind is types.ModuleType:
+            self.modules.add(obj.__name__)
+        self._trail = [*self._trail[-2 * _TRAIL :], obj]
+        return None
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if tensor.is_meta:
+            raise RuntimeError(f"a tensor made of weights that lie on the devices ({list(tensor.shape)})")
+        kind = type(tensor)
+        is_plain = kind in (Tensor, nn.Parameter, nn.Buffer)
+        if not is_plain and (hasattr(tensor, "__tensor_flatten__") or hasattr(kind, "_params")):
+            return None  # a quantised one, which goes by its parts
+        if tensor.layout is not torch.strided:
+            return None
+        number, is_new = self._sent.number(tensor)
+        if is_new or str(number) in self.tensors:
+            self.tensors[str(number)] = tensor
+        return ("tensor", number, isinstance(tensor, nn.Parameter), tensor.device.type == "cpu")
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)):
+            if self._is_of_a_path(obj):
+                self.modules.add(obj.__module__)
+                return (reducers.find_object, (CONTEXT, obj.__module__, obj.__qualname__))
+        elif isinstance(obj, self._patcher):
+            return self._reduce_patcher(obj)
+        elif isinstance(obj, types.CellType):
+            return (internals._make_empty_cell, ())  # functions share it, and set its content
+        elif isinstance(obj, weakref.ref):
+            return (reducers.make_reference, (obj(),))
+        elif type(obj).__name__ == "PromptServer":
+            return (reducers.call, (CONTEXT, "server"))
+        elif isinstance(obj, nn.Module) and type(obj).__reduce_ex__ is object.__reduce_ex__:
+            state = {key: value for key, value in obj.__dict__.items() if key not in LOADED_STATE}
+            return (reducers.make_empty, (type(obj),), state, None, None, reducers.set_attributes)
+        elif isinstance(obj, torch.Generator):
+            return (reducers.make_generator, (CONTEXT, obj.device.type == "cpu", obj.get_state()))
+        return super().reducer_override(obj)
+
+    def _is_of_a_path(self, obj: Any) -> bool:
+        """True for what lies in a module that ComfyUI has called by its file's path. pickle takes dots in it for
+        packages and finds nothing."""
+        module = obj.__module__ or ""
+        if os.sep not in module or module.partition(".")[0] in sys.modules:
+            return False
+        found: Any = sys.modules.get(module)
+        for part in obj.__qualname__.split("."):
+            found = getattr(found, part, None)
+        return found is obj
+
+    def _reduce_patcher(self, patcher: Any) -> Any:
+        """The job's own is made anew over the model that a rank holds; another travels with its model."""
+        if id(patcher.model) in self._known:
+            state = {key: value for key, value in vars(patcher).items() if key not in PATCHER_STATE}
+            return (
+                reducers.call,
+                (CONTEXT, "local_patcher"),
+                state,
+                None,
+                None,
+                reducers.set_attributes,
+            )
+        if patcher.is_dynamic():
+            patcher = patcher.clone(disable_dynamic=True)
+            self._alive.append(patcher)
+        state = {key: value for key, value in vars(patcher).items() if key not in PATCHER_STATE}
+        state["model"] = patcher.model
+        for name in ("backup", "object_patches_backup", "hook_backup"):
+            state[name] = dict(getattr(patcher, name))
+        return (reducers.call, (CONTEXT, "other_patcher"), state, None, None, reducers.set_attributes)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        """A function by value keeps the globals of its module, which a rank has as well, and not copies of them."""
+        name = str(func.__globals__.get("__name__"))
+        module = sys.modules.get(name)
+        if module is None or func.__globals__ is not module.__dict__ or name == "__main__":
+            return super()._dynamic_function_reduce(func)
+        state, slots = internals._function_getstate(func)
+        slots |= {"__globals__": {}, "__closure__": None, "_cloudpickle_submodules": []}
+        self.modules.add(name)
+        cells = [(cell, _content(cell)) for cell in func.__closure__ or ()]
+        return (
+            reducers.make_function,
+            (CONTEXT, name, func.__code__, func.__closure__),
+            (state, slots, cells),
+            None,
+            None,
+            reducers.fill_function,
+        )
+
+
+def _is_still(tensor: Tensor, before: int | Tensor) -> bool:
+    if isinstance(before, Tensor):
+        return before.shape == tensor.shape and before.dtype == tensor.dtype and torch.equal(before, tensor)
+    return not tensor.is_inference() and before == tensor._version
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY_CELL

@@ -1,0 +1,44 @@
+"""A print of a parameter: a few of its values, by which two processes see whether they hold the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+_VALUES = 64
+_SPREAD = 2654435761  # Knuth's multiplier: places far from each other
+# How a refusal begins that goes on with the names of weights that the sender has changed, with commas between.
+OTHER_WEIGHTS = "not the file's weights: "
+Print = tuple[str, tuple[int, ...], bytes]
+
+
+def print_of(tensor: Tensor) -> Print | None:
+    """(dtype, shape, the bytes of a few values); None for one whose values cannot be read by place, such as a quantised
+    one or one on the meta device."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    if tensor.is_meta or not is_plain or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    flat = tensor.detach().view(-1)
+    places = torch.arange(min(_VALUES, flat.numel()))
+    if flat.numel() > _VALUES:
+        places = places * _SPREAD % flat.numel()
+    values = flat[places.to(flat.device)].cpu().contiguous()
+    return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
+
+
+def prints_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Print]:
+    """The prints of those that have one, by name."""
+    found = ((name, print_of(tensor)) for name, tensor in tensors)
+    return {name: one for name, one in found if one is not None}
+
+
+def differing(tensors: Mapping[str, Tensor], prints: Mapping[str, Print]) -> list[str]:
+    """The names of tensors of the same dtype and shape whose values are others than in `prints`."""
+    found = []
+    for name, (dtype, shape, values) in prints.items():
+        own = print_of(tensors[name]) if name in tensors else None
+        if own is not None and own[:2] == (dtype, shape) and own[2] != values:
+            found.append(name)
+    return found

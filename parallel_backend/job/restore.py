@@ -1,0 +1,101 @@
+"""Makes a job's changes of a network in a rank, and takes them back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .changes import HOOKS, NetworkChange
+
+_DICTS = ("_modules", *HOOKS)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a pack has put in place of a function or class of ComfyUI's. `module`: its name; `path`: of a class in it,
+    or ""; `name`: of the attribute."""
+
+    module: str
+    path: str
+    name: str
+    value: Any
+
+
+@contextlib.contextmanager
+def restored(base: nn.Module) -> Iterator[None]:
+    """Afterwards every module has the class, functions, hooks and children that it had; weights, and what ComfyUI's
+    memory manager notes of them, stay."""
+    before = [
+        (module, type(module), dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _DICTS})
+        for module in base.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, kind, state, nested in before:
+            if type(module) is not kind:
+                module.__class__ = kind
+            _restore_state(module.__dict__, state, nested)
+
+
+def _restore_state(now: dict[str, Any], state: dict[str, Any], nested: dict[str, dict[str, Any]]) -> None:
+    for name in [name for name, value in now.items() if name not in state and callable(value)]:
+        del now[name]
+    for name, value in state.items():
+        if name in nested:
+            now[name] = value
+            if value != nested[name]:
+                value.clear()
+                value.update(nested[name])
+        elif callable(value):
+            now[name] = value
+
+
+def make_changes(
+    base: nn.Module,
+    changes: Iterable[NetworkChange],
+    undo: contextlib.ExitStack,
+    prepare: Callable[[type], None],
+) -> None:
+    """Makes `changes` inside `restored`; what that leaves alone goes back by `undo`. `prepare`: called with a class
+    that the network gets."""
+    for change in changes:
+        owner = base.get_submodule(change.path)
+        if change.kind == "class":
+            prepare(change.value)
+            owner.__class__ = change.value
+        elif change.kind == "attribute":
+            _set(owner.__dict__, change.name, change.value, undo)
+        elif change.kind == "child":
+            owner._modules[change.name] = change.value
+        elif change.kind == "hooks":
+            owner.__dict__[change.name].update(change.value)
+        else:
+            _set(owner._parameters, change.name, change.value, undo)
+
+
+def _set(values: dict[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    if name in values:
+        undo.callback(values.__setitem__, name, values[name])
+    else:
+        undo.callback(values.pop, name, None)
+    values[name] = value
+
+
+def set_replaced(
+    replaced: Iterable[Replaced], find_module: Callable[[str], Any], undo: contextlib.ExitStack
+) -> None:
+    """Puts what packs have replaced in ComfyUI's modules in their place here too, until `undo`."""
+    for one in replaced:
+        owner = find_module(one.module)
+        for part in one.path.split(".") if one.path else ():
+            owner = getattr(owner, part)
+        if one.name in vars(owner):
+            undo.callback(setattr, owner, one.name, vars(owner)[one.name])
+        else:
+            undo.callback(delattr, owner, one.name)
+        setattr(owner, one.name, one.value)

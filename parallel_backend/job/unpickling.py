@@ -1,0 +1,63 @@
+"""A job of ComfyUI's process made again in a rank, over what the rank holds itself.
+
+The only place that reads pickles: those of a rank's own parent, from the link that it inherited.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .payload import HEAD, Head, ProcessFacts
+from .reducers import RankObjects, find_object
+
+
+def unpickle_job(data: bytes, here: RankObjects) -> Any:
+    """Makes the object again. Raises what its classes and the imports of its modules raise."""
+    return _JobUnpickler(io.BytesIO(data), here).load()
+
+
+class _JobUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, here: RankObjects) -> None:
+        super().__init__(file)
+        self._here = here
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind = pid[0]
+        if kind == "context":
+            return self._here
+        if kind == "tensor":
+            return self._tensor(*pid[1:])
+        if kind == "device":
+            _, on_host, name = pid
+            if name == "meta":
+                return torch.device(name)
+            return torch.device("cpu") if on_host else self._here.device
+        return self._here.resolve(pid)
+
+    def _tensor(self, number: int, is_parameter: bool, on_host: bool) -> Tensor:
+        if number not in self._made:
+            found = self._here.tensors[number]
+            if not on_host:
+                found = found.to(self._here.device)
+            self._made[number] = nn.Parameter(found, requires_grad=False) if is_parameter else found
+        return self._made[number]
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        return find_object(self._here, module_name, global_name)
+
+
+def unpack_facts(data: bytes) -> ProcessFacts:
+    return ProcessFacts(*pickle.loads(data))
+
+
+def unpack_payload(tensors: Mapping[str, Tensor]) -> tuple[Head, dict[int, Tensor]]:
+    """The head, and copies of the tensors: those in `tensors` lie in memory of the sender's."""
+    head = Head(*pickle.loads(tensors[HEAD].numpy().tobytes()))
+    return head, {int(name): one.clone() for name, one in tensors.items() if name.isdecimal()}

@@ -1,0 +1,234 @@
+"""What nodes have changed of a network: found, made elsewhere, and taken back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.job.changes import NetworkChange, changes_of
+from parallel_backend.job.prints import differing, print_of, prints_of
+from parallel_backend.job.purity import is_pure
+from parallel_backend.job.restore import Replaced, make_changes, restored, set_replaced
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+class Other(Block):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def known_of(network: nn.Module) -> dict[int, tuple[str, ...]]:
+    return {id(module): ("module", path) for path, module in network.named_modules()}
+
+
+def halved(module, args, output):
+    return output / 2
+
+
+def of_class(network):
+    network.blocks[1].__class__ = Other
+
+
+def of_a_method(network):
+    block = network.blocks[0]
+    block.forward = lambda x: Block.forward(block, x) * 3
+
+
+def of_a_number(network):
+    network.blocks[1].scale = 5.0
+
+
+def of_a_child(network):
+    network.blocks[0].inner = nn.Sequential(network.blocks[0].inner, nn.ReLU())
+
+
+def of_hooks(network):
+    network.blocks[1].register_forward_hook(halved)
+
+
+def of_a_moved_block(network):
+    network.blocks[0], network.blocks[1] = network.blocks[1], network.blocks[0]
+
+
+WAYS = {
+    of_class: "class",
+    of_a_method: "attribute",
+    of_a_number: "attribute",
+    of_a_child: "child",
+    of_hooks: "hooks",
+    of_a_moved_block: "child",
+}
+
+
+def pair() -> tuple[Network, Network]:
+    """A network in ComfyUI's process, and the one that a rank holds, with the same weights."""
+    torch.manual_seed(1)
+    here, there = Network(), Network()
+    there.load_state_dict(here.state_dict())
+    return here, there
+
+
+def translated(changes: list[NetworkChange], here: Network, there: Network) -> list[NetworkChange]:
+    """As pickling does it: modules of `here` as those of `there`."""
+    paths = {module: path for path, module in WAYS_PRISTINE.items()}
+
+    def over(value):
+        if isinstance(value, nn.Sequential):
+            return nn.Sequential(*map(over, value))
+        return there.get_submodule(paths[value]) if isinstance(value, nn.Module) and value in paths else value
+
+    return [NetworkChange(one.kind, one.path, one.name, over(one.value)) for one in changes]
+
+
+WAYS_PRISTINE: dict[str, nn.Module] = {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network], None]):
+    here, there = pair()
+    pristine, known, x = Network().to("meta"), known_of(here), torch.randn(2, 4)
+    WAYS_PRISTINE.clear()
+    WAYS_PRISTINE.update(dict(here.named_modules()))
+    before = there(x)
+    assert list(changes_of(here, pristine, known)) == []
+    way(here)
+    changes = list(changes_of(here, pristine, known))
+    assert WAYS[way] in {one.kind for one in changes}
+    made: list[type] = []
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(restored(there))
+        if way is of_a_method:  # whose closure has the block of ComfyUI's process
+            block = there.blocks[0]
+            changes = [
+                NetworkChange("attribute", "blocks.0", "forward", lambda x: Block.forward(block, x) * 3)
+            ]
+        make_changes(there, translated(changes, here, there), undo, made.append)
+        torch.testing.assert_close(there(x), here(x))
+        assert not torch.equal(there(x), before)
+    assert torch.equal(there(x), before)
+    assert made == ([Other] if way is of_class else [])
+
+
+def test_a_parameter_is_replaced_for_one_job():
+    _, there = pair()
+    x = torch.randn(2, 4)
+    before, weight = there(x), nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    with contextlib.ExitStack() as undo:
+        make_changes(
+            there, [NetworkChange("parameter", "blocks.0.inner", "weight", weight)], undo, lambda kind: None
+        )
+        assert there.blocks[0].inner.weight is weight
+    assert torch.equal(there(x), before)
+
+
+def test_what_comfyui_notes_on_a_model_for_itself_is_no_change():
+    here, _ = pair()
+    known = known_of(here)
+    here.blocks[0].inner.comfy_patched_weights = True
+    here.blocks[0].inner.weight_function = [halved]
+    here.blocks[0].forward = here.blocks[0].forward  # as ComfyUI leaves it when it takes an object patch out
+    assert list(changes_of(here, Network().to("meta"), known)) == []
+
+
+def test_what_packs_replace_in_a_module_or_class_goes_back():
+    import types
+
+    module = types.ModuleType("comfy_stand_in")
+    module.attention, module.Block = len, Other
+    method = Other.forward
+    replaced = [
+        Replaced("comfy_stand_in", "", "attention", max),
+        Replaced("comfy_stand_in", "Block", "forward", min),
+        Replaced("comfy_stand_in", "", "added", sum),
+    ]
+    with contextlib.ExitStack() as undo:
+        set_replaced(replaced, {"comfy_stand_in": module}.__getitem__, undo)
+        assert (module.attention, Other.forward, module.added) == (max, min, sum)
+    assert module.attention is len
+    assert Other.forward is method
+    assert not hasattr(module, "added")
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 1000, 100_000])
+def test_a_print_sees_a_change_of_all_values_and_no_copy(size):
+    tensor = torch.randn(size)
+    prints = prints_of([("weight", tensor)])
+    assert differing({"weight": tensor.clone()}, prints) == []
+    assert differing({"weight": tensor * 1.01}, prints) == ["weight"]
+    assert differing({}, prints) == []
+
+
+def test_values_that_cannot_be_read_by_place_have_no_print():
+    assert print_of(torch.empty(2, device="meta")) is None
+    assert print_of(torch.zeros(0)) is None
+    assert print_of(torch.zeros(2, 3).t()) is None
+
+
+STATE: list[int] = []
+
+
+def adds(x):
+    return x + 1
+
+
+def appends(x):
+    STATE.append(1)
+    return x
+
+
+def calls_one_that_appends(x):
+    return appends(x)
+
+
+def writes_in_place(x):
+    x[0] = 1
+    return x
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x
+
+
+class Plain:
+    def __call__(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("function", [adds, Plain(), Plain().__call__, torch.relu, lambda x: x * 2])
+def test_a_function_that_stores_nothing_is_pure(function):
+    assert is_pure(function)
+
+
+@pytest.mark.parametrize(
+    "function", [appends, calls_one_that_appends, writes_in_place, Counts(), Counts().__call__]
+)
+def test_a_function_that_may_store_something_is_not(function):
+    assert not is_pure(function)

@@ -1,0 +1,207 @@
+"""Objects as bytes and tensors, and again as objects over what a rank has itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel_backend.errors import RequestError
+from parallel_backend.job.payload import Head, pack_payload
+from parallel_backend.job.pickling import SentTensors, pickle_job
+from parallel_backend.job.reducers import RankObjects
+from parallel_backend.job.unpickling import unpack_payload, unpickle_job
+
+
+class Patcher:
+    """Stands for ComfyUI's ModelPatcher."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.backup, self.object_patches_backup, self.hook_backup = model, {}, {}, {}
+        self.load_device = torch.device("cpu")
+        self.patches = {"a": 1}
+
+    def is_dynamic(self) -> bool:
+        return False
+
+
+class Rank:
+    """What a rank has: its own copy of the network, and the tensors that it was sent."""
+
+    def __init__(self) -> None:
+        self.network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.tensors: dict[int, Tensor] = {}
+        self.sent = SentTensors()
+
+    def ship(self, job: object, known: dict[int, tuple[str, ...]] | None = None):
+        """The object as the rank has it; what was sent with it is in `latest`."""
+        self.latest = pickle_job(job, known or {}, self.sent, Patcher)
+        self.tensors |= {int(number): one.clone() for number, one in self.latest.tensors.items()}
+        here = RankObjects(
+            device=torch.device("cpu"),
+            resolve=lambda word: self.network.get_submodule(word[1]),
+            find_module=importlib.import_module,
+            local_patcher=lambda: Patcher(self.network),
+            other_patcher=lambda: Patcher(nn.Identity()),
+            server=lambda: "the server",
+            tensors=self.tensors,
+        )
+        return unpickle_job(self.latest.data, here)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_modules_that_the_rank_holds_are_named_and_their_weights_stay(rank):
+    mine = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = rank.ship({"layer": mine[1]}, {id(mine[1]): ("module", "1")})
+    assert found["layer"] is rank.network[1]
+    assert rank.latest.tensors == {}
+
+
+def test_a_tensor_is_sent_once_until_somebody_writes_into_it(rank):
+    tensor = torch.arange(3.0)
+    assert torch.equal(rank.ship([tensor])[0], tensor)
+    assert len(rank.latest.tensors) == 1
+    rank.ship([tensor])
+    assert rank.latest.tensors == {}
+    tensor += 1
+    assert torch.equal(rank.ship([tensor])[0], tensor)
+    assert len(rank.latest.tensors) == 1
+    assert rank.sent.take_dropped() == [1]
+
+
+def test_a_tensor_of_inference_mode_is_known_by_its_values(rank):
+    with torch.inference_mode():
+        tensor = torch.arange(3.0)
+        rank.ship([tensor])
+        rank.ship([tensor])
+        assert rank.latest.tensors == {}
+        tensor.add_(1)
+        assert torch.equal(rank.ship([tensor])[0], tensor)
+
+
+def test_the_number_of_a_tensor_that_is_gone_is_dropped_once(rank):
+    rank.ship([torch.ones(2)])
+    rank.latest = None
+    assert rank.sent.take_dropped() == [1]
+    assert rank.sent.take_dropped() == []
+
+
+def test_one_tensor_twice_is_one_tensor_there(rank):
+    tensor = torch.ones(2)
+    first, second = rank.ship([tensor, tensor])
+    assert first is second
+
+
+def test_two_functions_that_share_a_cell_share_it_there(rank):
+    def make():
+        count = 0
+
+        def add():
+            nonlocal count
+            count += 1
+
+        def read():
+            return count
+
+        return add, read
+
+    add, read = rank.ship(make())
+    add()
+    assert read() == 1
+    assert make()[1]() == 0
+
+
+def test_a_function_by_value_keeps_the_globals_of_its_module(rank):
+    def function():
+        return MARK
+
+    found = rank.ship([function])[0]
+    globals()["MARK"] = "changed afterwards"
+    assert found() == "changed afterwards"
+    assert __name__ in rank.latest.modules
+
+
+MARK = "as it was"
+
+
+def test_what_lies_in_a_module_with_a_path_for_its_name_is_found_by_it(rank, monkeypatch):
+    """As ComfyUI calls its own extra nodes, with dots of folders in it."""
+    name = "/home/user/ComfyUI-1.0/comfy_extras/nodes_cache"
+    module = types.ModuleType(name)
+    module.Holder = type("Holder", (), {"__module__": name})
+    module.hold = types.FunctionType(test_one_tensor_twice_is_one_tensor_there.__code__, vars(module), "hold")
+    module.hold.__qualname__ = "hold"
+    monkeypatch.setitem(sys.modules, name, module)
+    assert rank.ship([module.Holder, module.hold]) == [module.Holder, module.hold]
+    assert type(rank.ship([module.Holder()])[0]) is module.Holder
+    assert name in rank.latest.modules
+
+
+def test_the_jobs_own_patcher_is_made_over_the_ranks_model_and_another_travels(rank):
+    mine, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(3, 3)
+    patcher = Patcher(mine)
+    patcher.patches = {"b": 2}
+    found, second = rank.ship([patcher, Patcher(other)], {id(mine): ("base",)})
+    assert found.model is rank.network
+    assert found.patches == {"b": 2}
+    assert torch.equal(second.model.weight, other.weight)
+
+
+def test_a_generator_goes_on_where_it_was(rank):
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(2, generator=generator)
+    found = rank.ship([generator])[0]
+    assert torch.equal(torch.rand(2, generator=found), torch.rand(2, generator=generator))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_pickled_is_refused_with_what_holds_it(rank):
+    with pytest.raises(
+        RequestError, match=r"cannot be given this job.*lock.*held by .*Holder.*take the node out"
+    ):
+        rank.ship({"options": Holder()})
+
+
+def test_weights_that_lie_on_the_devices_cannot_travel(rank):
+    with pytest.raises(RequestError, match="weights that lie on the devices"):
+        rank.ship([torch.empty(2, device="meta")])
+
+
+def test_a_quantised_tensor_goes_by_its_parts(rank):
+    class Quantised(Tensor):
+        _params = ()
+
+    tensor = torch.ones(2).as_subclass(Quantised)
+    assert rank.ship([tensor])[0].tolist() == [1.0, 1.0]
+
+
+def test_a_payload_is_plain_values_and_copies():
+    head = Head(b"job", (1,), None, ("pack",), "stay", {"a": ("torch.float32", (1,), b"1234")})
+    found, tensors = unpack_payload(pack_payload(head, {"7": torch.ones(2)}))
+    assert found == head
+    assert torch.equal(tensors[7], torch.ones(2))
+
+
+def test_nothing_of_this_is_loaded_by_looking_at_it():
+    """A pickle runs what it names: unpickling calls it, pickling does not."""
+
+    class Spring:
+        def __reduce__(self):
+            return (sys.exit, (1,))
+
+    assert cloudpickle.dumps(Spring())
+    assert pickle_job([Spring()], {}, SentTensors(), Patcher).data
