@@ -256,8 +256,9 @@ class Reuse:
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
     batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `prompts`: within a job, the numbers of those whose
-    rows these are, by which a step cache keeps; `together`: its rows cannot be apart; `reuse`: None without a step
-    cache."""
+    rows these are, by which a step cache keeps; `together`: its rows cannot be apart; `unit`: as many rows one after
+    the other belong together; `by_heads`: its attention is another pack's kernel, by heads; `reuse`: None without
+    a step cache."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -267,6 +268,8 @@ class ModuleCall:
     prompts: tuple[int, ...] = ()
     together: bool = False
     reuse: Reuse | None = None
+    unit: int = 1
+    by_heads: bool = False
 
 
 @dataclass(frozen=True)

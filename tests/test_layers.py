@@ -38,7 +38,12 @@ ROOMS = {
 }
 # The folders of a room, lowest first; those of one floor do not import each other, "" is the room's own files.
 FLOORS = {
-    "models": [{"tokens"}, {""}, {"comfyui", "diffusers", "demo", "vae"}, {"proof", "comfyui/rows"}],
+    "models": [
+        {"tokens"},
+        {""},
+        {"comfyui", "diffusers", "demo", "vae"},
+        {"proof", "comfyui/rows", "comfyui/jobs"},
+    ],
     "engine": [{"comm"}, {"tokens"}, {"attention"}, {"blocks"}, {"stages", "bands"}, {"", "pipefusion"}],
     "rank": [{"outcome"}, {"checks", "pipefusion"}, {"work"}, {"joined"}, {""}],
     "sidecar": [{"cluster", "process"}, {"group"}, {""}],

@@ -24,6 +24,8 @@ def split_rows(call: ModuleCall, ranks: int, together: bool) -> tuple[int, ...]:
     rows = call.rows
     frames = rows if together else call.kwargs.get(_FRAMES)
     unit = frames if isinstance(frames, int) and frames > 0 and rows % frames == 0 else 1
+    if not together and call.unit > unit and rows % call.unit == 0:
+        unit = call.unit
     return tuple(share * unit for share in split_sizes(rows // unit, ranks))
 
 

@@ -17,6 +17,7 @@ from ..models.tokens.table import has_stages
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from ..strategy import ParallelStrategy
 from .attention import queries
+from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
 from .attention.sequence import UnevenAttention
 from .attention.usp import XfuserEngine, why_not_xfuser
@@ -45,6 +46,7 @@ _PATCHED_IN_STAGES = (
     "nodes have changed the model, and what they compute in one block may be of use in another, which PipeFusion puts "
     "on another device; set pipefusion_degree to 1"
 )
+_OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
@@ -325,8 +327,12 @@ class ModuleForward:
     ) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
-        if call.rows >= sequence.size and not self._together(call):
+        if call.rows // max(call.unit, 1) >= sequence.size and not self._together(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
+        if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
+            self.add_note("attention is another pack's: devices share out its heads")
+            with self.model.attention_by(HeadAttention(self.layout, self.traffic, queries.LEAST_KEYS)):
+                return self._compute_rows(call, cached)
         self.add_note(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
         with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call, cached)

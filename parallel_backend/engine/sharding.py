@@ -208,7 +208,10 @@ class _Part:
                 pieces.append((tensor.dtype, tensor.shape, end))
                 found.append((tensor, end))
                 end += _aligned(tensor.nbytes)
-            absent = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+            absent = nn.Parameter(
+                torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape),
+                requires_grad=False,
+            )
             self._shared[name] = _Shared(owners, pieces, put_together, absent)
         size = _aligned(-(-end // axis.size))
         memory = torch.empty(size, dtype=_BYTES, device="cpu" if pinned else device, pin_memory=pinned)

@@ -175,7 +175,18 @@ def _serve_one(
     from ..wire.deadlines import SEND
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import Call, Cancel, Done, Envelope, KeepModels, Predict, Sample, SampleLoop, Sleep
+    from ..wire.protocol import (
+        Call,
+        Cancel,
+        Done,
+        Envelope,
+        KeepModels,
+        Predict,
+        RunJob,
+        Sample,
+        SampleLoop,
+        Sleep,
+    )
     from ..wire.transport import close_all, pack_tensors
     from .work.held_models import release_cache
 
@@ -187,7 +198,7 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, SampleLoop, Decode, Encode, KeepModels)):
+    if isinstance(envelope.message, (Sample, SampleLoop, RunJob, Decode, Encode, KeepModels)):
         # Before ComfyUI goes on, to a VAE of its own perhaps. After a model call comes the next one, and after the last
         # KeepModels (pool.release_cache).
         give_back()
@@ -227,6 +238,7 @@ def _answer(
         Load,
         LoadVae,
         Predict,
+        RunJob,
         Sample,
         SampleLoop,
         Sleep,
@@ -264,7 +276,7 @@ def _answer(
                 tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
-        if isinstance(message, (Load, Sample, SampleLoop, Decode, Encode)):
+        if isinstance(message, (Load, Sample, SampleLoop, RunJob, Decode, Encode)):
             worker.calls.end_run()  # of one that was cancelled, perhaps
         match message:
             case Load():
@@ -275,6 +287,10 @@ def _answer(
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
                 result, run = worker.sample(message, tensors, on_step, report_compiling)
+                return Done(run=run), result
+            case RunJob():
+                on_step = boundary(message.steps, message.previews, message.states)
+                result, run = worker.run_job(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
             case SampleLoop():
                 on_step = boundary(message.steps, message.previews, message.states)

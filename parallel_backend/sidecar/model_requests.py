@@ -28,7 +28,7 @@ from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_arguments
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
-from ..wire.protocol import Call, Done, Message, Predict, Progress, Sample, SampleLoop
+from ..wire.protocol import Call, Done, Message, Predict, Progress, RunJob, Sample, SampleLoop
 from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch, image_size
 from .group.events import Stepped, emit
@@ -36,7 +36,7 @@ from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
 from .group.phases import Phase, PhaseKind
 from .holdings import RankHoldings
-from .resume import SamplingJob
+from .resume import SamplingJob, ShippedRequest
 
 _STEPS_SHOWN = 60  # whose times a status has
 
@@ -66,14 +66,14 @@ class ModelRequests:
         self,
         spec: ModelSpec,
         job: SamplingJob,
-        message: Sample | SampleLoop,
+        message: Sample | SampleLoop | RunJob,
         patches: WeightPatches,
         lease: Lease,
     ) -> SampleResult:
         """The job from where it is to its end."""
         trials = job.trials
         strategies = (message.placement.strategy, *trials.strategies)
-        if isinstance(job.request, LoopRequest):  # whose shapes ComfyUI's own module knows
+        if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
             load = self._holdings.ensure_ready(spec, message.placement.strategy, patches, lease)
             size = _latent_in_words(job.request.noise)
         else:
@@ -109,7 +109,7 @@ class ModelRequests:
 
         exchange = lease.exchange()
         self.progress.seconds.clear()
-        exchange.send(replace(message, model=held.number, trials=trials), job.begin())
+        exchange.send(replace(message, model=held.number, trials=trials), job.begin(self._holdings))
         exchange.guard(lambda: lease.on_phase(Phase(PhaseKind.FIRST_STEP)))
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
@@ -232,9 +232,15 @@ class ModelRequests:
 
 
 def sample_message(
-    request: SampleRequest | LoopRequest, placement: Placement, *, previews: bool, states: bool
-) -> Sample | SampleLoop:
+    request: SampleRequest | LoopRequest | ShippedRequest,
+    placement: Placement,
+    *,
+    previews: bool,
+    states: bool,
+) -> Sample | SampleLoop | RunJob:
     """What a sampling job is asked for by, beside its tensors."""
+    if isinstance(request, ShippedRequest):
+        return RunJob(placement, request.steps, previews, states)
     if isinstance(request, LoopRequest):
         return SampleLoop(placement, len(request.sigmas) - 1, previews, states)
     return Sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class LoopRecord:
         return LoopState(self.step, 0, self._parts[0], *self._counts)
 
 
+@dataclass(frozen=True)
+class ShippedRequest:
+    """A job of ComfyUI's objects. `noise`: of the shape of its latent; `tensors(holdings)`: its payload for the ranks
+    of these RankHoldings, without what they were sent before."""
+
+    noise: Tensor
+    steps: int
+    tensors: Callable[[object], Tensors]
+    cache_threshold: float = 0.0
+
+
 class SamplingJob:
     """One request, and the last state that its sampler sent.
 
@@ -47,12 +58,19 @@ class SamplingJob:
     """
 
     def __init__(
-        self, request: SampleRequest | LoopRequest, on_step: OnStep | None, trials: TrialPlan = NO_TRIALS
+        self,
+        request: SampleRequest | LoopRequest | ShippedRequest,
+        on_step: OnStep | None,
+        trials: TrialPlan = NO_TRIALS,
     ) -> None:
         self.request = request
         self.trials = trials
         self._given_up: tuple[Trial, ...] = ()
-        self._tensors = loop_tensors(request) if isinstance(request, LoopRequest) else sample_tensors(request)
+        self._tensors: Tensors = {}  # of a shipped request: made for the ranks that run it
+        if isinstance(request, LoopRequest):
+            self._tensors = loop_tensors(request)
+        elif isinstance(request, SampleRequest):
+            self._tensors = sample_tensors(request)
         self._on_step = on_step
         self._state: SamplerState | LoopRecord | None = None
         self._seconds: dict[int, float] = {}  # of each step, 1-based
@@ -64,8 +82,10 @@ class SamplingJob:
         """Of the latent."""
         return tuple(self.request.noise.shape)
 
-    def begin(self) -> Tensors:
-        """Returns the payload for ranks that hold the job's model."""
+    def begin(self, holdings: object = None) -> Tensors:
+        """Returns the payload for ranks that hold the job's model. `holdings`: what they were sent."""
+        if isinstance(self.request, ShippedRequest):
+            self._tensors = self.request.tensors(holdings)
         if self._state is None:
             self._first = 0
             return self._tensors
@@ -85,7 +105,7 @@ class SamplingJob:
         if state is None:
             return
         shape = state.x.shape if isinstance(state, SamplerState) else state.answers.shape[2:]
-        if tuple(shape) != self.shape:
+        if tuple(shape) != self.shape and not isinstance(self.request, ShippedRequest):
             raise TransportError(f"rank 0 sent a state of shape {list(shape)}")
         if isinstance(state, SamplerState):
             self._state = state

@@ -39,7 +39,7 @@ from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
 from .model_requests import ModelRequests, sample_message
 from .process.exit_status import BUS_ERROR
-from .resume import OnStep, SamplingJob
+from .resume import OnStep, SamplingJob, ShippedRequest
 from .status import GroupStatus, read_ranks
 from .vae_requests import VaeRequests
 
@@ -153,7 +153,7 @@ class Sidecar(VaeRequests):
     def sample(
         self,
         spec: ModelSpec,
-        request: SampleRequest | LoopRequest,
+        request: SampleRequest | LoopRequest | ShippedRequest,
         placement: Placement,
         on_step: OnStep | None = None,
         on_phase: ShowPhase | None = None,
@@ -372,7 +372,10 @@ class Sidecar(VaeRequests):
         return self._ranks.stop_if_idle()
 
     def _check_trials(
-        self, trials: TrialPlan, request: SampleRequest | LoopRequest, placement: Placement
+        self,
+        trials: TrialPlan,
+        request: SampleRequest | LoopRequest | ShippedRequest,
+        placement: Placement,
     ) -> None:
         for strategy in trials.strategies:
             self._check_placement(replace(placement, strategy=strategy))

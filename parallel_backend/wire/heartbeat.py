@@ -40,6 +40,8 @@ COLLECTIVES = (
     "the agreement after a step",
     "the agreement on a strategy",
     "the agreement on a load",
+    "the agreement on a job",
+    "the agreement on a model call",
     "the wait for the next model call",
 )
 # Over the control group, which holds up the host itself on every device.

@@ -1,9 +1,8 @@
 """The closed set of messages between ComfyUI's process and a rank, and their strict JSON form.
 
 One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
-`request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors never
-travel here: they are a sealed memfd beside the datagram (transport.py), or lie where the message says in the sender's
-arena (arena.py).
+`request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors are
+a sealed memfd beside the datagram (transport.py), or lie in the sender's arena (arena.py).
 """
 
 from __future__ import annotations
@@ -147,6 +146,11 @@ class SampleLoop:
     states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
+
+
+@dataclass(frozen=True)
+class RunJob(SampleLoop):
+    """Parent to all ranks: the job as ComfyUI's process has it, whole (job/payload.py), and what calls gave."""
 
 
 @dataclass(frozen=True)
@@ -319,6 +323,7 @@ Message = (
     | ApplyPatches
     | Sample
     | SampleLoop
+    | RunJob
     | Predict
     | Call
     | Calibrate
@@ -336,9 +341,8 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys(
-        (KeepFactors, ApplyPatches, Sample, SampleLoop, Predict, Call, LoadVae, Decode, Encode), (1,)
-    ),
+    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, SampleLoop, RunJob, Predict, Call), (1,)),
+    **dict.fromkeys((LoadVae, Decode, Encode), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

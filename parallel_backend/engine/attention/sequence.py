@@ -47,6 +47,7 @@ class UnevenAttention:
         self._attends: Iterator[Attends] = iter(attends)
         self._block = block
         self._guides = guides
+        self.calls = 0
 
     def __call__(
         self,
@@ -63,6 +64,7 @@ class UnevenAttention:
     ) -> Tensor:
         """As ComfyUI's attention functions: [B, s, H D] or, with `skip_reshape`, [B, H, s, D] of this rank's tokens."""
         attends = next(self._attends, None)
+        self.calls += 1
         if isinstance(attends, Window):
             mask, attends = self._band(attends, q), attends.stream
         guides = None

@@ -31,6 +31,10 @@ def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return type(block).forward(block, *args, **kwargs)
 
 
+class AttentionBypassed(Exception):
+    """A block's attention did not come here, so that it saw a share of the tokens."""
+
+
 class BlockCalls:
     """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
     not the one that its table describes. `run_block`: for those in which ranks meet at attention only;
@@ -125,7 +129,10 @@ class BlockCalls:
                 inside.callback(module.register_forward_pre_hook(gather).remove)
                 inside.callback(module.register_forward_hook(cut).remove)
             run = as_it_is if block.kind.whole else self._run_block
-            return run(block.module, args, kwargs)
+            out = run(block.module, args, kwargs)
+            if block.kind.attends and not attention.calls:
+                raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
+            return out
 
 
 class _Pass:

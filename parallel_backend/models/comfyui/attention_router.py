@@ -66,3 +66,23 @@ def _routed(
 def _opened(args: tuple[Any, ...], container: type[Any] | tuple[()]) -> tuple[Any, ...]:
     """Takes tensors out of their containers, which gives up the caller's hold on them."""
     return tuple(arg.take() if isinstance(arg, container) else arg for arg in args)
+
+
+def is_attention(name: str) -> bool:
+    """True for the names that lead through the router."""
+    return name in _NAMES
+
+
+def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Another pack's function in place of ComfyUI's attention, which leads through the router too."""
+    from comfy.ldm.modules import attention
+
+    return _routed(name, replacement, getattr(attention, _CONTAINER, ()))
+
+
+def routed_functions() -> dict[int, Callable[..., Tensor]]:
+    """By the id of ComfyUI's attention as packs took it before it was routed: the function that leads through."""
+    from comfy.ldm.modules import attention
+
+    functions = [getattr(attention, name) for name in _NAMES]
+    return {id(routed.__wrapped__): routed for routed in functions if hasattr(routed, "__wrapped__")}

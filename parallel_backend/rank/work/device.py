@@ -1,13 +1,20 @@
-"""The device of a rank: found by its name, what lies on it, and prompts that go there."""
+"""The device of a rank: found by its name, what lies on it for the heartbeat to tell, and prompts that go there."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...devices import local_name
 from ...errors import DeviceError
 from ...requests import Conditioning
+from ...wire.heartbeat import heartbeat
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
@@ -35,3 +42,37 @@ def device_of(name: str) -> torch.device:
 
 def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+class MemoryMeter:
+    """`bytes_sent`: to other ranks so far, as a function."""
+
+    def __init__(self, device: torch.device, bytes_sent: Callable[[], int]) -> None:
+        self._device = device
+        self._bytes_sent = bytes_sent
+        self._weights = 0
+
+    def record_weights(self, chunks: Iterable[nn.Module]) -> None:
+        """The models that are held are others, or lie elsewhere; `chunks`: of all of them."""
+        self._weights = weight_bytes(chunks, self._device)
+        self.publish()
+
+    def publish(self) -> None:
+        """Memory beside the weights is what torch allocated on an accelerator, and on the CPU what is no file's."""
+        if self._device.type == "cuda":
+            working = max(0, torch.cuda.memory_allocated(self._device) - self._weights)
+        else:
+            resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+            working = (int(resident) - int(shared)) * _PAGE
+        heartbeat.holds(self._weights, working, self._bytes_sent())
+
+
+def weight_bytes(chunks: Iterable[nn.Module], device: torch.device) -> int:
+    """Of weights on `device`. Chunks of one rank share some."""
+    parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
+    return sum(_local_bytes(p, device) for p in parameters.values())
+
+
+def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a shard's own rows
+    return local.nbytes if local.device.type == device.type else 0

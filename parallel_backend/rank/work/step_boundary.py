@@ -19,7 +19,7 @@ from ...wire.heartbeat import heartbeat
 from ...wire.payloads import state_tensors
 from ...wire.protocol import Cancel, Envelope, Progress
 from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
-from .memory_meter import MemoryMeter
+from .device import MemoryMeter
 
 STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
 # s; after a longer step the host waits for its device, so that a cancel need not wait for one step more.

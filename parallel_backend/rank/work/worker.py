@@ -31,6 +31,7 @@ from ...wire.protocol import (
     RankModels,
     RankPatch,
     RankRun,
+    RunJob,
     Sample,
     SampleLoop,
     Setup,
@@ -39,9 +40,8 @@ from ...wire.protocol import (
 from ..module_calls import ModuleCalls
 from ..outcome.errors import PeerFailed, is_out_of_memory
 from ..vae_worker import VaeWorker
-from .device import allocated, device_of
+from .device import MemoryMeter, allocated, device_of, weight_bytes
 from .held_models import HeldModel, HeldModels, collect, import_for
-from .memory_meter import MemoryMeter, weight_bytes
 from .run_record import as_one_step, run_record
 from .step_boundary import StepBoundary
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel, TokenModel
     from ...models.comfyui.model import ComfyUIModel
+    from .job import Jobs
     from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
@@ -77,6 +78,7 @@ class RankWorker:
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
+        self._jobs: Jobs | None = None
         self.calls = ModuleCalls(self.world, self._layouts.traffic)
 
     def load(self, message: Load) -> LoadInfo:
@@ -200,6 +202,22 @@ class RankWorker:
         _watched(forward_under(message.placement.strategy), on_compile)
         model = cast("ComfyUIModel", held.model)
         return sample_loop(self._layouts, model, message, tensors, on_step, forward_under)
+
+    @torch.inference_mode()
+    def run_job(
+        self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
+    ) -> tuple[Tensors, RankRun]:
+        """Runs a job that was shipped whole; the latent is the first rank's."""
+        from .job import Jobs
+
+        held = self.models.get(message.model)
+
+        def forward_under(strategy: ParallelStrategy) -> ModuleForward:
+            return self._module_forward(held, replace(message.placement, strategy=strategy))
+
+        _watched(forward_under(message.placement.strategy), on_compile)
+        self._jobs = self._jobs or Jobs(self._layouts)
+        return self._jobs.run(cast("ComfyUIModel", held.model), message, tensors, on_step, forward_under)
 
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:

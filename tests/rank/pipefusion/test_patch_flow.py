@@ -21,7 +21,7 @@ from parallel_backend.models.comfyui.model_file import by_stages, inspect
 from parallel_backend.models.comfyui.tiny.video import cogvideo as tiny_cogvideo
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.models.dtypes import Dtypes
-from parallel_backend.rank.work.memory_meter import weight_bytes
+from parallel_backend.rank.work.device import weight_bytes
 from parallel_backend.requests import LoopState
 from parallel_backend.sampling.samplers import STEPS
 from parallel_backend.strategy import ParallelStrategy

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parallel_backend.errors import RequestError
+from parallel_backend.rank.work.device import weight_bytes
 from parallel_backend.rank.work.held_models import HeldModel, HeldModels, import_for, release_cache
-from parallel_backend.rank.work.memory_meter import weight_bytes
 from parallel_backend.rank.work.worker import RankWorker
 from parallel_backend.requests import Conditioning, LoadInfo, ModelSpec, Placement
 from parallel_backend.sidecar import model_room as sidecar_held_models

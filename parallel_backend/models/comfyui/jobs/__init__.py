@@ -1,0 +1,1 @@
+"""What jobs need of ComfyUI in a rank: modules of packs, patchers of models, samplers."""

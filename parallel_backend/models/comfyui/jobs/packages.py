@@ -1,0 +1,194 @@
+"""Modules of ComfyUI and of packs in a rank: from the same files under the same names as in ComfyUI's process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+# Of ComfyUI's folder; this pack and others have modules of the same names.
+_TOP = frozenset(
+    (
+        *(
+            "nodes",
+            "execution",
+            "folder_paths",
+            "latent_preview",
+            "node_helpers",
+            "comfy_extras",
+            "comfy_execution",
+        ),
+        *("comfy_api", "comfy_api_nodes", "app", "utils", "api_server", "middleware", "comfyui_version"),
+        *("cuda_malloc", "protocol", "hook_breaker_ac10a0", "comfy_config"),
+    )
+)
+
+
+class _ComfyUIFirst(MetaPathFinder):
+    """Finds ComfyUI's modules in its folder, where they come before those of the same name elsewhere."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if path is not None or name not in _TOP else _spec_in(self._root, name, name)
+
+
+class _Quiet:
+    """Stands for ComfyUI's server: takes routes and messages, and does nothing."""
+
+    client_id = None
+    last_node_id = None
+    last_prompt_id = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Quiet()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_decorator = len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Quiet)
+        return args[0] if is_decorator else _Quiet()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def quiet_server() -> Any:
+    """What stands for PromptServer's instance."""
+    return sys.modules["server"].PromptServer.instance
+
+
+class Packages:
+    """Of one rank. `packs`: those of ComfyUI's process by their name there, with (file, True if it is a package)."""
+
+    def __init__(
+        self,
+        comfyui: str,
+        own: str,
+        packs: Mapping[str, tuple[str, bool]],
+        search_path: Sequence[str],
+        folders: Mapping[str, Any],
+    ) -> None:
+        self._own, self._packs = f"{own}.", dict(packs)
+        _put_comfyui_first(Path(comfyui))
+        sys.path += [entry for entry in search_path if entry and entry not in sys.path]
+        folder_paths = importlib.import_module("folder_paths")
+        for name, value in folders.items():
+            if isinstance(value, dict):
+                current = getattr(folder_paths, name)
+                current.clear()
+                current.update(value)
+            else:
+                setattr(folder_paths, name, value)
+
+    def import_packs(self, names: Sequence[str]) -> None:
+        """Imports packs in the order of ComfyUI's process. Ranks take turns, since packs write files as they are
+        imported. Raises what a pack raises, as an ImportError that names it."""
+        missing = [name for name in self._packs if name in names and name not in sys.modules]
+        if not missing:
+            return
+        with _taking_turns():
+            for name in missing:
+                try:
+                    self._import_pack(name)
+                except BaseException as error:
+                    sys.modules.pop(name, None)
+                    if not isinstance(error, Exception):
+                        raise
+                    raise ImportError(
+                        f"{Path(name).name} cannot be imported there: {type(error).__name__}: {error}"
+                    ) from error
+
+    def find_module(self, name: str) -> types.ModuleType:
+        """The module of this name in ComfyUI's process."""
+        if name.startswith(self._own):
+            name = name[len(self._own) :]
+        found = sys.modules.get(name)
+        if found is not None:
+            return found
+        pack = next((pack for pack in self._packs if name == pack or name.startswith(f"{pack}.")), None)
+        if pack is None:
+            return importlib.import_module(name)
+        self.import_packs([pack])
+        if name != pack:
+            _import_below(pack, name)
+        return sys.modules[name]
+
+    def _import_pack(self, name: str) -> None:
+        file, is_package = self._packs[name]
+        folders = [str(Path(file).parent)] if is_package else None
+        _execute(name, importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders))
+
+
+def _put_comfyui_first(root: Path) -> None:
+    if any(isinstance(finder, _ComfyUIFirst) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _ComfyUIFirst(root))
+    server: Any = types.ModuleType("server")
+    server.__file__ = str(root / "server.py")
+    server.PromptServer = type("PromptServer", (_Quiet,), {"instance": _Quiet()})
+    server.BinaryEventTypes = _Quiet()
+    server.__getattr__ = _Quiet().__getattr__
+    sys.modules["server"] = server
+    for name in _TOP & set(sys.modules):
+        if not (getattr(sys.modules[name], "__file__", None) or "").startswith(str(root)):
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _taking_turns() -> Iterator[None]:
+    with (Path(tempfile.gettempdir()) / f"parallel-imports-{os.getppid()}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _import_below(pack: str, name: str) -> None:
+    """A module of a pack: `import_module` would cut the pack's name at the dots of its path."""
+    above = pack
+    for part in name[len(pack) + 1 :].split("."):
+        parent, above = sys.modules[above], f"{above}.{part}"
+        if above in sys.modules:
+            continue
+        specs = (_spec_in(Path(folder), part, above) for folder in getattr(parent, "__path__", ()))
+        _execute(above, next((spec for spec in specs if spec is not None), None))
+        setattr(parent, part, sys.modules[above])
+
+
+def _spec_in(folder: Path, part: str, name: str) -> ModuleSpec | None:
+    package, file = folder / part, folder / f"{part}.py"
+    if (package / "__init__.py").is_file():
+        return importlib.util.spec_from_file_location(
+            name, package / "__init__.py", submodule_search_locations=[str(package)]
+        )
+    if file.is_file():
+        return importlib.util.spec_from_file_location(name, file)
+    if not package.is_dir():
+        return None
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    return spec
+
+
+def _execute(name: str, spec: ModuleSpec | None) -> None:
+    if spec is None:
+        raise ModuleNotFoundError(f"{name} has no file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if spec.loader is not None:
+        spec.loader.exec_module(module)

@@ -1,0 +1,51 @@
+"""One outcome on all ranks: whether each of them could do its part, and whether they do the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ...engine.comm.groups import World
+from ...wire.heartbeat import heartbeat
+from .errors import PeerFailed
+
+_LOWEST = -(2**62)
+
+
+class RanksApart(PeerFailed):
+    """Another rank failed, or does something else, as all of them know. `differs`: none has failed."""
+
+    def __init__(self, words: str, differs: bool = False) -> None:
+        super().__init__(words)
+        self.differs = differs
+
+
+def agree(world: World, error: BaseException | None) -> None:
+    """Raises `error` where it happened, and PeerFailed on the other ranks. Collective."""
+    if world.control is not None:
+        failed = torch.tensor([int(error is not None)], dtype=torch.int32)
+        with heartbeat.inside("the agreement on a job", range(world.world_size)):
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=world.control)
+        if int(failed) and error is None:
+            raise PeerFailed("another rank could not run the job")
+    if error is not None:
+        raise error
+
+
+def agree_on_call(world: World, failed: bool, number: int, form: int) -> None:
+    """All ranks come here before each call of the network (its `number` and `form`) and at the end; one that has failed
+    comes as well, so that nobody waits for it. Raises RanksApart on all ranks, or on none."""
+    if world.control is None:
+        return
+    mine = [0, number, -number, form, -form]
+    words = torch.tensor([1, *[_LOWEST] * 4] if failed else mine, dtype=torch.int64)
+    with heartbeat.inside("the agreement on a model call", range(world.world_size)):
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=world.control)
+    if int(words[0]):
+        raise RanksApart("another rank could not run the job")
+    if words.tolist() != mine:
+        raise RanksApart(
+            "The devices went different ways: a sampler or a node decides by values that differ between them. Take "
+            "that node out, or choose one device for this prompt.",
+            differs=True,
+        )

@@ -1,0 +1,155 @@
+"""PipeFusion's patches in a shipped job: every rank runs ComfyUI's guider; in the steps of patches the first rank's
+sampler leads, the others follow, and its latent goes to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...engine.module_forward import ModuleForward
+from ...models.comfyui.jobs.samplers import answer_prompts, name_of
+from ...requests import ModuleCall
+from ...sampling.patchwise import OnPatchStep
+from ...sampling.samplers import STEPS, Sigmas, run
+from .patch_flow import PatchFlow, first_flowing, history_of, step_of, why_whole
+from .patch_sampler import PatchSampler
+
+_HOOK = "sampler_calc_cond_batch_function"
+_FLOWS, _WHOLE = 1, 0
+
+
+class FlowMeeting(Protocol):
+    """What a flow asks of the meeting of its job (rank/work/meeting.py)."""
+
+    @property
+    def is_first(self) -> bool: ...
+    def tell(self, word: int = 0) -> int: ...
+    def take_first(self, tensor: Tensor) -> Tensor: ...
+    def alone(self) -> AbstractContextManager[None]: ...
+    def end_round(self) -> None: ...
+
+
+class JobFlow:
+    """Of one rank and job. `flows`: patches do now; `why_whole`: why none did. `request` and `answers` are what
+    PatchFlow asks of a loop."""
+
+    def __init__(
+        self,
+        forward: ModuleForward,
+        meeting: FlowMeeting,
+        guider: Any,
+        sampler: Any,
+        noise: Tensor,
+        sigmas: Tensor,
+        seed: int | None,
+        end_step: Callable[[Tensor], None],
+        on_step: OnPatchStep,
+    ) -> None:
+        self._forward, self._meeting, self._guider = forward, meeting, guider
+        self._end_step, self._on_step = end_step, on_step
+        self.flows = False
+        self.why_whole = ""
+        self._conds: list[Any] = []
+        self._options: dict[str, Any] = {}
+        self._sides: tuple[bool, ...] = ()
+        patcher = guider.model_patcher
+        sampling = patcher.object_patches.get("model_sampling", patcher.model.model_sampling)
+        self.request = SimpleNamespace(
+            noise=noise.to(patcher.load_device),
+            sigmas=sigmas,
+            sampler=name_of(sampler, STEPS) or "this sampler",
+            seed=seed or 0,
+            conds={number: list(conds) for number, conds in enumerate(guider.conds.values())},
+            sampling={
+                "classes": [kind.__name__ for kind in type(sampling).__mro__],
+                "values": vars(sampling),
+            },
+        )
+        self._flow = PatchFlow(forward, self)  # type: ignore[arg-type]
+
+    @property
+    def is_exact(self) -> bool:
+        return self._flow.exact
+
+    def why_not(self) -> str:
+        """Why no patches can flow in this job, in a user's words; empty where they can."""
+        if _HOOK in self._guider.model_options:
+            return "a node computes the prompts of a step in a way of its own"
+        return why_whole(self.request, self._forward.layout.strategy)  # type: ignore[arg-type]
+
+    def compute(self, call: ModuleCall) -> Any:
+        """Answers a call of the network: of patches while they flow, else of the whole latent."""
+        return self._flow.compute(call) if self.flows else self._flow.whole(call)
+
+    def answers(self, wanted: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
+        self._meeting.end_round()
+        sides = [side if is_wanted else None for side, is_wanted in zip(self._conds, wanted, strict=True)]
+        options = {**self._options, "transformer_options": dict(self._options.get("transformer_options", {}))}
+        return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
+
+    def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
+        """As ComfyUI's sampler of the job's name."""
+        options = {**extra_args["model_options"], _HOOK: self._ask}
+        extra_args = {**extra_args, "model_options": options}
+        first = first_flowing(self._forward.layout.strategy)
+        self.request.noise = torch.empty_like(x)
+        lead = self._lead if self._meeting.is_first else self._follow
+        latent = lead(model, x, sigmas, extra_args, first)
+        if self.flows:
+            latent, self.flows = self._meeting.take_first(latent), False
+        return latent
+
+    def _ask(self, asked: dict[str, Any]) -> list[Tensor]:
+        """The hook by which ComfyUI's guider has its prompts computed."""
+        conds = asked["conds"]
+        wanted = tuple(side is not None for side in conds)
+        before = self._conds or [None] * len(conds)
+        self._conds = [new if new is not None else old for new, old in zip(conds, before, strict=True)]
+        self._options = {name: value for name, value in asked["model_options"].items() if name != _HOOK}
+        if self.flows:
+            return self._flow.answers(wanted, asked["input"], asked["sigma"])
+        self._sides = wanted
+        return self.answers(wanted, asked["input"], asked["sigma"])
+
+    def _lead(self, model: Any, x: Tensor, sigmas: Tensor, extra_args: Any, first: int) -> Tensor:
+        def begin() -> None:
+            self._meeting.tell(_FLOWS)
+            self.flows = True
+
+        find_patches = self._flow.find_patches
+
+        def find() -> Any:
+            with self._meeting.alone():  # it asks the module by itself, on this rank
+                found = find_patches()
+            if isinstance(found, str):
+                self._meeting.tell(_WHOLE)
+            return found
+
+        self._flow.find_patches = find  # type: ignore[method-assign]
+        sampler = PatchSampler(self._flow, first, self._end_step, begin, self._on_step)
+        latent = sampler(model, x, sigmas, extra_args=extra_args)
+        self.why_whole = sampler.why_whole
+        return latent
+
+    def _follow(self, model: Any, x: Tensor, sigmas: Tensor, extra_args: Any, first: int) -> Tensor:
+        request: Any = self.request
+        step, levels, ones = step_of(request), Sigmas(sigmas, x.device), x.new_ones(len(x))
+        history = history_of(request, x.device)
+
+        def denoise(x: Tensor, sigma: Tensor) -> Tensor:
+            found: Tensor = model(x, sigma * ones, **extra_args)
+            return found
+
+        for i in range(len(sigmas) - 1):
+            if i == first and self._meeting.tell() == _FLOWS:
+                self.flows = True
+                self._flow.follow(self._sides, i, self._on_step)
+                return torch.empty_like(x)
+            x, denoised = run(step(x, levels, i, history), denoise)
+            self._end_step(denoised)
+        return x

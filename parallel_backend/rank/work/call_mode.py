@@ -1,0 +1,141 @@
+"""How a call of a job's network is shared out, decided before it and alike on all ranks: by what takes part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...job.changes import HOOKS
+from ...job.purity import is_pure
+from ...job.restore import Replaced
+from ...models.comfyui.attention_router import is_attention
+from ...models.comfyui.calls import HOST_ONLY, OPTIONS
+from ...models.proof.states import Verdict, trusted_mode
+from ...models.tokens.regions import Region
+from ...requests import ATTENTION, BLOCK, TOKEN_MODES
+
+# Patches that a module calls between its blocks, on whole tokens where each block gathers what it gives.
+_BETWEEN_BLOCKS = {
+    "double_block",
+    "single_block",
+    "post_input",
+    "noise_refiner",
+    "emb_patch",
+    "input_block_patch",
+    "output_block_patch",
+    "forward_timestep_embed_patch",
+}
+_METHODS = ("forward", "_forward")
+# ComfyUI's modules that networks are made of.
+_NETWORK_CODE = ("comfy.ldm", "comfy.ops", "comfy.rmsnorm", "comfy.quant_ops", "comfy.text_encoders")
+SHARE = "_parallel_share"  # the attribute by which a network's calls lead to the ranks' meeting
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is not ComfyUI's own in a call. `takes_part`: there is any; `between`: only between blocks; `is_pure`: none
+    of it leaves anything behind; `kernel`: it computes attention."""
+
+    takes_part: bool = False
+    between: bool = True
+    is_pure: bool = True
+    kernel: bool = False
+
+
+class NetworkState:
+    """A network as it was loaded, to see what of it has changed since."""
+
+    def __init__(self, network: nn.Module, regions: Iterable[Region]) -> None:
+        self._network = network
+        self._before = [(one, type(one), dict(one._modules)) for one in network.modules()]
+        self._functions = {name for name, value in network.__dict__.items() if callable(value)} | {SHARE}
+        self._parts: set[int] = set()
+        for path in [path for region in regions for path in region.lists]:
+            blocks = _find(network, path)
+            if blocks is not None:
+                self._parts |= {id(one) for one in blocks.modules()}
+
+    @property
+    def network(self) -> nn.Module:
+        return self._network
+
+    def class_of(self, module: nn.Module) -> type:
+        """Its class as it was loaded."""
+        return next((kind for one, kind, _ in self._before if one is module), type(module))
+
+    def find_changes(self) -> tuple[bool, bool]:
+        """(whether anybody has changed how the network computes, whether within its blocks)."""
+        changed = [one for one, kind, children in self._before if _is_changed(one, kind, children)]
+        state = self._network.__dict__
+        functions = [name for name, value in state.items() if callable(value) and name not in self._functions]
+        return bool(changed or functions), any(id(one) in self._parts for one in changed)
+
+
+def _find(network: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return network.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _is_changed(module: nn.Module, kind: type, children: Mapping[str, Any]) -> bool:
+    state = module.__dict__
+    # ComfyUI puts the class's own there as it takes a patch out.
+    replaced = any(
+        name in state and getattr(state[name], "__func__", None) is not getattr(kind, name, None)
+        for name in _METHODS
+    )
+    return (
+        replaced
+        or type(module) is not kind
+        or any(state[name] for name in HOOKS[:2])
+        or module._modules != children
+    )
+
+
+def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
+    """What packs have replaced in the code of networks, which nobody sees in a call."""
+    inside = [one for one in replaced if one.module.startswith(_NETWORK_CODE)]
+    kernels = [one for one in inside if not one.path and is_attention(one.name)]
+    others = len(kernels) < len(inside)
+    return Foreign(bool(others), not others, not others, bool(kernels))
+
+
+def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -> Foreign:
+    """What takes part in the call with these transformer_options."""
+    patches = {name: value for name, value in (options.get("patches") or {}).items() if value}
+    replacing = {name: value for name, value in (options.get("patches_replace") or {}).items() if value}
+    others = [
+        value for name, value in options.items() if name not in ("wrappers", "callbacks") and callable(value)
+    ]
+    around = (options.get("wrappers") or {}).get("diffusion_model", {})
+    functions: list[Callable[..., Any]] = [
+        *(one for value in patches.values() for one in value),
+        *(one for value in replacing.values() for one in value.values()),
+        *others,
+        *(one for value in around.values() for one in value),
+    ]
+    changed, in_blocks = state.find_changes()
+    between = set(patches) <= _BETWEEN_BLOCKS and set(replacing) <= {"dit"} and not others and not in_blocks
+    return Foreign(
+        takes_part=bool(functions) or changed or code.takes_part,
+        between=between and code.between,
+        is_pure=not changed and code.is_pure and all(map(is_pure, functions)),
+        kernel=code.kernel,
+    )
+
+
+def mode_of(
+    foreign: Foreign, kwargs: Mapping[str, Any], class_name: str, proven: str, has_blocks: bool
+) -> str:
+    """One of TOKEN_MODES. `proven`: how far the class is."""
+    if foreign.kernel or (foreign.takes_part and not (foreign.between and has_blocks)):
+        return ATTENTION
+    if foreign.takes_part:
+        return max(BLOCK, proven, key=TOKEN_MODES.index)
+    options = kwargs.get(OPTIONS) or {}
+    seen = {name: value for name, value in options.items() if name not in HOST_ONLY}
+    return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, Verdict(proven))

@@ -1,0 +1,247 @@
+"""The calls of a job's network: all ranks run the job, and meet in each of them to share it out."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...engine.blocks.block_calls import AttentionBypassed
+from ...engine.blocks.step_cache import ModuleCache
+from ...engine.comm.collectives import broadcast
+from ...engine.comm.groups import Layouts
+from ...engine.lead import all_threads
+from ...engine.module_forward import ModuleForward
+from ...errors import RequestError
+from ...models.comfyui.calls import OPTIONS, row_count
+from ...requests import ATTENTION, ModuleCall
+from ..outcome.agreement import RanksApart, agree, agree_on_call
+from .answers import Answers
+from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
+
+if TYPE_CHECKING:
+    from ..pipefusion.job_flow import JobFlow
+
+_BYPASSED = (
+    "a node has a block attend in a way of its own, so devices share out attention where it is ComfyUI's, and compute "
+    "all else alike"
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PART, _FORM = 10, 1 + 10 * 4  # numbers of one part of an answer, and of all: dtype, dimensions, shape
+_IN_STAGES = "Nodes have changed the model, which PipeFusion cannot share out; set pipefusion_degree to 1."
+
+
+def lead_calls(kind: type) -> None:
+    """Has calls of networks of this class lead to the meeting of the job that runs."""
+    if getattr(kind.__call__, SHARE, False):
+        return
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        share = self.__dict__.get(SHARE)
+        return nn.Module.__call__(self, *args, **kwargs) if share is None else share(self, args, kwargs)
+
+    setattr(__call__, SHARE, True)
+    kind.__call__ = __call__  # type: ignore[method-assign]
+
+
+class ModuleMeeting:
+    """Of one rank and job. `current`: the forward that the next call runs under; `mode`: how far the class is proven;
+    `code`: what packs have replaced in the code of networks."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        state: NetworkState,
+        current: Callable[[], ModuleForward],
+        answers: Answers,
+        mode: str,
+        code: Foreign,
+        cache: ModuleCache | None,
+    ) -> None:
+        self._layouts, self._state, self._current = layouts, state, current
+        self._answers, self._mode, self._code, self._cache = answers, mode, code, cache
+        self._has_blocks = bool(current().model.regions)
+        self._is_inside = False
+        self._prompts: dict[Any, int] = {}
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._sigma = 0.0
+        self.flow: JobFlow | None = None
+        self.calls = 0
+        self.notes: dict[str, None] = {}
+
+    @contextmanager
+    def holding(self, network: nn.Module) -> Iterator[None]:
+        """Inside, calls of `network` are this meeting's."""
+        lead_calls(type(network))
+        network.__dict__[SHARE] = self._call
+        try:
+            yield
+        finally:
+            network.__dict__.pop(SHARE, None)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this rank calls the network by itself."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank whose latent counts."""
+        return self._layouts.world.rank == 0
+
+    def tell(self, word: int = 0) -> int:
+        """The first rank's word, on every rank."""
+        words = torch.tensor([word], dtype=torch.int32)
+        dist.broadcast(words, 0, group=self._layouts.world.control)
+        return int(words)
+
+    def take_first(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, on every rank."""
+        tensor = tensor.contiguous()
+        broadcast(tensor, 0, self._layouts.everyone, self._layouts.traffic)
+        return tensor
+
+    def agree_on_step(self, step: int) -> None:
+        """All ranks end the same step. Raises RanksApart."""
+        agree_on_call(self._layouts.world, False, -1 - step, 0)
+
+    def leave(self, error: Exception | None) -> None:
+        """All ranks end the job; raises `error`, or what another one ran into."""
+        world = self._layouts.world
+        apart = error if isinstance(error, RanksApart) else None
+        if apart is None:
+            try:
+                agree_on_call(world, error is not None, 0, 0)
+            except RanksApart as found:
+                apart = found
+        agree(world, None if error is apart else error)
+        if apart is not None:
+            raise RequestError(str(apart)) if apart.differs else apart
+
+    def end_round(self) -> None:
+        """A sampler asks for its next prompts: those come again from the first."""
+        self._asked.clear()
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_inside:
+            return nn.Module.__call__(module, *args, **kwargs)
+        self.calls += 1
+        with self.alone():
+            if self.flow is not None and self.flow.flows:
+                return self.flow.compute(self._numbered(self._described(module, args, kwargs)[0]))
+            known = self._answers.recorded(self.calls, _parts_of(args[0])[0])
+            if known is not None:
+                return known
+            self._take_first_ranks(args)
+            return self._share(*self._described(module, args, kwargs))
+
+    def _share(self, call: ModuleCall, foreign: Foreign) -> Any:
+        forward = self._current()
+        if forward.stages is not None and foreign.takes_part:
+            raise RequestError(_IN_STAGES)
+        if self.flow is not None:
+            return self.flow.compute(self._numbered(call))
+        cache = self._cache_for(call, foreign)
+        try:
+            answer = self._compute(self._numbered(call) if cache is not None else call, cache)
+        except AttentionBypassed:
+            self._answers.stop()
+            self._mode = ATTENTION
+            self.notes[_BYPASSED] = None
+            return self._compute(replace(call, tokens=ATTENTION, together=True), None)
+        self._answers.add(answer, is_all=not foreign.takes_part)
+        return answer
+
+    def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
+        """By all ranks, or under a strategy of one device by the first, whose answer goes to all."""
+        forward, world = self._current(), self._layouts.world
+        if forward.layout.strategy.world_size == world.world_size:
+            return forward(call, cache)
+        parts: list[Tensor] = []
+        if world.rank == 0:
+            with all_threads(world.device):
+                answer = forward(call, None)
+            parts = [part.contiguous() for part in _parts_of(answer)]
+        parts = self._formed(parts)
+        for part in parts:
+            broadcast(part, 0, self._layouts.everyone, self._layouts.traffic)
+        return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
+
+    def _formed(self, parts: list[Tensor]) -> list[Tensor]:
+        """Tensors of the first rank's shapes and dtypes, on every rank; on the first its own."""
+        words = torch.zeros(_FORM, dtype=torch.int64)
+        words[0] = len(parts)
+        for place, part in enumerate(parts):
+            form = [_DTYPES.index(part.dtype), part.ndim, *part.shape]
+            words[1 + _PART * place :][: len(form)] = torch.tensor(form)
+        dist.broadcast(words, 0, group=self._layouts.world.control)
+        if parts:
+            return parts
+        device = self._layouts.world.device
+        found = []
+        for place in range(int(words[0])):
+            dtype, ndim, *shape = words[1 + _PART * place :][:_PART].tolist()
+            found.append(torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device))
+        return found
+
+    def _take_first_ranks(self, args: tuple[Any, ...]) -> None:
+        """All ranks make the same call, with the first one's latent and sigma."""
+        if self._layouts.world.world_size == 1:
+            return
+        parts = [*_parts_of(args[0]), *(one for one in args[1:2] if isinstance(one, Tensor))]
+        form = sum((place + 1) * size for part in parts for place, size in enumerate(part.shape))
+        agree_on_call(self._layouts.world, False, self.calls, form)
+        for part in parts:
+            first = part.contiguous()
+            broadcast(first, 0, self._layouts.everyone, self._layouts.traffic)
+            if first.data_ptr() != part.data_ptr():
+                part.copy_(first)
+
+    def _described(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ModuleCall, Foreign]:
+        if len(args) > 2:
+            names = list(inspect.signature(type(module).forward).parameters)[3:]
+            args, kwargs = args[:2], {**dict(zip(names, args[2:], strict=False)), **kwargs}
+        options = kwargs.get(OPTIONS) or {}
+        foreign = foreign_in(options, self._state, self._code)
+        mode = mode_of(foreign, kwargs, type(module).__name__, self._mode, self._has_blocks)
+        rows = row_count(args[0])
+        runs = len(options.get("cond_or_uncond") or ()) or 1
+        # What takes part may look at the rows of a prompt together.
+        unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
+        call = ModuleCall(args, kwargs, rows, mode, unit=unit, by_heads=foreign.kernel)
+        return replace(call, together=foreign.takes_part and not foreign.is_pure), foreign
+
+    def _cache_for(self, call: ModuleCall, foreign: Foreign) -> ModuleCache | None:
+        options = call.kwargs.get(OPTIONS) or {}
+        sigmas = options.get("sigmas")
+        if foreign.takes_part or not options.get("uuids") or options.get("context_window") is not None:
+            return None
+        if self._cache is not None and sigmas is not None and float(sigmas.max()) != self._sigma:
+            self._sigma = float(sigmas.max())
+            self.end_round()
+        return self._cache
+
+    def _numbered(self, call: ModuleCall) -> ModuleCall:
+        """By which prompts they are, and how often this step has asked for those."""
+        uuids = call.kwargs[OPTIONS]["uuids"]
+        prompts = tuple(self._prompts.setdefault(one, len(self._prompts)) for one in uuids)
+        self._asked[prompts] += 1
+        return replace(call, prompts=(*prompts, self._asked[prompts]))
+
+
+def _parts_of(latent: Any) -> list[Tensor]:
+    """A latent, or the parts of one (video and sound)."""
+    return [latent] if isinstance(latent, Tensor) else list(latent)
