@@ -9,11 +9,14 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
+from .job.model import SHIPS_JOBS, JobPatcher, make_job_patcher
+from .job.ship import Ship
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, compile_input, model_output, parallel_model_output, strategy_input
+from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.parallel_model import make_parallel
 from .model.patcher import StepwisePatcher
 from .model.source import spec_of
+from .stock_run import start_run
 
 
 class ParallelModelNode(io.ComfyNode):
@@ -61,10 +64,15 @@ class ParallelModelNode(io.ComfyNode):
         compile: str = AUTO,
     ) -> io.NodeOutput:
         check_links(model=model, strategy=strategy)
-        if isinstance(model, StepwisePatcher):
+        if isinstance(model, (StepwisePatcher, JobPatcher)):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
+        if SHIPS_JOBS:
+            settings, computing = strategy or default_settings(), ComputeOptions(compile)
+            spec = spec_of(model)
+            patcher = make_job_patcher(model, spec, settings, computing, Ship(start_run))
+            return io.NodeOutput(patcher, ParallelModel(spec, patcher.job_model.file, patcher))
         parallel = make_parallel(
             model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
         )

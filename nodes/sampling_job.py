@@ -20,9 +20,10 @@ from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RunRecord
 from .host.settings import permitted
+from .job.model import JobPatcher
 from .link_checks import check_links
 from .links import ModelLink, ParallelModel, StrategyLink, threshold_input
-from .model.options import RECORD, SETTINGS
+from .model.options import RECORD, SETTINGS, STEP_CACHE
 from .model.sampler import ResidentSampler
 
 LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
@@ -149,11 +150,15 @@ class SamplingJob:
             self.denoise,
             model.model_options,
         ).sigmas
+        sampler: comfy.samplers.Sampler = ResidentSampler(self.sampler_name, record)
+        if isinstance(model, JobPatcher):
+            sampler = comfy.samplers.sampler_object(self.sampler_name)
+            model.model_options["transformer_options"][STEP_CACHE] = self.reuse_below
         return comfy.sample.sample_custom(
             model,
             noise,
             self.cfg,
-            ResidentSampler(self.sampler_name, record),
+            sampler,
             sigmas,
             self.positive,
             self.negative,

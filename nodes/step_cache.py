@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import check_step_cache, check_threshold
 from .host.settings import permitted
+from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, model_output, threshold_input
 from .model.options import SETTINGS, STEP_CACHE
@@ -39,7 +40,7 @@ class ParallelStepCache(io.ComfyNode):
     def execute(cls, model: comfy.model_patcher.ModelPatcher, cache_threshold: float) -> io.NodeOutput:
         check_links(model=model)
         check_threshold(cache_threshold)
-        if not isinstance(model, StepwisePatcher):
+        if not isinstance(model, (StepwisePatcher, JobPatcher)):
             raise RequestError(
                 "This MODEL is computed by ComfyUI's own process. Put Parallel Step Cache behind Parallel Model, or "
                 "take it out and use ComfyUI's EasyCache."

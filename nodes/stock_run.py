@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..parallel_backend.models.model_file import ModelFile
@@ -59,6 +60,12 @@ class StockRun:
             has_cfg=job.has_cfg,
         )
         _send(shown)
+
+
+def start_run(settings: StrategySettings, file: ModelFile) -> tuple[RunRecord, Callable[[bool], None]]:
+    """Begins a run of a job that is shipped whole: its record, and what ends it."""
+    run = StockRun(settings, file)
+    return run.record, lambda is_whole: run.end(whole=is_whole)
 
 
 def _send(output: Output | None) -> None:

@@ -1,0 +1,150 @@
+"""The network of a MODEL in ComfyUI's process: a tree of modules that shares the loader's parameters, what the ranks
+have of it by name, and what nodes have changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import comfy.model_base
+import comfy.model_patcher
+import torch
+from torch import Tensor, nn
+
+from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is_same_class
+from ...parallel_backend.job.pickling import Known
+from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
+from ..model.shadow import without_loaded_state
+from ..model.unsupported import refusal
+
+_NETWORK = "diffusion_model"
+
+
+class Outline:
+    """`base`: a BaseModel whose network holds the loader's parameters; `pristine`: the same as ComfyUI builds it, on
+    the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters."""
+
+    def __init__(self, source: comfy.model_patcher.ModelPatcher) -> None:
+        """Takes back what the last run of any clone of `source` has left on the network first."""
+        source.unpatch_model(unpatch_weights=False)
+        self._backup = source.backup  # what weights were before LoRAs were put into them; clones share it
+        self.pristine = _pristine(source.model)
+        self.known: Known = {id(source.model): ("base",)}
+        self._name(source.model, self.pristine, "")
+        self.base = _shadow_base(source.model, dict(self.known))
+        self.known[id(self.base)] = ("base",)
+        self._name(self.base, self.pristine, "")
+        # Held: ids in `known` must stay theirs.
+        self._source = source.model
+        self._held = (
+            list(source.model.modules()),
+            list(source.model.parameters()),
+            list(source.model.buffers()),
+        )
+        self._parameters = dict(self.base.named_parameters())
+        self.prints: dict[str, Print] = prints_of(self._unpatched(self._parameters.items()))
+        self._others: set[str] = set()  # of the loader's parameters those that are not the file's
+        self._sent: dict[str, tuple[Print | None, nn.Parameter]] = {}
+
+    def changes(self) -> list[NetworkChange]:
+        """What nodes have changed of the network, before Parallel Model and since. Raises RequestError for weights that
+        only the ranks have."""
+        now = dict(self._unpatched(self.base.named_parameters()))
+        new = {
+            name for name, value in self.base.named_parameters() if value is not self._parameters.get(name)
+        }
+        written = differing({name: value for name, value in now.items() if name not in new}, self.prints)
+        names = [name for name in self._parameters if name in new or name in written or name in self._others]
+        sent = [
+            NetworkChange(
+                "parameter", name.rpartition(".")[0], name.rpartition(".")[2], self._copy(name, now[name])
+            )
+            for name in names
+            if name in now
+        ]
+        return [*changes_of(self.base, self.pristine, self.known), *sent]
+
+    def note_other_weights(self, names: Iterable[str]) -> None:
+        """The ranks have other values in these: a node has changed them before Parallel Model."""
+        self._others |= set(names)
+
+    def _copy(self, name: str, value: Tensor) -> nn.Parameter:
+        """The same copy as long as the values are the same, so that it is sent once."""
+        if value.is_meta:
+            raise refusal(f"a node that changes weights of the network, which the devices hold ({name})")
+        mark = print_of(value)
+        if name not in self._sent or mark is None or self._sent[name][0] != mark:
+            self._sent[name] = (mark, nn.Parameter(value.detach().clone(), requires_grad=False))
+        return self._sent[name][1]
+
+    def _unpatched(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        for name, value in parameters:
+            yield name, self._backup[name].weight if name in self._backup else value
+
+    def _name(self, module: nn.Module, pristine: nn.Module, path: str) -> None:
+        """Notes what lies in place of `pristine`, or the first of its class inside of what a node has put there."""
+        if path and id(module) in self.known:
+            return
+        if path:
+            if not isinstance(module, type(pristine)) and not is_same_class(type(module), type(pristine)):
+                inside = next((one for one in module.modules() if isinstance(one, type(pristine))), None)
+                if inside is None or id(inside) in self.known:
+                    return
+                module = inside
+            self.known[id(module)] = ("module", path)
+            for group in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, group).items():
+                    if tensor is not None and name in getattr(pristine, group):
+                        self.known.setdefault(id(tensor), ("param", f"{path}.{name}"))
+        for name, child in pristine._modules.items():
+            own = module._modules.get(name)
+            if child is not None and own is not None:
+                self._name(own, child, f"{path}.{name}".lstrip("."))
+
+
+def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
+    """The same model as ComfyUI builds it, on the meta device."""
+    kind = next(kind for kind in type(source).__mro__ if kind.__module__.startswith("comfy."))
+    log = logging.getLogger()
+    level = log.level
+    log.setLevel(logging.ERROR)  # it tells of a model that nobody loads
+    try:
+        try:
+            return kind(source.model_config, device=torch.device("meta"))
+        except TypeError:
+            return kind(source.model_config, source.model_type, device=torch.device("meta"))
+    finally:
+        log.setLevel(level)
+
+
+def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.model_base.BaseModel:
+    base = type(source).__new__(type(source))
+    base.__dict__.update(source.__dict__)
+    for group in ("_parameters", "_buffers", "_modules"):
+        base.__dict__[group] = dict(source.__dict__[group])
+    base._modules[_NETWORK] = _shadow(source.diffusion_model, known, {})
+    base.current_patcher = None
+    base.current_weight_patches_uuid = None
+    base.model_loaded_weight_memory = 0
+    for name in ("dynamic_vbars", "dynamic_pins", "dynamic_patchers"):
+        base.__dict__.pop(name, None)
+    return base
+
+
+def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.Module:
+    """A copy of the tree with the same parameters: what a node writes into them, stock sees as well."""
+    if id(module) in made:
+        return made[id(module)]
+    shadow = type(module).__new__(type(module))
+    made[id(module)] = shadow
+    state = without_loaded_state(module.__dict__) if id(module) in known else dict(module.__dict__)
+    for name in HOOKS:
+        if name in state:
+            state[name] = type(state[name])(state[name])
+    state["_modules"] = {
+        name: None if child is None else _shadow(child, known, made)
+        for name, child in module._modules.items()
+    }
+    state["_parameters"], state["_buffers"] = dict(module._parameters), dict(module._buffers)
+    shadow.__dict__.update(state)
+    return shadow

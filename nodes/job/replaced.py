@@ -1,0 +1,131 @@
+"""Functions and classes of ComfyUI's own modules that other packs have replaced in this process."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...parallel_backend.job.restore import Replaced
+
+# Packs by their name in sys.modules: (file, True if it is a package).
+Packs = dict[str, tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A module or class as it was searched last. `values`: held, so that they stay themselves."""
+
+    owner: Any
+    values: list[Any]
+    found: list[Replaced]
+    classes: list[type] = field(default_factory=list)
+
+
+_searched: dict[int, _Searched] = {}
+
+
+def loaded_packs() -> Packs:
+    """The packs that ComfyUI has imported, in their order: it calls each by its path."""
+    found: Packs = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if os.sep in name and file and not any(name.startswith(f"{pack}.") for pack in found):
+            found[name] = (file, Path(file).name == "__init__.py")
+    return found
+
+
+def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
+    """What packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. What is as it was
+    when it was searched last is not searched again."""
+    extras = str(Path(comfyui) / "comfy_extras")
+    folders = tuple(
+        f"{Path(file).parent}{os.sep}" if is_package else file
+        for name, (file, is_package) in packs.items()
+        if name != own and not file.startswith(extras)
+    )
+    found: list[Replaced] = []
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or not (name == "comfy" or name.startswith("comfy.")):
+            continue
+        searched = _of_module(module, name, folders)
+        found += searched.found
+        for kind in searched.classes:
+            found += _of_class(kind, name, folders).found
+    return found
+
+
+def _of_module(module: types.ModuleType, name: str, folders: tuple[str, ...]) -> _Searched:
+    values = vars(module)
+    if not _is_as_before(module, values):
+        classes = [value for key, value in values.items() if _is_home(value, key, name)]
+        found = [
+            Replaced(name, "", key, value)
+            for key, value in list(values.items())
+            if not _is_home(value, key, name) and _is_of(value, folders)
+        ]
+        _searched[id(module)] = _Searched(module, list(values.values()), found, classes)
+    return _searched[id(module)]
+
+
+def _of_class(kind: type, module: str, folders: tuple[str, ...]) -> _Searched:
+    values = vars(kind)
+    if not _is_as_before(kind, values):
+        found = [
+            Replaced(module, kind.__qualname__, key, value)
+            for key, value in _theirs_of_class(kind, module, folders)
+        ]
+        _searched[id(kind)] = _Searched(kind, list(values.values()), found)
+    return _searched[id(kind)]
+
+
+def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """With methods of the class itself that a pack has put under another name."""
+    values = [(key, _plain(value), value) for key, value in vars(kind).items()]
+    is_touched = any(_is_of(plain, folders) for _, plain, _ in values)
+    for key, plain, value in values:
+        is_moved = (
+            is_touched
+            and isinstance(plain, types.FunctionType)
+            and plain.__name__ not in (key, "<lambda>")
+            and plain.__module__ == module
+            and plain.__qualname__.split(".")[0] == kind.__name__
+            and hasattr(kind, plain.__name__)
+        )
+        if is_moved or _is_of(plain, folders):
+            yield key, value
+
+
+def _plain(value: Any) -> Any:
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _is_home(value: Any, key: str, module: str) -> bool:
+    return isinstance(value, type) and value.__module__ == module and key == value.__name__
+
+
+def _is_as_before(owner: Any, values: Mapping[str, Any]) -> bool:
+    before = _searched.get(id(owner))
+    return (
+        before is not None
+        and len(before.values) == len(values)
+        and all(map(operator.is_, before.values, values.values()))
+    )
+
+
+def _is_of(value: Any, folders: tuple[str, ...]) -> bool:
+    """True if the code of `value` lies in one of `folders`."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        wrapped = getattr(value, "__wrapped__", None)
+        return code.co_filename.startswith(folders) or (wrapped is not None and _is_of(wrapped, folders))
+    if not isinstance(value, type) and not callable(value):
+        return False
+    kind = value if isinstance(value, type) else type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(file) and str(file).startswith(folders)
