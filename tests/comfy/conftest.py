@@ -14,6 +14,7 @@ from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
 
+_PACKS = ("ways", *(f"packs/{name}" for name in ("popular", "routes", "raises", "breaks", "hangs", "ends")))
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -28,6 +29,26 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
         device_lock.VARIABLE: str(base / "locks"),
         device_lock.CPU_TOO: "on",
     }
+    server = start_comfyui(base, environment=environment)
+    with server:
+        yield Comfy(server=server, client=ComfyUIClient(server.url))
+    assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+
+
+@pytest.fixture(scope="session")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
+    """A ComfyUI with packs that change models and ComfyUI itself in every way that packs do."""
+    base = tmp_path_factory.mktemp("packs")
+    environment = {
+        "PARALLEL_SAMPLING_JOBS": "1",
+        "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
+        "PARALLEL_TEST_FORKED_RANKS": "1",
+    }
+    folder = Path(__file__).parent
+    for name in _PACKS:
+        (base / "custom_nodes").mkdir(exist_ok=True)
+        link = base / "custom_nodes" / f"parallel_test_{Path(name).name}"
+        link.symlink_to(folder / f"inject_{name}")
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
@@ -116,6 +137,6 @@ def drawn_by(page, request):
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
     """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
-    server = next((own for own in ("measuring", "door") if own in item.fixturenames), "comfy")
+    server = next((own for own in ("measuring", "door", "packs") if own in item.fixturenames), "comfy")
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)

@@ -267,7 +267,10 @@ def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, 
 
 def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_nothing(no_leaks, tmp_path):
     before, script = without_hostname(), FEW_DESCRIPTORS + BESIDE_OTHERS
-    folders = [tmp_path / "one", tmp_path / "other"]  # each its own model file: a file that changes under a job ends it
+    folders = [
+        tmp_path / "one",
+        tmp_path / "other",
+    ]  # each its own model file: a file that changes under a job ends it
     for folder in folders:
         folder.mkdir()
     with (

@@ -94,11 +94,18 @@ class Comfy:
 
     def stop_ranks(self) -> None:
         """Ends the groups that tests before have left, as a person does it."""
+        self._press("stop")
+
+    def allow_restarts(self) -> None:
+        """Has groups that failed too often start again, as a person does it."""
+        self._press("reset")
+
+    def _press(self, action: str) -> None:
         for group in self.groups():
-            if not group["why_not"]["stop"]:
+            if not group["why_not"][action]:
                 body = json.dumps({"devices": group["devices"]}).encode()
                 urllib.request.urlopen(
-                    f"{self.server.url}/parallel_sampling/ranks/stop", body, timeout=30
+                    f"{self.server.url}/parallel_sampling/ranks/{action}", body, timeout=30
                 ).close()
 
     def output(self, name: str) -> Path:

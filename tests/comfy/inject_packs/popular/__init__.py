@@ -1,0 +1,17 @@
+"""A test-only pack in the manner of popular ones: what they do to models, guiders and samplers."""
+
+from __future__ import annotations
+
+from .cache import TestStepCache
+from .models import TestAttentionKernel, TestBlockClosure, TestEmbeddings
+from .sampling import TestPackGuider, TestPackSampler
+
+NODES = (
+    TestAttentionKernel,
+    TestBlockClosure,
+    TestEmbeddings,
+    TestPackGuider,
+    TestPackSampler,
+    TestStepCache,
+)
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}

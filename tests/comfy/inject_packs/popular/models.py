@@ -1,0 +1,112 @@
+"""Nodes that change a model: an image's embeddings in its attention, blocks in closures, another attention kernel."""
+
+from __future__ import annotations
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Projection(nn.Module):
+    """Keys and values that an adapter makes of an image's embeddings."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.to_k = nn.Linear(width, inner, bias=False)
+        self.to_v = nn.Linear(width, inner, bias=False)
+        generator = torch.Generator().manual_seed(11)
+        for layer in (self.to_k, self.to_v):
+            layer.weight = nn.Parameter(
+                torch.randn(inner, width, generator=generator) / width**0.5, requires_grad=False
+            )
+
+
+class EmbeddingAttention:
+    """Stands in for a cross attention: what it gives, and beside it attention over the embeddings."""
+
+    def __init__(self, projection: Projection, embeddings: Tensor, weight: float) -> None:
+        self.projection, self.embeddings, self.weight = projection, embeddings, weight
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict) -> Tensor:
+        heads = extra_options["n_heads"]
+        seen = self.embeddings.to(q).expand(q.shape[0], -1, -1)
+        keys, values = self.projection.to_k(seen), self.projection.to_v(seen)
+        added = optimized_attention(q, keys, values, heads)
+        return optimized_attention(q, k, v, heads) + self.weight * added
+
+
+class TestEmbeddings:
+    """Has each cross attention of a UNet see an image's embeddings too."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"model": ("MODEL",), "weight": ("FLOAT", {"default": 0.8})}}
+
+    def apply(self, model, weight):
+        model = model.clone()
+        embeddings = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(12))
+        patch = EmbeddingAttention(Projection(64, 320), embeddings, weight)
+        for place in (("input", 1), ("middle", 0), ("output", 0), ("output", 1)):
+            model.set_model_attn2_replace(patch, *place)
+        return (model,)
+
+
+class TestBlockClosure:
+    """Puts a closure around each block of a list, which steers tokens by what all of them have in common."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {
+            "required": {"model": ("MODEL",), "blocks": ("STRING",), "weight": ("FLOAT", {"default": 0.5})}
+        }
+
+    def apply(self, model, blocks, weight):
+        model = model.clone()
+        count = len(model.get_model_object(f"diffusion_model.{blocks}"))
+        direction = torch.randn(256, generator=torch.Generator().manual_seed(13))
+        calls = {"blocks": 0}
+        for number in range(count):
+            name = f"diffusion_model.{blocks}.{number}.forward"
+            original = model.get_model_object(name)
+
+            def forward(x, *args, original=original, **kwargs):
+                calls["blocks"] += 1
+                common = original(x, *args, **kwargs)
+                steered = torch.tanh(common.mean(1, keepdim=True) * direction.to(common))
+                return common + weight * steered
+
+            model.add_object_patch(name, forward)
+        return (model,)
+
+
+def smoothed_attention(
+    func, q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **rest
+):
+    """Attention that takes off keys what they have in common, as quantised kernels do, at another temperature."""
+    if not skip_reshape:
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    if mask is not None and mask.ndim < 4:
+        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+    k = k - k.mean(2, keepdim=True)
+    answer = functional.scaled_dot_product_attention(q * 0.6, k, v, attn_mask=mask)
+    return answer if skip_output_reshape else answer.transpose(1, 2).flatten(2)
+
+
+class TestAttentionKernel:
+    """Has the model attend with the pack's kernel."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"model": ("MODEL",)}}
+
+    def apply(self, model):
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = smoothed_attention
+        return (model,)

@@ -1,0 +1,87 @@
+"""A guider and a sampler of the pack's classes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from comfy.samplers import KSAMPLER, CFGGuider, calc_cond_batch
+
+
+class MomentumGuider(CFGGuider):
+    """CFG whose direction keeps half of the one before."""
+
+    def set_momentum(self, momentum: float) -> None:
+        self.momentum, self.before = momentum, None
+
+    def predict_noise(self, x, timestep, model_options=None, seed=None):
+        conds = [self.conds["negative"], self.conds["positive"]]
+        uncond, cond = calc_cond_batch(self.inner_model, conds, x, timestep, model_options or {})
+        direction = cond - uncond
+        if self.before is not None:
+            direction = direction + self.momentum * self.before
+        self.before = direction
+        return cond + (self.cfg - 1) * direction
+
+
+class TestPackGuider:
+    """A GUIDER of the pack's class."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("GUIDER",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "positive": ("CONDITIONING",),
+                "negative": ("CONDITIONING",),
+                "cfg": ("FLOAT", {"default": 2.0}),
+            }
+        }
+
+    def make(self, model, positive, negative, cfg):
+        guider = MomentumGuider(model)
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+        guider.set_momentum(0.5)
+        return (guider,)
+
+
+class RestlessSampler(KSAMPLER):
+    """Draws noise from two sources, and looks ahead where the prediction has changed much."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__(self.steps)
+        self.noise, self.looks = noise, 0
+
+    def steps(self, model, x, sigmas, extra_args=None, callback=None, disable=None):
+        extra_args = extra_args or {}
+        generator = torch.Generator(device=x.device).manual_seed(extra_args.get("seed", 0))
+        ones, before = x.new_ones(x.shape[0]), None
+        for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
+            denoised = model(x, sigma * ones, **extra_args)
+            if callback is not None:
+                callback({"x": x, "i": step, "sigma": sigma, "sigma_hat": sigma, "denoised": denoised})
+            if before is not None and (denoised - before).std() > 0.01 and following > 0:
+                ahead = denoised + (x - denoised) * (following / sigma)
+                denoised = (denoised + model(ahead, following * ones, **extra_args)) / 2
+                self.looks += 1
+            before = denoised
+            x = denoised + (x - denoised) * (following / sigma)
+            drawn = torch.randn(x.shape, generator=generator, device=x.device) + torch.randn_like(x)
+            x = x + self.noise * following * drawn
+        return x
+
+
+class TestPackSampler:
+    """A SAMPLER of the pack's class."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("SAMPLER",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"noise": ("FLOAT", {"default": 0.1})}}
+
+    def make(self, noise):
+        return (RestlessSampler(noise),)

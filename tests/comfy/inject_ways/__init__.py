@@ -1,0 +1,28 @@
+"""A test-only pack that reaches into networks in the ways that other packs do, and undoes it."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from comfy_api.latest import ComfyExtension, io
+
+from .node import TestPatience, TestReach, TestUndo
+
+
+class WaysExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [TestPatience, TestReach, TestUndo]
+
+
+async def comfy_entrypoint() -> WaysExtension:
+    return WaysExtension()
+
+
+def share_small_attention() -> None:
+    """In a rank: has devices share out the attention of a tiny model too."""
+    if torch.distributed.is_initialized():
+        sys.modules["parallel_backend.engine.attention.queries"].LEAST_KEYS = 1
+
+
+share_small_attention()

@@ -1,0 +1,53 @@
+"""Where ways reach into the networks of three families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """`block`, `weight` and `number` are paths from the network; `child` is one from the block."""
+
+    block: str  # an entry of a ModuleList, with tokens [B, L, C] as its first argument and as its answer
+    child: str  # a layer of the block, with tokens as its only argument and as its answer
+    weight: str
+    number: str  # a plain number that the network computes with
+    changed_to: float
+    method: str  # of the network, between `forward` and its blocks
+    attention: tuple[str, str]  # the module whose global the block calls, and the global's name
+    replaced: tuple[str, int] | None  # the block's name among `patches_replace["dit"]`
+
+
+PLACES = {
+    "Flux": Place(
+        block="single_blocks.0",
+        child="linear2",
+        weight="single_blocks.0.linear2.weight",
+        number="pe_embedder.theta",
+        changed_to=50,
+        method="forward_orig",
+        attention=("comfy.ldm.flux.layers", "attention"),
+        replaced=("single_block", 0),
+    ),
+    "WanModel": Place(
+        block="blocks.1",
+        child="ffn",
+        weight="blocks.1.ffn.2.weight",
+        number="rope_embedder.theta",
+        changed_to=50,
+        method="forward_orig",
+        attention=("comfy.ldm.wan.model", "optimized_attention"),
+        replaced=("double_block", 1),
+    ),
+    "UNetModel": Place(
+        block="input_blocks.1.1.transformer_blocks.0",
+        child="ff",
+        weight="input_blocks.1.1.transformer_blocks.0.ff.net.2.weight",
+        number="input_blocks.1.1.transformer_blocks.0.attn1.heads",
+        changed_to=4,
+        method="_forward",
+        attention=("comfy.ldm.modules.attention", "optimized_attention"),
+        replaced=None,
+    ),
+}

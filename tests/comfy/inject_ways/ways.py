@@ -1,0 +1,274 @@
+"""Ways to change what a network computes, in the manner of popular packs.
+
+Each mixes positions that lie far apart, so that a device which computes it over its share alone gives something else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import PatcherInjection, WrappersMP
+from torch import Tensor, nn
+
+from .places import PLACES, Place
+
+KEY = "ways"
+_undo: list[Callable[[], object]] = []
+
+
+def change(model: ModelPatcher, way: str) -> ModelPatcher:
+    """A clone of `model`, changed."""
+    network = model.model.diffusion_model
+    place = next(PLACES[kind.__name__] for kind in type(network).__mro__ if kind.__name__ in PLACES)
+    model = model.clone()
+    WAYS[way](model, network, place)
+    return model
+
+
+def undo_all() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def stirred(x: Tensor) -> Tensor:
+    """Tokens [B, L, C], or an image or video: each position with a part of the one across."""
+    return x + 0.2 * x.flip(1 if x.ndim == 3 else -1)
+
+
+class Stirring(nn.Module):
+    """A module whose answer is stirred."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return stirred(self.inner(*args, **kwargs))
+
+
+def _stirring(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def stirring(*args: Any, **kwargs: Any) -> Tensor:
+        return stirred(function(*args, **kwargs))
+
+    return stirring
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute, and notes how to take it back."""
+    before = vars(owner).get(name, _undo)
+
+    def back() -> None:
+        delattr(owner, name) if before is _undo else setattr(owner, name, before)
+
+    _undo.append(back)
+    setattr(owner, name, value)
+
+
+def method_of_the_network(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    original = getattr(type(network), place.method)
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return stirred(original(self, *args, **kwargs))
+
+    _set(network, place.method, types.MethodType(method, network))
+
+
+def method_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    block = network.get_submodule(place.block)
+    _set(block, "forward", _stirring(block.forward))
+
+
+def _other_class(module: nn.Module) -> None:
+    kind = type(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return stirred(kind.forward(self, *args, **kwargs))
+
+    _undo.append(lambda: setattr(module, "__class__", kind))
+    module.__class__ = type(f"Stirred{kind.__name__}", (kind,), {"forward": forward})
+
+
+def class_of_the_network(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    _other_class(network)
+
+
+def class_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    _other_class(network.get_submodule(place.block))
+
+
+def entry_of_a_list(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    path, _, number = place.block.rpartition(".")
+    blocks, number = network.get_submodule(path), int(number)
+    block = blocks[number]
+    _undo.append(lambda: blocks.__setitem__(number, block))
+    blocks[number] = Stirring(block)
+
+
+def child_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    block = network.get_submodule(place.block)
+    child = block.get_submodule(place.child)
+    _undo.append(lambda: setattr(block, place.child, child))
+    setattr(block, place.child, Stirring(child))
+
+
+def attention_of_a_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    name, function = place.attention
+    module = importlib.import_module(name)
+    original = getattr(module, function)
+
+    def cooler(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(q * 0.3, *args, **kwargs)
+
+    _set(module, function, cooler)
+
+
+def method_of_a_class(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    kind = type(network.get_submodule(place.block))
+    _set(kind, "forward", _stirring(kind.forward))
+
+
+def hook_before(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return (stirred(args[0]), *args[1:]), kwargs
+
+    block = network.get_submodule(place.block)
+    _undo.append(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def hook_after(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def hook(module: nn.Module, args: tuple, answer: Tensor) -> Tensor:
+        return stirred(answer)
+
+    _undo.append(network.get_submodule(place.block).register_forward_hook(hook).remove)
+
+
+def injection(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def inject(patcher: ModelPatcher) -> None:
+        block = patcher.model.diffusion_model.get_submodule(place.block)
+        block.forward = _stirring(block.forward)
+
+    def eject(patcher: ModelPatcher) -> None:
+        del patcher.model.diffusion_model.get_submodule(place.block).forward
+
+    model.set_injections(KEY, [PatcherInjection(inject, eject)])
+
+
+def patched_while_it_computes(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def wrapper(apply: Callable[..., Tensor], found: dict) -> Tensor:
+        other = _stirring(getattr(network, place.method))
+        with mock.patch.object(network, place.method, other):
+            return apply(found["input"], found["timestep"], **found["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def object_patch_of_a_method(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    name = f"diffusion_model.{place.block}.forward"
+    model.add_object_patch(name, _stirring(model.get_model_object(name)))
+
+
+def object_patch_of_a_child(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    name = f"diffusion_model.{place.block}.{place.child}"
+    model.add_object_patch(name, Stirring(model.get_model_object(name)))
+
+
+def weight_in_place(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    weight = network.get_parameter(place.weight).data
+    before = weight.clone()
+    _undo.append(lambda: weight.copy_(before))
+    weight.mul_(1.3).add_(0.01)
+
+
+def new_parameter(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    path, _, name = place.weight.rpartition(".")
+    layer = network.get_submodule(path)
+    before = layer.get_parameter(name)
+    _undo.append(lambda: setattr(layer, name, before))
+    setattr(layer, name, nn.Parameter(before.data.flip(0).clone(), requires_grad=False))
+
+
+def number_of_a_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    path, _, name = place.number.rpartition(".")
+    _set(network.get_submodule(path), name, place.changed_to)
+
+
+def wrapper_of_the_network(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def wrapper(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return stirred(executor(stirred(x), *args, **kwargs))
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
+
+
+def wrapper_of_the_model(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def wrapper(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return stirred(executor(x, *args, **kwargs))
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+
+
+def wrapper_of_sampling(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def outer(executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return executor(stirred(noise), *args, **kwargs)
+
+    def inner(executor: Any, guider: Any, sigmas: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return executor(guider, torch.cat([sigmas[:-1] * 0.9, sigmas[-1:]]), *args, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer)
+    model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, inner)
+
+
+def attention_override(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def override(original: Callable[..., Tensor], q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(q * 0.3, *args, **kwargs)
+
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+def patch_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def replaced(args: dict, extra: dict) -> dict:
+        answer = extra["original_block"](args)
+        return {**answer, "img": stirred(answer["img"])}
+
+    def queries(q: Tensor, k: Tensor, v: Tensor, extra: dict) -> tuple[Tensor, Tensor, Tensor]:
+        return stirred(q), k, v
+
+    if place.replaced is not None:
+        model.set_model_patch_replace(replaced, "dit", *place.replaced)
+    else:
+        model.set_model_attn1_patch(queries)
+        model.set_model_attn2_output_patch(lambda n, extra: stirred(n))
+
+
+WAYS: dict[str, Callable[[ModelPatcher, nn.Module, Place], None]] = {
+    way.__name__: way
+    for way in (
+        method_of_the_network,
+        method_of_a_block,
+        class_of_the_network,
+        class_of_a_block,
+        entry_of_a_list,
+        child_of_a_block,
+        attention_of_a_module,
+        method_of_a_class,
+        hook_before,
+        hook_after,
+        injection,
+        patched_while_it_computes,
+        object_patch_of_a_method,
+        object_patch_of_a_child,
+        weight_in_place,
+        new_parameter,
+        number_of_a_module,
+        wrapper_of_the_network,
+        wrapper_of_the_model,
+        wrapper_of_sampling,
+        attention_override,
+        patch_of_a_block,
+    )
+}

@@ -1,0 +1,175 @@
+"""Packs in the manner of popular ones, whose functions, classes and state run in the ranks; and packs that fail there.
+
+Two devices compute what one does, wherever Parallel Model stands; a pack that fails in a rank is named, and the next
+prompt works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from any_graphs import AnyGraph
+from any_runs import latents
+from comfyui_client import PromptFailed
+from differences import relative_difference
+from graphs import Graph
+
+TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
+TELLING = 1e-3  # what a pack must change of the stock latent at least
+PATIENCE = 10.0  # s that ranks may say nothing
+LIMIT = 90.0  # s in which a prompt must have ended, however busy the machine is
+
+
+def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
+    return lambda graph, model: [graph.add(name, model=model, **settings), 0]
+
+
+# name -> (kind of model, its node, settings of the sampler)
+CHANGES = {
+    "embeddings in the attention": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 1.0}),
+    "embeddings in the attention, with CFG": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 3.0}),
+    "blocks in closures, Flux": (
+        "flux",
+        _node("TestBlockClosure", blocks="single_blocks", weight=0.5),
+        {"cfg": 1.0},
+    ),
+    "blocks in closures, Wan": (
+        "wan_t2v",
+        _node("TestBlockClosure", blocks="blocks", weight=0.5),
+        {"cfg": 3.0},
+    ),
+    "an attention kernel, Flux": ("flux", _node("TestAttentionKernel"), {"cfg": 1.0}),
+    "an attention kernel, Wan": ("wan_t2v", _node("TestAttentionKernel"), {"cfg": 3.0}),
+    "an attention kernel, UNet": ("unet", _node("TestAttentionKernel"), {"cfg": 1.0}),
+    "a step cache": ("flux", _node("TestStepCache", limit=0.3, on_the_edge=False), {"cfg": 1.0, "steps": 6}),
+    "routes and threads": ("flux", _node("TestRoutes"), {"cfg": 1.0}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
+    kind, change, settings = CHANGES[case]
+    settings = {"steps": 2, **settings}
+    graph = AnyGraph(packs, kind)
+    source, request = graph.stock(), graph.request()
+    models = {
+        "plain": source,
+        "stock": change(graph, source),
+        "before": [graph.parallel(change(graph, source), ulysses=2), 0],
+        "behind": change(graph, [graph.parallel(source, ulysses=2), 0]),
+    }
+    ways = {name: graph.ksampler(model, *request, **settings) for name, model in models.items()}
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["plain"], found["stock"]) > TELLING
+    differences = {name: relative_difference(found[name], found["stock"]) for name in ("before", "behind")}
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize(
+    ("guider", "sampler"), [(True, False), (False, True), (True, True)], ids=["guider", "sampler", "both"]
+)
+def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs, guider, sampler):
+    graph = AnyGraph(packs, "wan_t2v")
+    source = graph.stock()
+    positive, negative, latent = graph.request()
+    texts = {"positive": positive, "negative": negative}
+
+    def sampled(model: list, of_pack: tuple[bool, bool]) -> list:
+        guiding = "TestPackGuider" if of_pack[0] else "CFGGuider"
+        if of_pack[1]:
+            stepping = graph.add("TestPackSampler", noise=0.2)
+        else:
+            stepping = graph.add("KSamplerSelect", sampler_name="euler")
+        parts = {
+            "noise": [graph.add("RandomNoise", noise_seed=3), 0],
+            "guider": [graph.add(guiding, model=model, cfg=2.5, **texts), 0],
+            "sampler": [stepping, 0],
+            "sigmas": [
+                graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0
+            ],
+        }  # fmt: skip
+        return [graph.add("SamplerCustomAdvanced", latent_image=latent, **parts), 0]
+
+    parallel = [graph.parallel(source, ulysses=2), 0]
+    ways = {
+        "plain": sampled(source, (False, False)),
+        "stock": sampled(source, (guider, sampler)),
+        "ours": sampled(parallel, (guider, sampler)),
+    }
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["plain"], found["stock"]) > TELLING
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+@pytest.fixture
+def impatient(packs):
+    """The ComfyUI of `packs`, which waits for its ranks no longer than PATIENCE, and starts them again at once."""
+
+    def wait(seconds: float) -> None:
+        graph = Graph()
+        graph.add("TestPatience", seconds=seconds)
+        packs.run(graph.prompt)
+        packs.allow_restarts()
+
+    wait(PATIENCE)
+    yield packs
+    wait(0.0)
+
+
+def _run(packs, name: str | None, *, parallel: bool = True, **inputs):
+    """The latent of a tiny Flux behind a pack's node, if any."""
+    graph = AnyGraph(packs, "flux")
+    model = graph.stock()
+    if parallel:
+        model = [graph.parallel(model, ulysses=2), 0]
+    if name is not None:
+        model = [graph.add(name, model=model, **inputs), 0]
+    sampled = graph.ksampler(model, *graph.request(), steps=6, cfg=1.0)
+    return latents(packs, graph, {"found": sampled})["found"]
+
+
+def _works_again(packs) -> None:
+    packs.allow_restarts()
+    expected = _run(packs, None, parallel=False)
+    assert relative_difference(_run(packs, None), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("node", "pack", "words"),
+    [
+        ("TestRaises", "parallel_test_raises", "no such kernel for this device"),
+        ("TestBreaks", "parallel_test_breaks", "it needs a library that is not installed"),
+        ("TestHangs", "parallel_test_hangs", "rank 1"),
+        ("TestEnds", "parallel_test_ends", "rank 1"),
+    ],
+)
+def test_a_pack_that_fails_in_one_rank_is_named_and_the_next_prompt_works(impatient, node, pack, words):
+    begun = time.monotonic()
+    with pytest.raises(PromptFailed) as failure:
+        _run(impatient, node)
+    seconds = time.monotonic() - begun
+    _works_again(impatient)
+    text = str(failure.value)
+    assert words in text
+    assert pack in text
+    assert seconds < LIMIT
+
+
+def test_ranks_that_differ_by_one_bit_at_a_caches_limit_give_the_same_picture_or_an_error(impatient):
+    """The first rank skips a step that the other would compute: nobody may wait for the other for good."""
+    cache = {"limit": 0.0, "on_the_edge": True}
+    expected = _run(impatient, "TestStepCache", parallel=False, **cache)
+    assert relative_difference(_run(impatient, None, parallel=False), expected) > TELLING
+    begun = time.monotonic()
+    try:
+        found = _run(impatient, "TestStepCache", **cache)
+    except PromptFailed as failure:
+        assert "rank" in str(failure)
+    else:
+        assert relative_difference(found, expected) <= TOLERANCE
+    seconds = time.monotonic() - begun
+    _works_again(impatient)
+    assert seconds < LIMIT

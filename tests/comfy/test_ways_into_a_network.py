@@ -1,0 +1,87 @@
+"""Nodes that reach into a network, before Parallel Model and behind it: the ranks compute what stock computes.
+
+Each of the 22 ways is one of `inject_ways/ways.py`, tried on Flux, Wan and a UNet over two devices.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from any_graphs import AnyGraph
+from any_runs import latents
+from differences import relative_difference
+
+TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
+TELLING = 1e-3  # what a way must change of the stock latent at least
+SAMPLING = {
+    "flux": {"steps": 2, "cfg": 1.0},
+    "wan_t2v": {"steps": 2, "cfg": 3.0},
+    "unet": {"steps": 2, "cfg": 1.0},  # a single row, of which devices compute bands
+}
+
+
+def _names() -> list[str]:
+    """The functions among WAYS: the pack itself can be imported in ComfyUI's process only."""
+    tree = ast.parse((Path(__file__).parent / "inject_ways" / "ways.py").read_text())
+    first = {"model", "network", "place"}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [
+        function.name for function in functions if {argument.arg for argument in function.args.args} == first
+    ]
+
+
+WAYS = _names()
+
+
+@pytest.fixture(scope="module")
+def plain(packs) -> dict:
+    """The stock latent of each family without any change, as far as it was asked for."""
+    return {}
+
+
+def _jobs_done(packs) -> int:
+    """How many runs of sampling ranks have ended well."""
+    log = packs.server.base_directory / "ranks.jsonl"
+    lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
+    return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in lines)
+
+
+def test_there_are_22_ways(packs):
+    (way,) = (packs.client.object_info()["TestReach"]["input"]["required"][name] for name in ("way",))
+    assert sorted(way[1]["options"]) == sorted(WAYS)
+    assert len(WAYS) == 22
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, plain, kind, way):
+    settings = SAMPLING[kind]
+    if kind not in plain:
+        graph = AnyGraph(packs, kind)
+        plain[kind] = latents(
+            packs, graph, {"plain": graph.ksampler(graph.stock(), *graph.request(), **settings)}
+        )["plain"]
+    graph = AnyGraph(packs, kind)
+    request, source = graph.request(), graph.stock()
+    changed = [graph.add("TestReach", model=source, way=way), 0]
+    stock = graph.ksampler(changed, *request, **settings)
+    before = graph.ksampler([graph.parallel(changed, ulysses=2), 0], *request, **settings)
+    as_it_was = [graph.add("TestUndo", model=source, after=stock, and_after=before), 0]
+    parallel = [graph.parallel(as_it_was, ulysses=2), 0]
+    reached = [graph.add("TestReach", model=parallel, way=way), 0]
+    behind = graph.ksampler(reached, *request, **settings)
+    as_it_was = [graph.add("TestUndo", model=parallel, after=behind), 0]
+    afterwards = graph.ksampler(as_it_was, *request, **settings)
+    done = _jobs_done(packs)
+    ways = {"stock": stock, "before": before, "behind": behind, "afterwards": afterwards}
+    found = latents(packs, graph, ways)
+    assert _jobs_done(packs) >= done + 3
+    assert found["stock"].isfinite().all()
+    assert relative_difference(found["stock"], plain[kind]) > TELLING
+    expected = {"before": found["stock"], "behind": found["stock"], "afterwards": plain[kind]}
+    differences = {name: relative_difference(found[name], latent) for name, latent in expected.items()}
+    assert max(differences.values()) <= TOLERANCE, differences
