@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
+from ..parallel_backend.requests import ModelSpec
 from .host.settings import default_settings, fingerprint
 from .job.model import SHIPS_JOBS, JobPatcher, make_job_patcher
 from .job.ship import Ship
@@ -17,6 +18,20 @@ from .model.parallel_model import make_parallel
 from .model.patcher import StepwisePatcher
 from .model.source import spec_of
 from .stock_run import start_run
+
+
+def over_devices(
+    source: comfy.model_patcher.ModelPatcher,
+    spec: ModelSpec,
+    settings: StrategySettings,
+    computing: ComputeOptions,
+) -> ParallelModel:
+    """`source`, whose weights are `spec`'s, over the devices. Reads no weights and starts no ranks. Raises
+    RequestError, StrategyError or CheckpointError."""
+    if not SHIPS_JOBS:
+        return make_parallel(source, spec, settings, computing)
+    patcher = make_job_patcher(source, spec, settings, computing, Ship(start_run))
+    return ParallelModel(spec, patcher.job_model.file, patcher)
 
 
 class ParallelModelNode(io.ComfyNode):
@@ -68,12 +83,7 @@ class ParallelModelNode(io.ComfyNode):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
-        if SHIPS_JOBS:
-            settings, computing = strategy or default_settings(), ComputeOptions(compile)
-            spec = spec_of(model)
-            patcher = make_job_patcher(model, spec, settings, computing, Ship(start_run))
-            return io.NodeOutput(patcher, ParallelModel(spec, patcher.job_model.file, patcher))
-        parallel = make_parallel(
+        parallel = over_devices(
             model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
         )
         return io.NodeOutput(parallel.patcher, parallel)

@@ -13,8 +13,8 @@ from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.files import GGUF_FOLDER, model_names, model_path
 from .model.header_model import open_model
-from .model.parallel_model import make_parallel
 from .model.source import make_spec
+from .parallel_model import over_devices
 
 # By the choices of ComfyUI's Load Diffusion Model: its model_options.
 _OPTIONS: dict[str, dict[str, object]] = {
@@ -38,7 +38,7 @@ def name_model(
     """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
     path = model_path(folder, name)
     part, options = _FOLDERS[folder], _OPTIONS[weight_dtype]
-    return make_parallel(
+    return over_devices(
         open_model(path, part, options),
         make_spec(path, part, options),
         settings,

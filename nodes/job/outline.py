@@ -3,8 +3,10 @@ have of it by name, and what nodes have changed."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import comfy.model_base
 import comfy.model_patcher
@@ -18,6 +20,7 @@ from ..model.shadow import without_loaded_state
 from ..model.unsupported import refusal
 
 _NETWORK = "diffusion_model"
+_META = torch.device("meta")
 
 
 class Outline:
@@ -109,12 +112,24 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
     level = log.level
     log.setLevel(logging.ERROR)  # it tells of a model that nobody loads
     try:
-        try:
-            return kind(source.model_config, device=torch.device("meta"))
-        except TypeError:
-            return kind(source.model_config, source.model_type, device=torch.device("meta"))
+        arguments = ((source.model_config,), (source.model_config, source.model_type))
+        for given in arguments:
+            with contextlib.suppress(TypeError):
+                return kind(*given, device=_META)
+        return _without_its_own(kind, source)
     finally:
         log.setLevel(level)
+
+
+def _without_its_own(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:
+    """Its network and what every BaseModel has; what its class makes of a file besides looks like a change, and is
+    sent."""
+    base: Any = kind.__new__(kind)
+    network = next(one for one in type(source.diffusion_model).__mro__ if one.__module__.startswith("comfy."))
+    comfy.model_base.BaseModel.__init__(
+        base, source.model_config, source.model_type, device=_META, unet_model=network
+    )
+    return base
 
 
 def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.model_base.BaseModel:

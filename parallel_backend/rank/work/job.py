@@ -264,7 +264,9 @@ def _as_refusal(error: Exception) -> RequestError:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     where = "" if last is None else f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
-    return RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
+    refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _packages(facts: ProcessFacts) -> Packages:
