@@ -155,8 +155,8 @@ class _JobPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
+            self.modules.add(obj.__module__ or "")
             if self._is_of_a_path(obj):
-                self.modules.add(obj.__module__)
                 return (reducers.find_object, (CONTEXT, obj.__module__, obj.__qualname__))
         elif isinstance(obj, self._patcher):
             return self._reduce_patcher(obj)

@@ -157,6 +157,14 @@ def test_the_jobs_own_patcher_is_made_over_the_ranks_model_and_another_travels(r
     assert torch.equal(second.model.weight, other.weight)
 
 
+def test_modules_of_classes_and_functions_are_told_so_that_ranks_import_their_packs_first(rank):
+    rank.ship([Patcher.is_dynamic, Rank])
+    assert __name__ in rank.latest.modules
+    rank.ship([threading.current_thread])
+    assert __name__ not in rank.latest.modules
+    assert "threading" in rank.latest.modules
+
+
 def test_a_generator_goes_on_where_it_was(rank):
     generator = torch.Generator().manual_seed(3)
     torch.rand(2, generator=generator)

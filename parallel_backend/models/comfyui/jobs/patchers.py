@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +70,8 @@ def _kind_of(base: type, *, is_sharded: bool) -> type:
     members: dict[str, Any] = {
         "__module__": base.__module__,
         "get_free_memory": lambda self, device: sys.maxsize,
+        "load": _outside_inference_mode("load"),
+        "unpatch_model": _outside_inference_mode("unpatch_model"),
     }
     if is_sharded:
         members |= {
@@ -78,6 +80,18 @@ def _kind_of(base: type, *, is_sharded: bool) -> type:
             "patch_hook_weight_to_device": _refuse_hook,
         }
     return type(base.__name__, (base,), members)
+
+
+def _outside_inference_mode(name: str) -> Callable[..., Any]:
+    """ComfyUI's method where quantised parameters can be made anew."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from comfy.model_patcher import ModelPatcher
+
+        with torch.inference_mode(False), torch.no_grad():
+            return getattr(ModelPatcher, name)(self, *args, **kwargs)
+
+    return method
 
 
 def _refuse_hook(self: Any, hooks: Any, combined_patches: Any, key: str, *others: Any, **named: Any) -> None:
