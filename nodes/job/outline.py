@@ -71,6 +71,10 @@ class Outline:
         """The ranks have other values in these: a node has changed them before Parallel Model."""
         self._others |= set(names)
 
+    def file_prints(self) -> dict[str, Print]:
+        """Of the parameters that are the file's, as far as is known: the ranks compare them with theirs."""
+        return {name: mark for name, mark in self.prints.items() if name not in self._others}
+
     def _copy(self, name: str, value: Tensor) -> nn.Parameter:
         """The same copy as long as the values are the same, so that it is sent once."""
         if value.is_meta:

@@ -82,7 +82,7 @@ class _Facts:
 
 _facts = _Facts()
 # By holdings, with the mark of their ranks' start (RankHoldings.tensors is another one after a restart).
-_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks]] = weakref.WeakKeyDictionary()
+_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
 
 
 def _plain(value: Any) -> Any:
@@ -152,6 +152,7 @@ class _ShippedJob:
         self._shapes = latent_shapes
         self._facts = _facts.refresh()
         self._packs: tuple[str, ...] = ()
+        self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._run = SamplerRun(
             guider=guider,
             wrappers=[one for one in wrappers if one is not ship],
@@ -212,7 +213,7 @@ class _ShippedJob:
         request = ShippedRequest(self._noise, self._steps, self._payload, self._run.cache_threshold)
         try:
             with ranks_for(plan) as (sidecar, placement):
-                return sidecar.sample(
+                result = sidecar.sample(
                     self._model.spec,
                     request,
                     placement,
@@ -222,6 +223,10 @@ class _ShippedJob:
                     trials=plan.trials,
                     file=read_identity(self._model.spec.path),
                 )
+            if self._sent_now is not None:
+                holdings, self._model.known_by = self._sent_now
+                _sent[holdings] = (holdings.tensors, self._model.known_by)
+            return result
         except (RankFailed, RequestError) as error:
             if not self._packs or str(error).startswith(OTHER_WEIGHTS):
                 raise
@@ -233,10 +238,11 @@ class _ShippedJob:
             raise RequestError(f"{error} {words}") from error
 
     def _payload(self, holdings: Any) -> Tensors:
-        start, sent = _sent.get(holdings, (None, _SentToRanks()))
-        if start is not holdings.tensors:
+        # Until all goes well, nobody knows what the ranks have.
+        start, sent = _sent.pop(holdings, (None, None))
+        is_fresh = sent is None or start is not holdings.tensors
+        if sent is None or is_fresh:
             sent = _SentToRanks()
-        _sent.pop(holdings, None)  # unless all goes well, nobody knows what the ranks have
         pickled = pickle_job(self._run, self._model.outline.known, sent.tensors, ModelPatcher)
         self._packs = tuple(
             name for name in self._facts.packs if name != _OWN and _is_used(name, pickled.modules)
@@ -244,14 +250,15 @@ class _ShippedJob:
         is_known = self._model.known_by is sent
         head = Head(
             job=pickled.data,
+            is_fresh=is_fresh,
             dropped=tuple(sent.tensors.take_dropped()),
             facts=None if sent.facts == self._facts.packed else self._facts.packed,
             packs=self._packs,
             mode=self._model.verdict.mode,
-            prints=None if is_known else self._model.outline.prints,
+            prints=None if is_known else self._model.outline.file_prints(),
         )
-        sent.facts, self._model.known_by = self._facts.packed, sent
-        _sent[holdings] = (holdings.tensors, sent)
+        sent.facts = self._facts.packed
+        self._sent_now = (holdings, sent)
         return pack_payload(head, pickled.tensors)
 
 

@@ -35,11 +35,13 @@ class SamplerRun:
 
 @dataclass(frozen=True)
 class Head:
-    """`job`: a pickled SamplerRun; `dropped`: numbers of tensors that no job will name again; `facts`: pickled
-    ProcessFacts, None where the ranks have them; `packs`: the packs whose code the job has; `mode`: a token mode, as
-    far as the class is proven; `prints`: of the loader's parameters, None where the ranks have compared them."""
+    """`job`: a pickled SamplerRun; `is_fresh`: it names no tensor of an earlier job; `dropped`: numbers of tensors that
+    no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
+    job has; `mode`: a token mode, as far as the class is proven; `prints`: of the loader's parameters, None where the
+    ranks have compared them."""
 
     job: bytes
+    is_fresh: bool
     dropped: tuple[int, ...]
     facts: bytes | None
     packs: tuple[str, ...]

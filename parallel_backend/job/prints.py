@@ -14,9 +14,9 @@ OTHER_WEIGHTS = "not the file's weights: "
 Print = tuple[str, tuple[int, ...], bytes]
 
 
-def print_of(tensor: Tensor) -> Print | None:
-    """(dtype, shape, the bytes of a few values); None for one whose values cannot be read by place, such as a quantised
-    one or one on the meta device."""
+def print_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Print | None:
+    """(dtype, shape, the bytes of a few values), cast to `dtype` where there is one; None for a tensor whose values
+    cannot be read by place, such as a quantised one or one on the meta device."""
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if tensor.is_meta or not is_plain or not tensor.numel() or not tensor.is_contiguous():
         return None
@@ -24,8 +24,8 @@ def print_of(tensor: Tensor) -> Print | None:
     places = torch.arange(min(_VALUES, flat.numel()))
     if flat.numel() > _VALUES:
         places = places * _SPREAD % flat.numel()
-    values = flat[places.to(flat.device)].cpu().contiguous()
-    return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
+    values = flat[places.to(flat.device)].to(dtype=dtype or tensor.dtype).cpu().contiguous()
+    return str(values.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
 
 
 def prints_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Print]:
@@ -35,10 +35,11 @@ def prints_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Print]:
 
 
 def differing(tensors: Mapping[str, Tensor], prints: Mapping[str, Print]) -> list[str]:
-    """The names of tensors of the same dtype and shape whose values are others than in `prints`."""
+    """The names of tensors whose values are others than in `prints`, in the dtype of those."""
     found = []
     for name, (dtype, shape, values) in prints.items():
-        own = print_of(tensors[name]) if name in tensors else None
-        if own is not None and own[:2] == (dtype, shape) and own[2] != values:
+        cast = getattr(torch, dtype.removeprefix("torch."))
+        own = print_of(tensors[name], cast) if name in tensors else None
+        if own is not None and own[1:] != (shape, values):
             found.append(name)
     return found

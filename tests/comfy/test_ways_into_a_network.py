@@ -13,6 +13,7 @@ import pytest
 
 from any_graphs import AnyGraph
 from any_runs import latents
+from comfyui_client import PromptFailed
 from differences import relative_difference
 
 TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
@@ -85,3 +86,26 @@ def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, pl
     expected = {"before": found["stock"], "behind": found["stock"], "afterwards": plain[kind]}
     differences = {name: relative_difference(found[name], latent) for name, latent in expected.items()}
     assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before):
+    """No device has it whole beside its block's turn."""
+    graph = AnyGraph(packs, "wan_t2v")
+    request, source = graph.request(), graph.stock()
+    choice, reach = {"ulysses": 2, "shard_weights": True}, {"way": "weight_in_place"}
+    if before:
+        changed = [graph.add("TestReach", model=source, **reach), 0]
+        ours = [graph.parallel(changed, **choice), 0]
+    else:
+        ours = [graph.add("TestReach", model=[graph.parallel(source, **choice), 0], **reach), 0]
+    sampled = graph.ksampler(ours, *request, steps=2, cfg=1.0)
+    try:
+        with pytest.raises(
+            PromptFailed, match=r"changed the weight .*ffn\.2\.weight.*set shard_weights to off"
+        ):
+            latents(packs, graph, {"refused": sampled})
+    finally:
+        undo = AnyGraph(packs, "wan_t2v")
+        undo.add("TestUndo", model=undo.stock(), after=undo.request()[2])
+        packs.run(undo.prompt)

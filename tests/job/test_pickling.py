@@ -198,7 +198,7 @@ def test_a_quantised_tensor_goes_by_its_parts(rank):
 
 
 def test_a_payload_is_plain_values_and_copies():
-    head = Head(b"job", (1,), None, ("pack",), "stay", {"a": ("torch.float32", (1,), b"1234")})
+    head = Head(b"job", True, (1,), None, ("pack",), "stay", {"a": ("torch.float32", (1,), b"1234")})
     found, tensors = unpack_payload(pack_payload(head, {"7": torch.ones(2)}))
     assert found == head
     assert torch.equal(tensors[7], torch.ones(2))

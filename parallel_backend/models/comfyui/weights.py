@@ -63,6 +63,10 @@ class ComfyUIWeights:
         self._ignored = {*_beside_children(self._module), *absent}
         self._applied = AppliedPatches(self._set)  # by name
 
+    def originals(self) -> dict[str, Tensor]:
+        """The file's own values by the names that ComfyUI's model has for them, in the file's dtypes."""
+        return {PREFIX + key: value for key, value in self._stored.items()}
+
     def check(self, patches: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> None:
         """Raises RequestError, naming the tensor, for changes that do not fit this model. Changes nothing."""
         for key, changes in by_key(patches).items():

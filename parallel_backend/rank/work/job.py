@@ -7,7 +7,7 @@ import io
 import random
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from ...job.restore import Replaced, make_changes, restored, set_replaced
 from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
 from ...models.comfyui.jobs.packages import Packages, quiet_server
-from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher, unpatched
+from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher
 from ...models.comfyui.jobs.samplers import run_guider, sampler_of
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
@@ -48,11 +48,19 @@ if TYPE_CHECKING:
     from ...models.comfyui.model import ComfyUIModel
 
 
+_SHARDED = (
+    "A node has changed the weight {name}, which shard_weights cannot share out; set shard_weights to off."
+)
+
+
 class _JobModel:
     """What jobs need of a model for as long as it is held: its patcher, and how it was loaded."""
 
     def __init__(self, model: ComfyUIModel) -> None:
         self.patcher = root_patcher(model)
+        self.is_sharded = model.byte_sharding is not None
+        weights: Any = model.weights
+        self.originals: Mapping[str, Tensor] = weights.originals()
         self.state = NetworkState(self.base.diffusion_model, model.regions)
         # ComfyUI takes a model whose patcher is gone for a leak, and collects all garbage.
         self.last_patcher: object = None
@@ -137,6 +145,8 @@ class Jobs:
 
     def _read(self, held: _JobModel, head: Head, new: dict[int, Tensor]) -> SamplerRun:
         """Makes the job again on all ranks, or fails on all of them."""
+        if head.is_fresh:
+            self._tensors.clear()
         for number in head.dropped:
             self._tensors.pop(number, None)
         self._tensors |= new
@@ -159,10 +169,13 @@ class Jobs:
                 tensors=self._tensors,
             )
             if head.prints is not None:
-                others = differing(unpatched(held.patcher), head.prints)
+                others = differing(held.originals, head.prints)
                 if others:
                     raise RequestError(OTHER_WEIGHTS + ",".join(others))
             job: SamplerRun = unpickle_job(head.job, here)
+            changed = [one for one in job.changes if one.kind == "parameter"]
+            if held.is_sharded and changed:
+                raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
         except Exception as failure:
             error = failure if isinstance(failure, ParallelError) else _as_refusal(failure)
         agree(self._layouts.world, error)

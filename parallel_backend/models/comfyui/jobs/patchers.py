@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,15 +54,6 @@ def other_patcher(device: torch.device) -> Any:
         cached_patcher_init=None,
     )
     return found
-
-
-def unpatched(patcher: Any) -> Mapping[str, torch.Tensor]:
-    """The parameters as they are without LoRAs."""
-    backup = patcher.backup
-    return {
-        name: backup[name].weight if name in backup else value
-        for name, value in patcher.model.named_parameters()
-    }
 
 
 def _kind_of(base: type, *, is_sharded: bool) -> type:
