@@ -77,7 +77,7 @@ def _of_module(
     if not is_same_class(type(changed), type(pristine)):
         yield NetworkChange("class", path, "", type(changed))
     for name, value in changed.__dict__.items():
-        if not _is_note(name) and _differs(name, value, pristine):
+        if not is_note(name) and _differs(name, value, pristine):
             yield NetworkChange("attribute", path, name, value)
     for name in HOOKS:
         if changed.__dict__.get(name):
@@ -94,7 +94,8 @@ def _of_module(
             yield from _of_module(child, before, f"{path}.{name}".lstrip("."), known, seen, paths)
 
 
-def _is_note(name: str) -> bool:
+def is_note(name: str) -> bool:
+    """True for an attribute of a module that is torch's, or that ComfyUI notes for itself."""
     return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(_NOTES_END)
 
 

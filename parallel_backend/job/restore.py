@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .changes import HOOKS, NetworkChange
+from .changes import HOOKS, NetworkChange, is_note
 
 _DICTS = ("_modules", *HOOKS)
 
@@ -27,8 +27,8 @@ class Replaced:
 
 @contextlib.contextmanager
 def restored(base: nn.Module) -> Iterator[None]:
-    """Afterwards every module has the class, functions, hooks and children that it had; weights, and what ComfyUI's
-    memory manager notes of them, stay."""
+    """Afterwards every module has the class, attributes, hooks and children that it had, so that nothing which a node
+    keeps on the network reaches the next job; weights, and what ComfyUI notes of them, stay."""
     before = [
         (module, type(module), dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _DICTS})
         for module in base.modules()
@@ -43,7 +43,7 @@ def restored(base: nn.Module) -> Iterator[None]:
 
 
 def _restore_state(now: dict[str, Any], state: dict[str, Any], nested: dict[str, dict[str, Any]]) -> None:
-    for name in [name for name, value in now.items() if name not in state and callable(value)]:
+    for name in [name for name in now if name not in state and not is_note(name)]:
         del now[name]
     for name, value in state.items():
         if name in nested:
@@ -51,7 +51,7 @@ def _restore_state(now: dict[str, Any], state: dict[str, Any], nested: dict[str,
             if value != nested[name]:
                 value.clear()
                 value.update(nested[name])
-        elif callable(value):
+        elif not is_note(name):
             now[name] = value
 
 

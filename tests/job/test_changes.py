@@ -133,6 +133,17 @@ def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network]
     assert made == ([Other] if way is of_class else [])
 
 
+def test_what_a_node_keeps_on_the_network_while_it_runs_goes_with_the_job():
+    _, there = pair()
+    there.blocks[0].comfy_patched_weights = False
+    with restored(there):
+        there.previous_residual, there.blocks[1].scale = torch.ones(2), 7.0
+        there.blocks[0].comfy_patched_weights = True
+    assert not hasattr(there, "previous_residual")
+    assert there.blocks[1].scale == 2.0
+    assert there.blocks[0].comfy_patched_weights is True  # ComfyUI's own
+
+
 def test_a_parameter_is_replaced_for_one_job():
     _, there = pair()
     x = torch.randn(2, 4)

@@ -31,6 +31,7 @@ from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_p
 from ...models.comfyui.jobs.samplers import run_guider, sampler_of
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
+from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, take_loop_state
 from ...wire.protocol import RankRun, RunJob
 from ..outcome.agreement import RanksApart, agree
@@ -153,7 +154,7 @@ class Jobs:
         error: Exception | None = None
         try:
             if head.facts is not None:
-                self._packages = _packages(unpack_facts(head.facts))
+                self._packages = self._packages_of(unpack_facts(head.facts))
             packages = self._packages
             if packages is None:
                 raise RequestError("A job came before what the devices need to know of ComfyUI.")
@@ -180,6 +181,17 @@ class Jobs:
             error = failure if isinstance(failure, ParallelError) else _as_refusal(failure)
         agree(self._layouts.world, error)
         return replace(job, replaced=[_rerouted(one) for one in job.replaced])
+
+    def _packages_of(self, facts: ProcessFacts) -> Packages:
+        ranks = range(self._layouts.world.world_size)
+        return Packages(
+            facts.comfyui,
+            facts.own,
+            facts.packs,
+            facts.search_path,
+            facts.folders,
+            lambda: heartbeat.inside("the agreement on a job", ranks),
+        )
 
 
 class _RunningJob:
@@ -280,10 +292,6 @@ def _as_refusal(error: Exception) -> RequestError:
     refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
     refusal.__cause__ = error
     return refusal
-
-
-def _packages(facts: ProcessFacts) -> Packages:
-    return Packages(facts.comfyui, facts.own, facts.packs, facts.search_path, facts.folders)
 
 
 def _rerouted(one: Replaced) -> Replaced:

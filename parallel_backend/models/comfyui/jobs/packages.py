@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib
 import importlib.util
@@ -10,7 +9,8 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -75,7 +75,8 @@ def quiet_server() -> Any:
 
 
 class Packages:
-    """Of one rank. `packs`: those of ComfyUI's process by their name there, with (file, True if it is a package)."""
+    """Of one rank. `packs`: those of ComfyUI's process by their name there, with (file, True if it is a package);
+    `waiting`: around the wait for another rank's turn, so that the one that hangs is known."""
 
     def __init__(
         self,
@@ -84,8 +85,9 @@ class Packages:
         packs: Mapping[str, tuple[str, bool]],
         search_path: Sequence[str],
         folders: Mapping[str, Any],
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._own, self._packs = f"{own}.", dict(packs)
+        self._own, self._packs, self._waiting = f"{own}.", dict(packs), waiting
         _put_comfyui_first(Path(comfyui))
         sys.path += [entry for entry in search_path if entry and entry not in sys.path]
         folder_paths = importlib.import_module("folder_paths")
@@ -103,7 +105,7 @@ class Packages:
         missing = [name for name in self._packs if name in names and name not in sys.modules]
         if not missing:
             return
-        with _taking_turns():
+        with self._turn():
             for name in missing:
                 try:
                     self._import_pack(name)
@@ -130,6 +132,13 @@ class Packages:
             _import_below(pack, name)
         return sys.modules[name]
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with (Path(tempfile.gettempdir()) / f"parallel-imports-{os.getppid()}").open("w") as file:
+            with self._waiting():
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def _import_pack(self, name: str) -> None:
         file, is_package = self._packs[name]
         folders = [str(Path(file).parent)] if is_package else None
@@ -149,13 +158,6 @@ def _put_comfyui_first(root: Path) -> None:
     for name in _TOP & set(sys.modules):
         if not (getattr(sys.modules[name], "__file__", None) or "").startswith(str(root)):
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _taking_turns() -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / f"parallel-imports-{os.getppid()}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _import_below(pack: str, name: str) -> None:
