@@ -175,7 +175,7 @@ class _Arrival:
 class _Shared:
     """A parameter of a part: where it belongs, and of which plain tensors it is made (dtype, shape, first byte).
 
-    `absent` stands for it between turns: code may ask for its dtype and device.
+    `absent` stands for it between turns, with one number in memory: code may ask for its shape, dtype and device.
     """
 
     owners: Owners
@@ -209,7 +209,7 @@ class _Part:
                 found.append((tensor, end))
                 end += _aligned(tensor.nbytes)
             absent = nn.Parameter(
-                torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape),
+                torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape),
                 requires_grad=False,
             )
             self._shared[name] = _Shared(owners, pieces, put_together, absent)

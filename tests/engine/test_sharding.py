@@ -12,7 +12,7 @@ from torch import nn
 
 from comfy_changes import changes
 from comfy_weight_files import CPU, inputs, spec, write
-from differences import relative_difference
+from differences import numbers_held, relative_difference
 from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.blocks.step_cache import ModuleCache
@@ -74,7 +74,7 @@ def sharded_answers(world, paths):
         model.weights.apply((), {})
         restored = answer(model)
         held = sum(share.nbytes for share in sharding.shares)
-        left = sum(p.numel() for p in model.module.parameters())
+        left = sum(map(numbers_held, model.module.parameters()))
         if world.rank == 1:
             for share in sharding.shares:
                 share.data.zero_()
@@ -167,8 +167,8 @@ def load_all(world, path, dtype):
     model = load_under(
         spec(path, weight_dtype=dtype), Layouts(world), ParallelStrategy(cfg_degree=2, shard_weights=True)
     )
-    held = sum(p.nbytes for chunk in model.chunks for p in chunk.parameters())
-    return held, [c.numel() for c in model.module.parameters()], answer(model)
+    held = sum(numbers_held(p) * p.element_size() for chunk in model.chunks for p in chunk.parameters())
+    return held, list(map(numbers_held, model.module.parameters())), answer(model)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float8_e4m3fn"])
@@ -237,7 +237,7 @@ def run_into_an_error(world):
     ):  # the second block of the second call is another one than was fetched ahead
         with suppress(IndexError), sharding.call():
             module(torch.eye(3), order)
-    left = [parameter.numel() for parameter in module.parameters()]
+    left = list(map(numbers_held, module.parameters()))
     with sharding.call():
         return left, module(torch.eye(3), (0, 1))
 

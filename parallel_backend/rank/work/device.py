@@ -75,4 +75,6 @@ def weight_bytes(chunks: Iterable[nn.Module], device: torch.device) -> int:
 
 def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a shard's own rows
-    return local.nbytes if local.device.type == device.type else 0
+    # What stands for an absent weight has its shape, and one number in memory.
+    taken = min(local.nbytes, local.untyped_storage().nbytes())
+    return taken if local.device.type == device.type else 0
