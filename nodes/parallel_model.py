@@ -17,7 +17,7 @@ from .links import CATEGORY, ParallelModel, compile_input, model_output, paralle
 from .model.parallel_model import make_parallel
 from .model.patcher import StepwisePatcher
 from .model.source import spec_of
-from .stock_run import start_run
+from .stock_run import stock_run
 
 
 def over_devices(
@@ -30,7 +30,7 @@ def over_devices(
     RequestError, StrategyError or CheckpointError."""
     if not SHIPS_JOBS:
         return make_parallel(source, spec, settings, computing)
-    patcher = make_job_patcher(source, spec, settings, computing, Ship(start_run))
+    patcher = make_job_patcher(source, spec, settings, computing, Ship(stock_run))
     return ParallelModel(spec, patcher.job_model.file, patcher)
 
 

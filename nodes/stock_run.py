@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.planner.rules import StrategySettings
@@ -62,10 +62,15 @@ class StockRun:
         _send(shown)
 
 
-def start_run(settings: StrategySettings, file: ModelFile) -> tuple[RunRecord, Callable[[bool], None]]:
-    """Begins a run of a job that is shipped whole: its record, and what ends it."""
-    run = StockRun(settings, file)
-    return run.record, lambda is_whole: run.end(whole=is_whole)
+@contextmanager
+def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord]:
+    """Records a job that is shipped whole; inside is the run."""
+    run, is_whole = StockRun(settings, file), False
+    try:
+        yield run.record
+        is_whole = True
+    finally:
+        run.end(whole=is_whole)
 
 
 def _send(output: Output | None) -> None:

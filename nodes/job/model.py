@@ -33,7 +33,8 @@ _KEY = "parallel"
 
 @dataclass(eq=False)
 class ShippedModel:
-    """What is known of a MODEL for its jobs. `known_by`: the ranks that have compared their weights with its prints."""
+    """A MODEL as its jobs need it. `known_by`: what the ranks were sent that have compared their weights with its
+    prints."""
 
     spec: ModelSpec
     verdict: Verdict

@@ -50,8 +50,8 @@ class Outline:
         self._sent: dict[str, tuple[Print | None, nn.Parameter]] = {}
 
     def changes(self) -> list[NetworkChange]:
-        """What nodes have changed of the network, before Parallel Model and since. Raises RequestError for weights that
-        only the ranks have."""
+        """Finds what nodes have changed of the network, before Parallel Model and since. Raises RequestError for
+        weights that only the ranks have."""
         now = dict(self._unpatched(self.base.named_parameters()))
         new = {
             name for name, value in self.base.named_parameters() if value is not self._parameters.get(name)
@@ -68,15 +68,15 @@ class Outline:
         return [*changes_of(self.base, self.pristine, self.known), *sent]
 
     def note_other_weights(self, names: Iterable[str]) -> None:
-        """The ranks have other values in these: a node has changed them before Parallel Model."""
+        """Notes parameters whose values in the ranks are others: a node has changed them before Parallel Model."""
         self._others |= set(names)
 
     def file_prints(self) -> dict[str, Print]:
-        """Of the parameters that are the file's, as far as is known: the ranks compare them with theirs."""
+        """Returns the prints of parameters that are the file's as far as is known, for the ranks to compare."""
         return {name: mark for name, mark in self.prints.items() if name not in self._others}
 
     def _copy(self, name: str, value: Tensor) -> nn.Parameter:
-        """The same copy as long as the values are the same, so that it is sent once."""
+        """Returns the same copy as long as the values are the same, so that it is sent once."""
         if value.is_meta:
             raise refusal(f"a node that changes weights of the network, which the devices hold ({name})")
         mark = print_of(value)
@@ -110,7 +110,7 @@ class Outline:
 
 
 def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
-    """The same model as ComfyUI builds it, on the meta device."""
+    """Builds the same model as ComfyUI does, on the meta device."""
     kind = next(kind for kind in type(source).__mro__ if kind.__module__.startswith("comfy."))
     log = logging.getLogger()
     level = log.level
@@ -126,8 +126,8 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
 
 
 def _without_its_own(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:
-    """Its network and what every BaseModel has; what its class makes of a file besides looks like a change, and is
-    sent."""
+    """Builds its network and what every BaseModel has; what its class makes of a file besides looks like a change, and
+    is sent."""
     base: Any = kind.__new__(kind)
     network = next(one for one in type(source.diffusion_model).__mro__ if one.__module__.startswith("comfy."))
     comfy.model_base.BaseModel.__init__(

@@ -31,7 +31,7 @@ _searched: dict[int, _Searched] = {}
 
 
 def loaded_packs() -> Packs:
-    """The packs that ComfyUI has imported, in their order: it calls each by its path."""
+    """Lists the packs that ComfyUI has imported, in their order: it calls each by its path."""
     found: Packs = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -41,8 +41,8 @@ def loaded_packs() -> Packs:
 
 
 def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
-    """What packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. What is as it was
-    when it was searched last is not searched again."""
+    """Finds what packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. Searches
+    again only what differs from the last search."""
     extras = str(Path(comfyui) / "comfy_extras")
     folders = tuple(
         f"{Path(file).parent}{os.sep}" if is_package else file
@@ -85,7 +85,7 @@ def _of_class(kind: type, module: str, folders: tuple[str, ...]) -> _Searched:
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """With methods of the class itself that a pack has put under another name."""
+    """Finds a class's attributes that are a pack's, and its own methods that a pack has put under another name."""
     values = [(key, _plain(value), value) for key, value in vars(kind).items()]
     is_touched = any(_is_of(plain, folders) for _, plain, _ in values)
     for key, plain, value in values:

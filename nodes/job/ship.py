@@ -6,6 +6,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,14 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RankFailed, RequestError
 from ...parallel_backend.job import reducers
 from ...parallel_backend.job.payload import Head, ProcessFacts, SamplerRun, pack_facts, pack_payload
 from ...parallel_backend.job.pickling import SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.planner.history import record_run
 from ...parallel_backend.planner.plan import job_from_latent
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
@@ -35,7 +38,6 @@ from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import RunRecord, interrupted, plan_job, ranks_for, report_progress
 from ..host.comfyui_flags import comfyui_root
 from ..model.options import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE
-from ..model.plans import record_run
 from .model import JobPatcher
 from .replaced import Packs, loaded_packs, replaced_by
 
@@ -51,11 +53,15 @@ _FOLDERS = (
     "temp_directory",
     "input_directory",
 )
-StartRun = Callable[[StrategySettings, ModelFile], tuple[RunRecord, Callable[[bool], None]]]
+_ELSEWHERE = (
+    "Jobs that are shipped whole run on this computer's devices only, and {devices} are on other machines. Choose "
+    "devices of this computer, or start ComfyUI without PARALLEL_SAMPLING_JOBS."
+)
+RecordRun = Callable[[StrategySettings, ModelFile], AbstractContextManager[RunRecord]]
 
 
 class _SentToRanks:
-    """What the ranks of one start were sent."""
+    """The tensors and facts that the ranks of one start were sent."""
 
     def __init__(self) -> None:
         self.tensors = SentTensors()
@@ -63,7 +69,7 @@ class _SentToRanks:
 
 
 class _Facts:
-    """Of this process, made anew when a module has been imported."""
+    """The facts of this process, made anew when a module has been imported."""
 
     def __init__(self) -> None:
         self._modules = -1
@@ -86,18 +92,18 @@ _sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weak
 
 
 def _plain(value: Any) -> Any:
-    """Folders by name as plain lists and sets."""
+    """Makes folders by name plain lists and sets."""
     if not isinstance(value, dict):
         return value
     return {name: (list(paths), set(extensions)) for name, (paths, extensions) in value.items()}
 
 
 class Ship:
-    """The wrapper around a guider's `outer_sample`, the first of all. `start_run`: begins the record of a run that no
-    node of the pack's records; gives it, and what ends it (True: it came to its end)."""
+    """The wrapper around a guider's `outer_sample`, the first of all. `record_run`: records a run for which no node of
+    the pack has a record."""
 
-    def __init__(self, start_run: StartRun) -> None:
-        self._start_run = start_run
+    def __init__(self, record_run: RecordRun) -> None:
+        self._record_run = record_run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (reducers.make_passing, ())
@@ -119,19 +125,12 @@ class Ship:
         patcher: JobPatcher = guider.model_patcher
         options = patcher.model_options["transformer_options"]
         settings = options.get(SETTINGS, StrategySettings())
-        record: RunRecord | None = options.get(RECORD)
-        end: Callable[[bool], None] = lambda whole: None  # noqa: E731
-        if record is None:
-            record, end = self._start_run(settings, patcher.job_model.file)
         arguments = (noise, latent_image, sampler, sigmas, denoise_mask, seed)
-        is_whole = False
-        try:
+        known: RunRecord | None = options.get(RECORD)
+        new = self._record_run(settings, patcher.job_model.file) if known is None else nullcontext(known)
+        with new as record:
             job = _ShippedJob(patcher, guider, executor.wrappers, arguments, latent_shapes, self)
-            latent = job.run(settings, record, callback)
-            is_whole = True
-        finally:
-            end(is_whole)
-        return latent
+            return job.run(settings, record, callback)
 
 
 class _ShippedJob:
@@ -160,15 +159,18 @@ class _ShippedJob:
             latent_shapes=latent_shapes,
             replaced=replaced_by(self._facts.packs, comfyui_root(), _OWN),
             changes=self._model.outline.changes(),
-            random_states=(torch.get_rng_state(), random.getstate(), numpy.random.get_state()),
+            random_states=_random_states(patcher.load_device),
             cache_threshold=float(self._options.get(STEP_CACHE) or 0.0),
         )
 
     def run(
         self, settings: StrategySettings, record: RunRecord, callback: Callable[..., None] | None
     ) -> Tensor:
-        """The latent, on the device of the one that came."""
+        """Returns the latent, on the device of the one that came."""
         plan = self._plan(settings)
+        elsewhere = [device for device in plan.devices if machine_of(device)]
+        if elsewhere:
+            raise RequestError(_ELSEWHERE.format(devices=", ".join(elsewhere)))
         try:
             result = self._sample(plan, callback)
         except RequestError as error:
@@ -266,7 +268,13 @@ def _is_used(pack: str, modules: frozenset[str]) -> bool:
     return any(name == pack or name.startswith(f"{pack}.") for name in modules)
 
 
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of torch, Python, numpy and, where models sample on a GPU, of its generator."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), on_device
+
+
 def _prompt_length(guider: comfy.samplers.CFGGuider) -> int:
-    """Tokens of the first prompt that has any."""
+    """Counts the tokens of the first prompt that has any."""
     contexts = (cond.get("cross_attn") for conds in guider.conds.values() for cond in conds)
     return next((int(one.shape[-2]) for one in contexts if isinstance(one, Tensor) and one.ndim > 1), 0)

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ...parallel_backend.job.pickling import LOADED_STATE
 from .unsupported import refusal
 
 # Larger buffers are weights by another name.
 _SMALL = 1 << 20  # bytes
-# What ComfyUI's memory manager and LoRAs have put beside the weights of a module that was loaded.
-_LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
+# What LoRAs have put beside the weights of a module that was loaded.
 _FUNCTIONS = ("weight_function", "bias_function")
 _LOWVRAM = "_lowvram_function"
 
@@ -58,7 +58,7 @@ def without_loaded_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
     state = {
         key: value
         for key, value in attributes.items()
-        if key not in _LOADED_STATE and not key.endswith(_LOWVRAM)
+        if key not in LOADED_STATE and not key.endswith(_LOWVRAM)
     }
     return state | {key: [] for key in _FUNCTIONS if key in state}
 

@@ -21,7 +21,7 @@ HEAD = "job"  # the name of the tensor of bytes
 class SamplerRun:
     """A job: ComfyUI's guider with the wrappers around its `outer_sample`. `arguments`: noise, latent, sampler, sigmas,
     mask and seed; `latent_shapes`: as ComfyUI passes them; `replaced`: in ComfyUI's modules; `changes`: of the network;
-    `random_states`: of torch, Python and numpy; `cache_threshold`: of the step cache, 0 without one."""
+    `random_states`: of torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one."""
 
     guider: Any
     wrappers: Sequence[Any]
@@ -29,7 +29,7 @@ class SamplerRun:
     latent_shapes: Any
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
-    random_states: tuple[Any, Any, Any]
+    random_states: tuple[Any, ...]
     cache_threshold: float = 0.0
 
 
@@ -62,6 +62,7 @@ class ProcessFacts:
 
 
 def pack_facts(facts: ProcessFacts) -> bytes:
+    """Writes the facts down; unpickling.unpack_facts reads them."""
     return pickle.dumps(_values(facts))
 
 

@@ -20,13 +20,29 @@ _STORES = {
     "DELETE_GLOBAL",
     "IMPORT_NAME",
 }
-_CHANGES = frozenset(
-    (
-        *("append", "update", "setdefault", "pop", "clear", "add", "extend", "insert", "remove", "popitem"),
-        *("copy_", "add_", "mul_", "sub_", "div_", "zero_", "fill_", "step", "register_buffer"),
-        *("random", "randint"),
-    )
-)
+_CHANGES = {
+    "append",
+    "update",
+    "setdefault",
+    "pop",
+    "clear",
+    "add",
+    "extend",
+    "insert",
+    "remove",
+    "popitem",
+    "copy_",
+    "add_",
+    "mul_",
+    "sub_",
+    "div_",
+    "zero_",
+    "fill_",
+    "step",
+    "register_buffer",
+    "random",
+    "randint",
+}
 _TRUSTED = ("torch", "comfy.", "einops", "math", "builtins", "numpy", "functools", "typing")
 _DEEPEST = 4  # calls that are followed
 _known: dict[types.CodeType, bool] = {}

@@ -23,7 +23,7 @@ EMPTY_CELL = "parallel: an empty cell"
 
 @dataclass
 class RankObjects:
-    """What a rank has itself. `resolve`: finds a module, parameter or class of its model by the word in the pickle;
+    """What a rank has itself. `resolve`: finds a module or parameter of its model by the word in the pickle;
     `find_module`: a Python module by its name in ComfyUI's process; `replaced`: objects in place of others, by id;
     `tensors`: what was sent, by number."""
 
@@ -73,6 +73,7 @@ def make_empty(kind: Any) -> Any:
 
 
 def set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    """Fills an object that was made without attributes."""
     obj.__dict__.update(state)
 
 
@@ -82,6 +83,7 @@ def make_function(here: RankObjects, name: str, code: types.CodeType, closure: A
 
 
 def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> None:
+    """Sets a function's attributes, and the cells that it has: others may share them."""
     attributes, slots, cells = state
     internals._function_setstate(function, (attributes, slots))
     for cell, content in cells:

@@ -14,7 +14,13 @@ from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
 
-_PACKS = ("ways", *(f"packs/{name}" for name in ("popular", "routes", "raises", "breaks", "hangs", "ends")))
+# By the ending of the name that it goes by, the folder of a test-only pack.
+_PACKS = {
+    "ways": "inject_ways",
+    "popular": "inject_packs/popular",
+    "routes": "inject_packs/routes",
+    **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises")},
+}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -45,10 +51,9 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
         "PARALLEL_TEST_FORKED_RANKS": "1",
     }
     folder = Path(__file__).parent
-    for name in _PACKS:
-        (base / "custom_nodes").mkdir(exist_ok=True)
-        link = base / "custom_nodes" / f"parallel_test_{Path(name).name}"
-        link.symlink_to(folder / f"inject_{name}")
+    (base / "custom_nodes").mkdir()
+    for name, pack in _PACKS.items():
+        (base / "custom_nodes" / f"parallel_test_{name}").symlink_to(folder / pack)
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))

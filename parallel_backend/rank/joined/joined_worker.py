@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from ...cluster.model_files import find_model
 from ...engine.comm.groups import World
+from ...errors import RequestError
 from ...requests import ComfyUISource, LoadInfo, ModelSpec
 from ...wire.payloads import Tensors
 from ...wire.protocol import Load, LoadVae, Setup
@@ -37,6 +39,12 @@ class JoinedWorker(RankWorker):
         super().__init__(setup)
         self._own = own
         self.vae = _JoinedVae(self.world, self._all_good, own)
+
+    def run_job(self, *args: object, **kwargs: object) -> NoReturn:
+        """Reads no pickles: its head is another machine's ComfyUI."""
+        raise RequestError(
+            "A machine of a cluster runs no jobs that are shipped whole; choose other devices."
+        )
 
     def _locate(self, message: Load) -> ModelSpec:
         """All ranks find the file or none goes on: what comes next they do together."""

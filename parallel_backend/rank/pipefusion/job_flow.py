@@ -35,8 +35,8 @@ class FlowMeeting(Protocol):
 
 
 class JobFlow:
-    """Of one rank and job. `flows`: patches do now; `why_whole`: why none did. `request` and `answers` are what
-    PatchFlow asks of a loop."""
+    """PipeFusion of one job on one rank. `flows`: True while patches flow; `why_whole`: why none did. `request` and
+    `answers` are what PatchFlow asks of a loop."""
 
     def __init__(
         self,

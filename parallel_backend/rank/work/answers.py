@@ -13,7 +13,7 @@ from .step_boundary import StepBoundary
 
 
 class Answers:
-    """Of one rank and job. `state`: what the calls before a failure gave; None for a job that begins."""
+    """The answers of one job on one rank. `state`: what the calls before a failure gave; None for a job that begins."""
 
     def __init__(self, on_step: StepBoundary, state: LoopState | None) -> None:
         self._earlier = () if state is None else tuple(state.answers)

@@ -62,12 +62,8 @@ class NetworkState:
     def network(self) -> nn.Module:
         return self._network
 
-    def class_of(self, module: nn.Module) -> type:
-        """Its class as it was loaded."""
-        return next((kind for one, kind, _ in self._before if one is module), type(module))
-
     def find_changes(self) -> tuple[bool, bool]:
-        """(whether anybody has changed how the network computes, whether within its blocks)."""
+        """Tells whether anybody has changed how the network computes, and whether within its blocks."""
         changed = [one for one, kind, children in self._before if _is_changed(one, kind, children)]
         state = self._network.__dict__
         functions = [name for name, value in state.items() if callable(value) and name not in self._functions]
@@ -100,8 +96,8 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
     """What packs have replaced in the code of networks, which nobody sees in a call."""
     inside = [one for one in replaced if one.module.startswith(_NETWORK_CODE)]
     kernels = [one for one in inside if not one.path and is_attention(one.name)]
-    others = len(kernels) < len(inside)
-    return Foreign(bool(others), not others, not others, bool(kernels))
+    only_kernels = len(kernels) == len(inside)
+    return Foreign(takes_part=bool(inside), between=only_kernels, is_pure=only_kernels, kernel=bool(kernels))
 
 
 def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -> Foreign:
@@ -131,7 +127,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
 def mode_of(
     foreign: Foreign, kwargs: Mapping[str, Any], class_name: str, proven: str, has_blocks: bool
 ) -> str:
-    """One of TOKEN_MODES. `proven`: how far the class is."""
+    """Returns one of TOKEN_MODES. `proven`: how far the class may go by its proof."""
     if foreign.kernel or (foreign.takes_part and not (foreign.between and has_blocks)):
         return ATTENTION
     if foreign.takes_part:

@@ -55,7 +55,7 @@ _SHARDED = (
 
 
 class _JobModel:
-    """What jobs need of a model for as long as it is held: its patcher, and how it was loaded."""
+    """A held model as jobs need it: its patcher, and how it was loaded."""
 
     def __init__(self, model: ComfyUIModel) -> None:
         self.patcher = root_patcher(model)
@@ -71,7 +71,7 @@ class _JobModel:
         return self.patcher.model
 
     def find(self, word: tuple[str, ...]) -> Any:
-        """What a pickle names."""
+        """Finds what a pickle names."""
         kind = word[0]
         if kind == "base":
             return self.base
@@ -85,7 +85,7 @@ class _JobModel:
 
 
 class Jobs:
-    """Of one rank: what it keeps from job to job."""
+    """The state that a rank keeps from job to job."""
 
     def __init__(self, layouts: Layouts) -> None:
         self._layouts = layouts
@@ -236,7 +236,7 @@ class _RunningJob:
         guider = job.guider
         held.last_patcher = guider.model_patcher
         with contextlib.ExitStack() as undo:
-            _set_random_states(job.random_states)
+            _set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(restored(held.base))
             set_replaced(job.replaced, self._packages.find_module, undo)
             make_changes(held.base, job.changes, undo, lead_calls)
@@ -284,7 +284,7 @@ class _RunningJob:
 
 
 def _as_refusal(error: Exception) -> RequestError:
-    """With the line of the pack or of ComfyUI at which it was raised."""
+    """Makes `error` a refusal, with the line of the pack or of ComfyUI at which it was raised."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -295,13 +295,16 @@ def _as_refusal(error: Exception) -> RequestError:
 
 
 def _rerouted(one: Replaced) -> Replaced:
-    """Attention that a pack has put into a module leads through the router too."""
+    """Has attention that a pack has put into a module lead through the router too."""
     if one.path or not is_attention(one.name) or not callable(one.value):
         return one
     return replace(one, value=reroute(one.name, one.value))
 
 
-def _set_random_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
+def _set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    of_torch, of_python, of_numpy, of_device = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
+    if of_device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(of_device, device)

@@ -52,8 +52,8 @@ def lead_calls(kind: type) -> None:
 
 
 class ModuleMeeting:
-    """Of one rank and job. `current`: the forward that the next call runs under; `mode`: how far the class is proven;
-    `code`: what packs have replaced in the code of networks."""
+    """The meeting point of one job's calls on one rank. `current`: the forward that the next call runs under; `mode`:
+    how far the class is proven; `code`: what packs have replaced in the code of networks."""
 
     def __init__(
         self,
@@ -101,23 +101,23 @@ class ModuleMeeting:
         return self._layouts.world.rank == 0
 
     def tell(self, word: int = 0) -> int:
-        """The first rank's word, on every rank."""
+        """Returns the first rank's word on every rank."""
         words = torch.tensor([word], dtype=torch.int32)
         dist.broadcast(words, 0, group=self._layouts.world.control)
         return int(words)
 
     def take_first(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor, on every rank."""
+        """Returns the first rank's tensor on every rank."""
         tensor = tensor.contiguous()
         broadcast(tensor, 0, self._layouts.everyone, self._layouts.traffic)
         return tensor
 
     def agree_on_step(self, step: int) -> None:
-        """All ranks end the same step. Raises RanksApart."""
+        """Agrees that all ranks end the same step. Raises RanksApart."""
         agree_on_call(self._layouts.world, False, -1 - step, 0)
 
     def leave(self, error: Exception | None) -> None:
-        """All ranks end the job; raises `error`, or what another one ran into."""
+        """Ends the job on all ranks; raises `error`, or what another one ran into."""
         world = self._layouts.world
         apart = error if isinstance(error, RanksApart) else None
         if apart is None:
@@ -130,7 +130,7 @@ class ModuleMeeting:
             raise RequestError(str(apart)) if apart.differs else apart
 
     def end_round(self) -> None:
-        """A sampler asks for its next prompts: those come again from the first."""
+        """Forgets which prompts were asked for: a sampler asks for its next ones."""
         self._asked.clear()
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +164,7 @@ class ModuleMeeting:
         return answer
 
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
-        """By all ranks, or under a strategy of one device by the first, whose answer goes to all."""
+        """Computes by all ranks, or under a strategy of one device by the first, whose answer goes to all."""
         forward, world = self._current(), self._layouts.world
         if forward.layout.strategy.world_size == world.world_size:
             return forward(call, cache)
@@ -179,7 +179,7 @@ class ModuleMeeting:
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
 
     def _formed(self, parts: list[Tensor]) -> list[Tensor]:
-        """Tensors of the first rank's shapes and dtypes, on every rank; on the first its own."""
+        """Returns tensors of the first rank's shapes and dtypes on every rank; on the first, `parts` themselves."""
         words = torch.zeros(_FORM, dtype=torch.int64)
         words[0] = len(parts)
         for place, part in enumerate(parts):
@@ -196,7 +196,7 @@ class ModuleMeeting:
         return found
 
     def _take_first_ranks(self, args: tuple[Any, ...]) -> None:
-        """All ranks make the same call, with the first one's latent and sigma."""
+        """Agrees that all ranks make the same call, and gives them the first one's latent and sigma."""
         if self._layouts.world.world_size == 1:
             return
         parts = [*_parts_of(args[0]), *(one for one in args[1:2] if isinstance(one, Tensor))]
@@ -235,7 +235,7 @@ class ModuleMeeting:
         return self._cache
 
     def _numbered(self, call: ModuleCall) -> ModuleCall:
-        """By which prompts they are, and how often this step has asked for those."""
+        """Numbers the call by its prompts, and by how often this step has asked for those."""
         uuids = call.kwargs[OPTIONS]["uuids"]
         prompts = tuple(self._prompts.setdefault(one, len(self._prompts)) for one in uuids)
         self._asked[prompts] += 1
@@ -243,5 +243,5 @@ class ModuleMeeting:
 
 
 def _parts_of(latent: Any) -> list[Tensor]:
-    """A latent, or the parts of one (video and sound)."""
+    """Returns a latent as a list, or the parts of one (video and sound)."""
     return [latent] if isinstance(latent, Tensor) else list(latent)

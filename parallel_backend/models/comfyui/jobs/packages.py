@@ -17,21 +17,26 @@ from pathlib import Path
 from typing import Any
 
 # Of ComfyUI's folder; this pack and others have modules of the same names.
-_TOP = frozenset(
-    (
-        *(
-            "nodes",
-            "execution",
-            "folder_paths",
-            "latent_preview",
-            "node_helpers",
-            "comfy_extras",
-            "comfy_execution",
-        ),
-        *("comfy_api", "comfy_api_nodes", "app", "utils", "api_server", "middleware", "comfyui_version"),
-        *("cuda_malloc", "protocol", "hook_breaker_ac10a0", "comfy_config"),
-    )
-)
+_TOP = {
+    "nodes",
+    "execution",
+    "folder_paths",
+    "latent_preview",
+    "node_helpers",
+    "comfy_extras",
+    "comfy_execution",
+    "comfy_api",
+    "comfy_api_nodes",
+    "app",
+    "utils",
+    "api_server",
+    "middleware",
+    "comfyui_version",
+    "cuda_malloc",
+    "protocol",
+    "hook_breaker_ac10a0",
+    "comfy_config",
+}
 
 
 class _ComfyUIFirst(MetaPathFinder):
@@ -75,7 +80,7 @@ def quiet_server() -> Any:
 
 
 class Packages:
-    """Of one rank. `packs`: those of ComfyUI's process by their name there, with (file, True if it is a package);
+    """The modules of ComfyUI's process on one rank. `packs`: by their name there, with (file, True if it is a package);
     `waiting`: around the wait for another rank's turn, so that the one that hangs is known."""
 
     def __init__(

@@ -1,0 +1,46 @@
+"""A test-only pack that fails in rank 1, in the way that its folder is called after: `parallel_test_breaks` cannot be
+imported there, `…_hangs` never ends its import, `…_ends` ends the process and `…_raises` raises as it computes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+WAY = Path(__file__).parent.name.removeprefix("parallel_test_")
+
+
+def _is_rank_1() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+
+
+if WAY == "breaks" and _is_rank_1():
+    raise ImportError("it needs a library that is not installed")
+if WAY == "hangs" and _is_rank_1():
+    time.sleep(3600)
+
+
+def halved(apply, found):
+    if WAY == "ends" and _is_rank_1():
+        os._exit(3)
+    if WAY == "raises" and _is_rank_1():
+        raise RuntimeError("no such kernel for this device")
+    return apply(found["input"], found["timestep"], **found["c"]) * 0.5
+
+
+class Fails:
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"model": ("MODEL",)}}
+
+    def apply(self, model):
+        model = model.clone()
+        model.set_model_unet_function_wrapper(halved)
+        return (model,)
+
+
+NODE_CLASS_MAPPINGS = {f"Test{WAY.capitalize()}": Fails}
