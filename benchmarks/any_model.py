@@ -1,12 +1,10 @@
 """ComfyUI's own modules on two ranks: efficiency of sharing out tokens, what a call costs beside computing, the start.
 
-    python benchmarks/any_model.py [--rounds 7] [--only efficiency,bands,overhead,start,host] [--json]
+    python benchmarks/any_model.py [--rounds 7] [--only efficiency,bands,start,host] [--json]
 
 - efficiency: t(1) / (2 * t(2)) of a model call of a random Wan (hidden 512) over 2,048 tokens, medians of interleaved
   calls, in both ways to share tokens out;
 - bands: the same of a random UNet of SDXL's shape, 64 wide, on the latent of an image of 1024 x 1024 pixels;
-- overhead: a call of a 720p video's latent (16 x 21 x 60 x 104, and its prompt) whose module only multiplies, and the
-  pages that it touches for the first time in this process and in each rank;
 - start: a cold start of two ranks and the load of a small file, the import of comfy included;
 - host: what 2 and 4 ranks take of host memory for a file, by its format.
 """
@@ -36,9 +34,9 @@ from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY, ModelSpec, Modul
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from scripted import scripted_sidecar, scripted_weights, two_ranks
+from shipped_jobs import ship_call
 
-KINDS = ("efficiency", "bands", "overhead", "start", "host")
+KINDS = ("efficiency", "bands", "start", "host")
 GOALS = {STAY: 0.92, BLOCK: 0.85}
 BANDS_GOAL = 0.80
 SDXL = {
@@ -53,7 +51,6 @@ OVERHEAD_GOAL, START_GOAL, HOST_GOAL = 10.0, 4.0, 1.15  # ms, s, times the file
 # with 21 that is one parameter in 187, as in Flux.1.
 FORMATS = {"bf16": 6, "float8_e4m3fn": 21, "int8": 21}
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-VIDEO = (1, 16, 21, 60, 104)
 
 
 def main() -> None:
@@ -74,8 +71,6 @@ def main() -> None:
             result["efficiency"] = _efficiency(folder, args.rounds)
         if "bands" in wanted:
             result["bands"] = _bands(args.rounds)
-        if "overhead" in wanted:
-            result["overhead_ms"], result["overhead_page_faults"] = _overhead(folder, args.rounds)
         if "start" in wanted:
             result["start_s"] = _start(folder)
         if "host" in wanted:
@@ -102,8 +97,8 @@ def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
     try:
         for number in range(rounds + 1):
             for name, sidecar, placement in (("one", one, alone), (STAY, two, both), (BLOCK, two, both)):
-                call = ModuleCall((x, t), kwargs, 1, ROWS if name == "one" else name)
-                (found,) = sidecar.call(spec, call, placement)[1].step_seconds
+                call = ship_call(spec, (x, t), kwargs, ROWS if name == "one" else name)
+                (found,) = sidecar.sample(spec, call, placement).info.step_seconds
                 if number:  # the first round loads
                     seconds[name].append(found)
     finally:
@@ -151,38 +146,6 @@ def _bands(rounds: int) -> float:
     return efficiency
 
 
-def _overhead(folder: Path, rounds: int) -> tuple[float, list[int]]:
-    """(ms, page faults of this process and each rank) of all that a call takes, since its module, a script that does
-    not look at the prompt, takes next to nothing."""
-    weights = scripted_weights(folder / "scripted.safetensors", "good 0.5")
-    x, kwargs = torch.randn(VIDEO), {"prompt": torch.randn(1, 512, 4096)}
-    sidecar, times, calls = scripted_sidecar(), [], 3 * rounds
-    try:
-        for number in range(calls + 3):
-            if number == 3:  # the first calls load, and make the memory that later ones use
-                pids = (os.getpid(), *sidecar.pids)
-                before = [_page_faults(pid) for pid in pids]
-            x.add_(0)  # as a sampler's step does, so that it is sent anew
-            begun = time.perf_counter()
-            sidecar.call(weights, ModuleCall((x,), kwargs, 1), two_ranks())
-            if number >= 3:
-                times.append(1e3 * (time.perf_counter() - begun))
-        faults = [(_page_faults(pid) - first) // calls for pid, first in zip(pids, before, strict=True)]
-    finally:
-        sidecar.stop()
-    print(
-        f"a call of {list(VIDEO)} beside its module: {median(times):.1f} ms (goal {OVERHEAD_GOAL:g}), page faults "
-        f"{', '.join(map(str, faults))}",
-        flush=True,
-    )
-    return round(median(times), 2), faults
-
-
-def _page_faults(pid: int) -> int:
-    """Minor ones since its start (proc(5): minflt)."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
-
-
 def _start(folder: Path) -> float:
     spec = _wan(folder, dim=128, ffn_dim=256, num_heads=1, num_layers=1)
     sidecar, begun = Sidecar(("cpu:0", "cpu:1")), time.perf_counter()
@@ -212,7 +175,7 @@ def _host(folder: Path, form: str) -> dict[str, float]:
 
         def run(file: Path, sidecar=sidecar, placement=placement) -> None:
             spec = ModelSpec(str(file), family="comfyui", comfyui=source)
-            sidecar.call(spec, ModuleCall(args, kwargs, len(args[0])), placement)
+            sidecar.sample(spec, ship_call(spec, args, kwargs), placement)
 
         try:
             run(small)

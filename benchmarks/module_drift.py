@@ -22,9 +22,10 @@ from subject import finish
 from comfy_weight_files import spec as spec_of
 from comfy_weight_files import write
 from loop_jobs import loop_job
-from parallel_backend.requests import LoopRequest, ModelSpec, Placement
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from shipped_jobs import LoopJob, ship
 from wan_jobs import tiny_wan, wan_job
 
 STEPS = 20
@@ -40,7 +41,7 @@ class Subject:
     latent, in frames (of a video), rows and columns."""
 
     make: Callable[[Path, bool], ModelSpec]
-    job: Callable[..., LoopRequest]
+    job: Callable[..., LoopJob]
     size: tuple[int, ...]
 
 
@@ -81,11 +82,11 @@ def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]
     spec, job, found = subject.make(folder, False), subject.job(steps=STEPS), dict[str, dict[str, float]]()
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     try:
-        exact = sidecar.sample(spec, job, Placement(PIPE.replace(warmup_steps=STEPS))).latent
+        exact = sidecar.sample(spec, ship(spec, job), Placement(PIPE.replace(warmup_steps=STEPS))).latent
         for patches in PATCHES:
             for warm_up in WARM_UPS:
                 strategy = PIPE.replace(warmup_steps=warm_up, num_pipeline_patch=patches)
-                latent = sidecar.sample(spec, job, Placement(strategy)).latent
+                latent = sidecar.sample(spec, ship(spec, job), Placement(strategy)).latent
                 off = (latent - exact) / exact.abs().max()
                 row = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
                 found[f"{patches} patches, warm-up {warm_up}"] = row
@@ -117,9 +118,9 @@ def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, floa
     return {"one_s": alone, "two_s": shared, "efficiency": efficiency}
 
 
-def _steps(sidecar: Sidecar, spec: ModelSpec, job: LoopRequest, strategy: ParallelStrategy) -> list[float]:
+def _steps(sidecar: Sidecar, spec: ModelSpec, job: LoopJob, strategy: ParallelStrategy) -> list[float]:
     """Seconds of each step but the first two: the warm-up, and that in which patches begin."""
-    return list(sidecar.sample(spec, job, Placement(strategy)).info.step_seconds[2:])
+    return list(sidecar.sample(spec, ship(spec, job), Placement(strategy)).info.step_seconds[2:])
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ class Side:
 @dataclass(frozen=True)
 class Comparison:
     """`levels`: the largest difference of a pixel, of 255; `latent`: the largest of the latents, `latent_peak` the
-    largest value of one device's. `unit`: what the seconds are of, step or model call."""
+    largest value of one device's."""
 
     one: Side
     split: Side
-    unit: str
     levels: int
     latent: float
     latent_peak: float
@@ -59,7 +58,7 @@ class Comparison:
             (
                 self.split.title,
                 self.compared,
-                f"{split:g} s instead of {one:g} s per {self.unit}",
+                f"{split:g} s instead of {one:g} s per step",
                 f"largest difference {self.levels} of 255",
             )
         )
@@ -69,7 +68,7 @@ class Comparison:
         kind = "exact" if self.split.exact else "approximate"
         lines = [self._line(self.one), self._line(self.split)]
         one, split = self.step_seconds
-        lines.append(f"speed: {self.compared} ({split:g} s instead of {one:g} s per {self.unit})")
+        lines.append(f"speed: {self.compared} ({split:g} s instead of {one:g} s per step)")
         if split > one:
             lines.append("note: splitting this job costs more than it gains; one device is the faster")
         lines.append(f"largest difference: {self.levels} of 255 in the pictures ({kind})")
@@ -82,7 +81,7 @@ class Comparison:
     def _line(self, side: Side) -> str:
         on_average = self.split.skipped
         count = len(side.step_seconds)
-        units = self.unit if count == 1 else f"{self.unit}s"
+        units = "step" if count == 1 else "steps"
         middle = "mean" if on_average else "median"
         seconds = as_shown(side.step(on_average=on_average))
         return f"{side.title}: {count} {units} in {side.seconds:.3g} s, {middle} {seconds:g} s"
@@ -93,7 +92,6 @@ class Comparison:
             "headline": self.headline(),
             "titles": [self.one.title, self.split.title],
             "seconds": list(self.step_seconds),
-            "unit": self.unit,
             "compared": self.compared,
             "levels": self.levels,
             "exact": self.split.exact,

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from comfy_api.latest import io
 
 from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.models.diffusers.checkpoint import inspect_flux
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.requests import WEIGHT_DTYPES, ModelSpec
+from ..parallel_backend.requests import FP8_FAST, WEIGHT_DTYPES
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.files import model_names, model_path
-from .model.flux import make_flux_model
-from .model.patcher import check_by_hand
+from .model.header_model import open_model
+from .model.source import make_spec
+from .parallel_model import over_devices
+
+_PART = "diffusion_model"
+
+
+def model_options(weight_dtype: str) -> dict[str, object]:
+    """ComfyUI's model_options for one of WEIGHT_DTYPES."""
+    if weight_dtype == "auto":
+        return {}
+    if weight_dtype == FP8_FAST:
+        return {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
+    return {"dtype": getattr(torch, weight_dtype)}
 
 
 def load_parallel_model(
@@ -23,12 +36,14 @@ def load_parallel_model(
     settings: StrategySettings,
     computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> ParallelModel:
-    """A Flux.1 file for the engine of diffusers' modules. Starts nothing. Raises CheckpointError or StrategyError."""
-    file = inspect_flux(path)
-    devices_of_a_run(settings.devices)  # refused here, not when sampling starts
-    check_by_hand(settings, file.shape)
-    spec = ModelSpec(path=path, weight_dtype=weight_dtype)
-    return ParallelModel(spec, file, make_flux_model(spec, file, settings, computing))
+    """The model of a Flux.1 file. Reads its header and starts no ranks. Raises CheckpointError for other files,
+    RequestError or StrategyError."""
+    inspect_flux(path)
+    devices_of_a_run(settings.devices)
+    options = model_options(weight_dtype)
+    return over_devices(
+        open_model(path, _PART, options), make_spec(path, _PART, options), settings, computing
+    )
 
 
 class ParallelFluxLoader(io.ComfyNode):

@@ -10,12 +10,10 @@ from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import ModelSpec
 from .host.settings import default_settings, fingerprint
-from .job.model import SHIPS_JOBS, JobPatcher, make_job_patcher
-from .job.ship import Ship
+from .job.catch import Catch, catch_calls
+from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
-from .model.parallel_model import make_parallel
-from .model.patcher import StepwisePatcher
 from .model.source import spec_of
 from .stock_run import stock_run
 
@@ -28,9 +26,8 @@ def over_devices(
 ) -> ParallelModel:
     """`source`, whose weights are `spec`'s, over the devices. Reads no weights and starts no ranks. Raises
     RequestError, StrategyError or CheckpointError."""
-    if not SHIPS_JOBS:
-        return make_parallel(source, spec, settings, computing)
-    patcher = make_job_patcher(source, spec, settings, computing, Ship(stock_run))
+    patcher = make_job_patcher(source, spec, settings, computing, Catch(stock_run))
+    catch_calls(patcher)
     return ParallelModel(spec, patcher.job_model.file, patcher)
 
 
@@ -79,7 +76,7 @@ class ParallelModelNode(io.ComfyNode):
         compile: str = AUTO,
     ) -> io.NodeOutput:
         check_links(model=model, strategy=strategy)
-        if isinstance(model, (StepwisePatcher, JobPatcher)):
+        if isinstance(model, JobPatcher):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )

@@ -16,11 +16,10 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.calls import RunRecord
 from .host.progress import rank_bars
+from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS
-from .model.patcher import StepwisePatcher
-from .stock_run import WHY_STEPWISE
 from .two_runs import check_comparable, check_is_picture, run_twice, show_comparison
 
 
@@ -64,7 +63,7 @@ class ProveSampler(io.ComfyNode):
         check_comparable(settings)
 
         def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
-            record = RunRecord(stepwise_because=WHY_STEPWISE)
+            record = RunRecord()
             model = patcher.clone()
             model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
             changed = {**inputs, name: _with_model(inputs[name], model)}
@@ -73,21 +72,21 @@ class ProveSampler(io.ComfyNode):
         two = run_twice(settings, run)
         plan = two.record.plan
         has_cfg = plan is not None and plan.job.has_cfg
-        return show_comparison(cls, vae, two, patcher.model.diffusion_model.file, has_cfg=has_cfg)
+        return show_comparison(cls, vae, two, patcher.job_model.file, has_cfg=has_cfg)
 
 
-def _parallel_input(inputs: dict[str, object]) -> tuple[str, StepwisePatcher]:
+def _parallel_input(inputs: dict[str, object]) -> tuple[str, JobPatcher]:
     """The input that brings the parallel model, itself or in a guider. Raises RequestError where none does."""
     for name, value in inputs.items():
         model = getattr(value, "model_patcher", value)
-        if isinstance(model, StepwisePatcher):
+        if isinstance(model, JobPatcher):
             return name, model
     raise RequestError("No parallel model comes into this sampler; put Parallel Model behind its loader.")
 
 
-def _with_model(value: object, model: StepwisePatcher) -> object:
+def _with_model(value: object, model: JobPatcher) -> object:
     """`model`, or the guider with it."""
-    if isinstance(value, StepwisePatcher):
+    if isinstance(value, JobPatcher):
         return model
     guider = copy.copy(value)
     guider.model_patcher, guider.model_options = model, model.model_options

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ..parallel_backend.observability.cost import amount, money
 from ..parallel_backend.observability.timeline import in_words, joined, timeline
 from ..parallel_backend.options import APPROXIMATE_KERNELS
-from ..parallel_backend.requests import RESIDENT_SAMPLERS
 from ..parallel_backend.strategy import ParallelStrategy
 from ..parallel_backend.trials import BUDGET, GAIN
 from .speed import as_shown, compared, step_seconds, tried_seconds
@@ -24,11 +23,6 @@ def write_report(record: RunRecord) -> str:
     """One line per fact; times in seconds, sizes in MiB."""
     runs = record.runs
     lines = [f"strategy: {_strategy(record)}"]
-    lines.append(
-        "way: resident (the whole loop ran on the devices)"
-        if record.stepwise_because is None
-        else f"way: stepwise ({record.stepwise_because})"
-    )
     lines.append(_result(record))
     lines += _step_cache(record)
     engines = Counter(run.engine for run in runs)
@@ -37,12 +31,11 @@ def write_report(record: RunRecord) -> str:
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
     times = [seconds for run in runs for seconds in run.step_seconds]
     if times:
-        unit = "step" if record.stepwise_because is None else "model call"
-        lines += _foreseen(record, unit)
-        lines += _trials(record, unit)
+        lines += _foreseen(record)
+        lines += _trials(record)
         first = "" if len(times) == 1 else f", first {times[0]:.3g} s, {len(times)} in all"
         middle = "mean" if any(run.reused_calls for run in runs) else "median"
-        lines.append(f"{unit}: {middle} {step_seconds(record):.3g} s{first}")
+        lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(joined(record.runs)), record.devices)
     lines.append(
         f"load: {_seconds(sum(load.seconds for load in record.loads))}"
@@ -56,13 +49,6 @@ def write_report(record: RunRecord) -> str:
     lines += _cost(record)
     notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
-    if record.stepwise_because is not None and any(run.strategy.pipefusion_degree > 1 for run in runs):
-        notes.append(
-            "PipeFusion ran exactly and without its speed: in the stepwise way whole images pass the stages one after "
-            f"another; samplers whose patches can flow are {', '.join(RESIDENT_SAMPLERS)}"
-        )
-    if record.stepwise_because is not None and record.cache_threshold:
-        notes += _left_whole(record)
     lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
     return "\n".join(lines)
 
@@ -70,28 +56,25 @@ def write_report(record: RunRecord) -> str:
 def summarise(record: RunRecord) -> str:
     """Returns one short line for under the node, of a record with at least one run."""
     strategy, seconds = record.name_of(record.strategy), step_seconds(record)
-    unit = "step" if record.stepwise_because is None else "model call"
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
-        return f"{strategy}: {seconds:.3g} s per {unit} on average, {reused} of {calls} model calls reused"
-    return f"{strategy}: {seconds:.3g} s per {unit}"
+        return f"{strategy}: {seconds:.3g} s per step on average, {reused} of {calls} model calls reused"
+    return f"{strategy}: {seconds:.3g} s per step"
 
 
 @dataclass(frozen=True)
 class Badge:
-    """The run in three words. `unit`: what the seconds are of, step or call; `compared`: the sentence about one device,
-    "" where it ran on one."""
+    """The run in three words. `seconds`: of a step; `compared`: the sentence about one device, "" where it ran on
+    one."""
 
     strategy: str
     seconds: float
-    unit: str
     compared: str
 
 
 def badge(record: RunRecord) -> Badge:
     """Returns the badge of a record with at least one run."""
-    unit = "step" if record.stepwise_because is None else "call"
-    return Badge(devices_and_way(record), as_shown(step_seconds(record)), unit, compared(record))
+    return Badge(devices_and_way(record), as_shown(step_seconds(record)), compared(record))
 
 
 def headline(record: RunRecord) -> str:
@@ -100,7 +83,7 @@ def headline(record: RunRecord) -> str:
     short = badge(record)
     is_exact = all(run.exact for run in record.runs)
     picture = CLOSE if not is_exact else "same picture as one device" if short.compared else ""
-    parts = (short.strategy, f"{short.seconds:g} s per {short.unit}", short.compared, picture)
+    parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, picture)
     return " · ".join(filter(None, parts))
 
 
@@ -129,16 +112,6 @@ def _result(record: RunRecord) -> str:
     )
 
 
-def _left_whole(record: RunRecord) -> list[str]:
-    """Why a step cache did nothing where ComfyUI runs the loop, or not for all calls."""
-    why = record.why_whole
-    if any(run.model_calls for run in record.runs):
-        return [f"step_cache left out nothing of some model calls: {why}"] if why else []
-    if not why:
-        why = "with Parallel Flux Loader it belongs to the devices' own loop, and here ComfyUI runs the loop"
-    return [f"step_cache did nothing, so the result is exact: {why}"]
-
-
 def _step_cache(record: RunRecord) -> list[str]:
     """The share of calls that the step cache answered, where one was wanted and could."""
     if record.cache_threshold is None or not record.runs:
@@ -148,7 +121,7 @@ def _step_cache(record: RunRecord) -> list[str]:
     calls, reused = (
         sum(getattr(run, name) for run in record.runs) for name in ("model_calls", "reused_calls")
     )
-    if record.stepwise_because is not None and not calls:  # a note says why
+    if not calls:  # a note says why
         return []
     if not reused:
         return [
@@ -176,21 +149,7 @@ def _computing(record: RunRecord) -> list[str]:
 
 
 def _loras(record: RunRecord) -> list[str]:
-    patched, changes = record.patched, record.weight_changes
-    if len(changes) > 1:
-        seconds = sum(change.seconds for change in changes)
-        return [f"LoRA: weights changed {len(changes)} times on the way, in {seconds:.2f} s"]
-    if patched is None or not (patched.weights or patched.touched):
-        return []
-    if patched.cached:
-        return [f"LoRA: {_count(patched.weights, 'weight')} (in place already)"]
-    if not patched.weights:
-        were = "was" if patched.touched == 1 else "were"
-        return [f"LoRA: none; {_count(patched.touched, 'weight')} {were} restored in {patched.seconds:.2f} s"]
-    sent = f", {patched.bytes_sent / 2**20:.2f} MiB of factors sent" if patched.bytes_sent else ""
-    return [
-        f"LoRA: {_count(patched.weights, 'weight')}, {patched.touched} changed in {patched.seconds:.2f} s{sent}"
-    ]
+    return [f"LoRA: {_count(record.patched, 'weight')} changed"] if record.patched else []
 
 
 def _cost(record: RunRecord) -> list[str]:
@@ -228,7 +187,7 @@ def _strategy(record: RunRecord) -> str:
     return f"{record.name_of(record.strategy)}: the fastest of those tried in this run, which began with {reasons}"
 
 
-def _trials(record: RunRecord, unit: str) -> list[str]:
+def _trials(record: RunRecord) -> list[str]:
     """The strategies that were tried on the way, and what the fastest won."""
     tried = tried_seconds(record)
     if not tried:
@@ -247,7 +206,7 @@ def _trials(record: RunRecord, unit: str) -> list[str]:
     if left := [record.name_of(t.strategy) for t in record.trials if not t.seconds]:
         result += f"; behind, or failed: {', '.join(left)}"
     of = "" if images == 1 else f" of {images} images"
-    words = f"tried: a {unit}{of} took {times}; {result}; kept for the next runs"
+    words = f"tried: a step{of} took {times}; {result}; kept for the next runs"
     return [words, *_left_out(record, tried[won])]
 
 
@@ -273,7 +232,7 @@ def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
     return f"{record.name_of(strategy)}{whole}"
 
 
-def _foreseen(record: RunRecord, unit: str) -> list[str]:
+def _foreseen(record: RunRecord) -> list[str]:
     """The expected memory and, where it was measured before, time beside what it took."""
     plan = record.plan
     if plan is None:
@@ -285,5 +244,5 @@ def _foreseen(record: RunRecord, unit: str) -> list[str]:
     if seen is not None:
         off = round(step_seconds(record) / seen - 1, 2)
         found = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if off else "the same"
-        lines.append(f"expected: {seen:.3g} s per {unit} (measured earlier); this run took {found}")
+        lines.append(f"expected: {seen:.3g} s per step (measured earlier); this run took {found}")
     return lines

@@ -40,9 +40,7 @@ def _layout(
     """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
     strategy = record.strategy
     others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
-    # Stepwise, ComfyUI decides how many rows a model call has.
-    rows = {"images": images, "prompts": 1 + has_cfg} if record.stepwise_because is None else {}
-    assigned = assign_devices(strategy, (*record.devices, *others), file, **rows)
+    assigned = assign_devices(strategy, (*record.devices, *others), file, images=images, prompts=1 + has_cfg)
     return {
         "title": record.name_of(strategy),
         "seats": [device.as_dict() for device in assigned],

@@ -20,11 +20,9 @@ from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RunRecord
 from .host.settings import permitted
-from .job.model import JobPatcher
 from .link_checks import check_links
 from .links import ModelLink, ParallelModel, StrategyLink, threshold_input
 from .model.options import RECORD, SETTINGS, STEP_CACHE
-from .model.sampler import ResidentSampler
 
 LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
 
@@ -58,8 +56,7 @@ def sampling_inputs() -> list[io.Input]:
             "sampler_name",
             options=comfy.samplers.KSampler.SAMPLERS,
             default="euler",
-            tooltip="Behind Parallel Model every sampler runs wholly on the devices. Behind Parallel Flux "
-            "Loader euler, euler_ancestral, heun and dpmpp_2m do; all else runs stepwise.",
+            tooltip="Every sampler of ComfyUI and of other packs runs on the devices.",
         ),
         io.Combo.Input(
             "scheduler",
@@ -86,8 +83,7 @@ def sampling_inputs() -> list[io.Input]:
             default="off",
             optional=True,
             tooltip="first_block: a step whose first block hardly changed skips the others (First Block "
-            "Cache). Faster and approximate; the report says how often. Behind Parallel Flux Loader it does nothing in "
-            "stepwise sampling.",
+            "Cache). Faster and approximate; the report says how often.",
         ),
         threshold_input(optional=True),
     ]
@@ -135,7 +131,8 @@ class SamplingJob:
     def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
         """The samples that KSampler gives; `record` is filled on the way."""
         model = self.parallel_model.patcher.clone()
-        model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
+        options = {RECORD: record, SETTINGS: settings, STEP_CACHE: self.reuse_below}
+        model.model_options["transformer_options"] |= options
         # Hosts that put this key into a latent also take it here; older ones know neither.
         ratio = [self.latent_image[key] for key in ("downscale_ratio_spacial",) if key in self.latent_image]
         latent = comfy.sample.fix_empty_latent_channels(model, self.latent_image["samples"], *ratio)
@@ -150,15 +147,11 @@ class SamplingJob:
             self.denoise,
             model.model_options,
         ).sigmas
-        sampler: comfy.samplers.Sampler = ResidentSampler(self.sampler_name, record)
-        if isinstance(model, JobPatcher):
-            sampler = comfy.samplers.sampler_object(self.sampler_name)
-            model.model_options["transformer_options"][STEP_CACHE] = self.reuse_below
         return comfy.sample.sample_custom(
             model,
             noise,
             self.cfg,
-            sampler,
+            comfy.samplers.sampler_object(self.sampler_name),
             sigmas,
             self.positive,
             self.negative,

@@ -12,7 +12,6 @@ from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, model_output, threshold_input
 from .model.options import SETTINGS, STEP_CACHE
-from .model.patcher import StepwisePatcher
 
 
 class ParallelStepCache(io.ComfyNode):
@@ -27,7 +26,7 @@ class ParallelStepCache(io.ComfyNode):
             search_aliases=["first block cache", "teacache", "step cache", "wavespeed", "easycache"],
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="From Parallel Model or Parallel Model Loader, also through other nodes."
+                    "model", tooltip="From Parallel Model or a loader of this pack, also through other nodes."
                 ),
                 threshold_input(),
             ],
@@ -40,15 +39,10 @@ class ParallelStepCache(io.ComfyNode):
     def execute(cls, model: comfy.model_patcher.ModelPatcher, cache_threshold: float) -> io.NodeOutput:
         check_links(model=model)
         check_threshold(cache_threshold)
-        if not isinstance(model, (StepwisePatcher, JobPatcher)):
+        if not isinstance(model, JobPatcher):
             raise RequestError(
                 "This MODEL is computed by ComfyUI's own process. Put Parallel Step Cache behind Parallel Model, or "
                 "take it out and use ComfyUI's EasyCache."
-            )
-        if model.model.diffusion_model.own_loop:
-            raise RequestError(
-                "Models of Parallel Flux Loader have a step cache in Parallel Sampler alone: set its step_cache, or "
-                "load the file with Parallel Model Loader."
             )
         model = model.clone()
         options = model.model_options["transformer_options"]

@@ -18,7 +18,6 @@ from .report import summarise, write_report
 from .run_ui import run_ui
 
 EVENT = "parallel_sampling.run"
-WHY_STEPWISE = "ComfyUI's own sampler runs the loop; Parallel Sampler runs it on the devices"
 PROMPTS_KEPT = 16  # as far back as the page looks into ComfyUI's history
 
 Output = dict[str, list]  # a node's `ui`
@@ -36,7 +35,7 @@ class StockRun:
     """From its making to `end`: bars for the ranks under the node that runs, and its record."""
 
     def __init__(self, settings: StrategySettings, file: ModelFile) -> None:
-        self.record = RunRecord(stepwise_because=WHY_STEPWISE, price_per_hour=price_per_gpu_hour())
+        self.record = RunRecord(price_per_hour=price_per_gpu_hour())
         self._settings = settings
         self._file = file
         self._bars = ExitStack()

@@ -36,11 +36,9 @@ class TwoRuns:
     @property
     def comparison(self) -> Comparison:
         """But for the pictures, whose largest difference is yet 0."""
-        stepwise = self.record.stepwise_because or self.one_record.stepwise_because
         return Comparison(
             one=_side(self.one_record),
             split=_side(self.record),
-            unit="step" if stepwise is None else "model call",
             levels=0,
             latent=(self.one_samples - self.samples).abs().max().item(),
             latent_peak=self.one_samples.abs().max().item(),

@@ -131,31 +131,6 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class LoopRequest:
-    """A whole sampling job for ComfyUI's own loop, as its guider has prepared it; trees as in wire/arguments.py.
-
-    noise, latent: [B, C, …] float32 in the model's latent space; sigmas: [S + 1]; sampler: by ComfyUI's name;
-    denoise_mask: as the latent, or None. conds: by "positive" and "negative", for each of several prompts what ComfyUI
-    reads in every model call; of its model_conds, (name of the class in comfy.conds, value). options: the model
-    options; sampling: what the model's sampling is made of (nodes/model/loop.py); mode: the most that tokens of the
-    model's class may stay apart, one of TOKEN_MODES; cache_threshold: of the step cache (options.py), 0 for none.
-    """
-
-    noise: torch.Tensor
-    latent: torch.Tensor
-    sigmas: torch.Tensor
-    conds: dict[str, list[dict[str, Any]]]
-    cfg: float
-    sampler: str
-    seed: int
-    options: dict[str, Any]
-    sampling: dict[str, Any]
-    mode: str
-    denoise_mask: torch.Tensor | None = None
-    cache_threshold: float = 0.0
-
-
-@dataclass(frozen=True)
 class LoopState:
     """What the model calls of the first `step` steps of ComfyUI's loop gave, from number `first` on: the job run again
     with these is where it was. answers: [calls, prompts, B, C, …] float32, of each call what it computed of each side
@@ -240,34 +215,18 @@ STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "
 
 
 @dataclass(frozen=True)
-class Reuse:
-    """How a call of ComfyUI's own loop goes by a step cache. `run`: the sampling run that it belongs to, whose first
-    call ends what was kept of another; `like`: the number of the calls that it is like, with which it is compared, 0
-    for one that is computed whole and leaves nothing; `threshold`: at 0 it is computed whole and kept; `last`: no call
-    like it comes any more."""
-
-    run: int
-    like: int = 0
-    threshold: float = 0.0
-    last: bool = False
-
-
-@dataclass(frozen=True)
 class ModuleCall:
-    """One call of a ComfyUI module, with the arguments that it would have got (wire/arguments.py). `rows`: of the
-    batch; `tokens`: one of TOKEN_MODES; `method`: of the module; `prompts`: within a job, the numbers of those whose
-    rows these are, by which a step cache keeps; `together`: its rows cannot be apart; `unit`: as many rows one after
-    the other belong together; `by_heads`: its attention is another pack's kernel, by heads; `reuse`: None without
-    a step cache."""
+    """One call of a ComfyUI module, with the arguments that it would have got. `rows`: of the batch; `tokens`: one of
+    TOKEN_MODES; `prompts`: within a job, the numbers of those whose rows these are, by which a step cache keeps;
+    `together`: its rows cannot be apart; `unit`: as many rows one after the other belong together; `by_heads`: its
+    attention is another pack's kernel, by heads."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
     tokens: str = BLOCK
-    method: str = "forward"
     prompts: tuple[int, ...] = ()
     together: bool = False
-    reuse: Reuse | None = None
     unit: int = 1
     by_heads: bool = False
 
@@ -299,10 +258,13 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """latent: [B, C, H/8, W/8] float32 on the CPU, still in the model's latent space."""
+    """latent: [B, C, H/8, W/8] float32 on the CPU, still in the model's latent space; parts: all of what one call of
+    a network gave, which has several for video with sound; denoised: like latent, what the last step took for it."""
 
     latent: torch.Tensor
     info: RunInfo
+    parts: tuple[torch.Tensor, ...] = ()
+    denoised: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

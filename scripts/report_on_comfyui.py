@@ -25,7 +25,7 @@ PARITY = (
     "test_every_node.py",
     "test_model_patches.py",
     "test_parity_samplers.py",
-    "test_resident_loop.py",
+    "test_parallel_sampler.py",
     "test_parallel_vae_decode.py",
     "test_parallel_vae_encode.py",
 )

@@ -57,27 +57,21 @@ UPWARDS_WITHIN = {
     ("parallel_backend.engine.attention.native", "parallel_backend.engine.token_split"),
     ("parallel_backend.engine.attention.xfuser", "parallel_backend.engine.token_split"),
     ("parallel_backend.models.diffusers.adapter_load", "parallel_backend.models.comfyui.placing"),
-    ("parallel_backend.models.comfyui.calls", "parallel_backend.models.proof.states"),
-    ("parallel_backend.models.comfyui.loop", "parallel_backend.models.proof.states"),
     ("nodes.model.named_file", "nodes.demo_loader"),
     ("nodes.model.named_file", "nodes.prompt_links"),
-    ("nodes.model.parallel_model", "nodes.links"),
-    ("nodes.model.patcher", "nodes.stock_run"),
     ("parallel_backend.rank.joined.joined_worker", "parallel_backend.rank.vae_worker"),
     ("parallel_backend.rank.work.held_models", "parallel_backend.rank.lora_worker"),
-    ("parallel_backend.rank.work.worker", "parallel_backend.rank.module_calls"),
     ("parallel_backend.rank.work.worker", "parallel_backend.rank.vae_worker"),
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 # Folders with more files, and the most that each may have while what a later step takes out is still beside the new.
 LARGE_FOLDERS = {
     "nodes": 23,
-    "nodes/model": 27,
     "parallel_backend/commands/doctor": 13,
     "parallel_backend/commands/gpu_check": 13,
     "parallel_backend/engine": 16,
     "parallel_backend/models": 16,
-    "parallel_backend/models/comfyui": 19,
+    "parallel_backend/models/comfyui": 20,
     "parallel_backend/models/diffusers": 18,
     "parallel_backend/observability": 15,
     "parallel_backend/sidecar": 17,
@@ -91,7 +85,6 @@ SHORT_FILES = {
     "parallel_backend/wire/parent_death.py",
     "nodes/host/shown_node.py",
     "nodes/model/options.py",
-    "nodes/model/run_file.py",
     "nodes/routes/metrics.py",
     "nodes/routes/runs.py",
     "parallel_backend/cluster/certificates.py",
@@ -130,7 +123,7 @@ XFUSER_OWNERS = {
     "parallel_backend.engine.attention.xfuser",
 }
 # A family's own files outside of models/, in whose rooms' code no family has a name otherwise.
-FAMILYS_OWN = {"nodes.flux_loader", "nodes.model.flux"}
+FAMILYS_OWN = {"nodes.flux_loader"}
 # How others call the loader node of Flux.1.
 LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {
@@ -380,9 +373,3 @@ def test_flux_is_named_in_its_own_home_only():
     others = [name for name in MODULES if _room(name) != "models" and name not in FAMILYS_OWN]
     assert _wrong(names, others) == {}
     assert _wrong(names, FAMILYS_OWN).keys() == FAMILYS_OWN  # the control
-
-
-def test_only_the_loader_node_knows_comfyuis_flux():
-    assert [name for name, (_, inside) in IMPORTS.items() if "nodes.model.flux" in inside] == [
-        "nodes.flux_loader"
-    ]

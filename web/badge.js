@@ -25,8 +25,8 @@ function wordsOf(node) {
   const { told, holds, ranks } = runs.get(node) ?? {};
   if (ranks) return progressOf(ranks);
   if (!told || !holds) return "";
-  const { strategy, seconds, unit, compared } = told;
-  return [strategy, `${seconds} s per ${unit}`, compared].filter(Boolean).map(translate).join(" · ");
+  const { strategy, seconds, compared } = told;
+  return [strategy, `${seconds} s per step`, compared].filter(Boolean).map(translate).join(" · ");
 }
 
 const inPercent = (progress) => `${Math.round(100 * progress)} %`;

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import comfy.model_management
 from comfy_execution.utils import get_executing_context
 
-from ...parallel_backend.errors import Cancelled, OutOfMemory
+from ...parallel_backend.errors import Cancelled, OutOfMemory, RequestError
 from ...parallel_backend.machine.local import LocalMachine, topology_of
 from ...parallel_backend.machine.probe import visible_topology
 from ...parallel_backend.planner.compile_choice import CompileChoice
@@ -19,7 +19,7 @@ from ...parallel_backend.planner.plan import find_machine, plan_execution
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
-from ...parallel_backend.requests import LoadInfo, PatchInfo, Placement, RunInfo
+from ...parallel_backend.requests import LoadInfo, Placement, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
@@ -44,14 +44,11 @@ class RunRecord:
     loads: list[LoadInfo] = field(default_factory=list)
     switches: list[LoadInfo] = field(default_factory=list)  # to a model that was held beside others
     dropped: list[str] = field(default_factory=list)  # the models that gave way, and why
-    patched: PatchInfo | None = None  # the LoRAs that are in place, and what it took to put them there
-    weight_changes: list[PatchInfo] = field(default_factory=list)  # several where hooks schedule LoRAs
+    patched: int = 0  # weights that LoRAs change
     runs: list[RunInfo] = field(default_factory=list)
     trials: tuple[Trial, ...] = ()  # of strategies on the way
     devices: tuple[str, ...] = ()
-    stepwise_because: str | None = None
     cache_threshold: float | None = None  # None: no step cache was wanted
-    why_whole: str = ""  # why calls of ComfyUI's own loop do not go by it
     price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
     notes: list[str] = field(default_factory=list)  # what else there is to say of it, in words
 
@@ -83,11 +80,6 @@ class RunRecord:
         if load.switched:
             self.switches.append(load)
         self.dropped += load.notes
-        if load.patched is None or load.patched.cached:
-            self.patched = self.patched or load.patched
-        else:
-            self.patched = load.patched
-            self.weight_changes.append(load.patched)
 
 
 def plan_job(settings: StrategySettings, job: Job) -> Plan:
@@ -170,3 +162,11 @@ def report_progress(text: str) -> None:
     server = getattr(PromptServer, "instance", None)
     if shown is not None and server is not None:
         server.send_progress_text(text, shown[1])
+
+
+def refusal(effect: str, remedy: str = "take it out") -> RequestError:
+    """The error for one effect; every one names the way that works."""
+    return RequestError(
+        f"The parallel model cannot honour {effect} yet, and does not ignore it silently; {remedy}, or use stock "
+        f"loaders such as UNETLoader and KSampler for this graph."
+    )

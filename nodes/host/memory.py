@@ -21,8 +21,8 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import Ended, Event
 from ...parallel_backend.sidecar.model_room import share_of_file
 
-# Networks that stand for models on the ranks, by what they stand for: several may share one.
-_networks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+# Networks that stand for models on the ranks, with what they stand for: several may share one.
+_networks: weakref.WeakKeyDictionary[torch.nn.Module, ModelSpec] = weakref.WeakKeyDictionary()
 # Those of models that were loaded ahead of their first prompt, until it has a network of its own.
 _ahead: dict[ModelSpec, torch.nn.Module] = {}
 _taken: list[str] = []
@@ -133,7 +133,7 @@ def _name(device: torch.device) -> str:
 
 def watch(network: torch.nn.Module, spec: ModelSpec) -> None:
     """Has the ranks give the model's memory back once ComfyUI has dropped every network that stands for it."""
-    _networks.add(network)
+    _networks[network] = spec
     weakref.finalize(network, _dropped, spec).atexit = False
 
 
@@ -148,5 +148,5 @@ def _dropped(spec: ModelSpec) -> None:
 
 
 def _sleep_unless_used(spec: ModelSpec) -> None:
-    if not any(network.spec == spec for network in list(_networks)):
+    if spec not in list(_networks.values()):
         pool.put_to_sleep(spec)

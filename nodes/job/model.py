@@ -2,59 +2,80 @@
 
 from __future__ import annotations
 
-import os
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import comfy.hooks
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import torch
+from torch import Tensor
 
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.errors import RequestError, StrategyError
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile
+from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.proof.states import Verdict
 from ...parallel_backend.options import ComputeOptions
-from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.requests import ModelSpec
-from ..host.memory import held_on
+from ..host.calls import refusal
+from ..host.memory import give_cache_back, held_on, make_room, size_on, watch
 from ..model.facts import count_facts
 from ..model.options import COMPUTE_OPTIONS, SETTINGS
-from ..model.patcher import check_by_hand
 from ..model.verdict import verdict_on
+from .lora_checks import check_patches
 from .outline import Outline
 
-# Jobs take this road instead of the one by which the pack takes them apart as data. Read once, as ComfyUI starts.
-SHIPS_JOBS = os.environ.get("PARALLEL_SAMPLING_JOBS") == "1"
 _OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
 _KEY = "parallel"
+_COMPILE = "torch.compile"  # the key of the wrapper of nodes that compile a model
 
 
-@dataclass(eq=False)
 class ShippedModel:
-    """A MODEL as its jobs need it. `known_by`: what the ranks were sent that have compared their weights with its
-    prints."""
+    """A MODEL as its jobs need it, for all clones of its patcher. `plan`: of its latest job; `known_by`: what the ranks
+    were sent that have compared their weights with its prints; `patches_here`: False while ComfyUI loads it for a job,
+    whose patches are put in their place in the ranks alone."""
 
-    spec: ModelSpec
-    verdict: Verdict
-    file: ComfyUIModelFile
-    outline: Outline
-    known_by: object = None
+    def __init__(self, spec: ModelSpec, verdict: Verdict, file: ComfyUIModelFile, outline: Outline) -> None:
+        self.spec, self.verdict, self.file, self.outline = spec, verdict, file, outline
+        self.plan: Plan | None = None
+        self.known_by: object = None
+        self.patches_here = True
+        self._clones: weakref.WeakSet[JobPatcher] = weakref.WeakSet()
+        self._loaded: Callable[[], JobPatcher | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShippedModel:
         return self
 
+    def add(self, patcher: JobPatcher) -> None:
+        self._clones.add(patcher)
+
+    def load(self, patcher: JobPatcher) -> None:
+        """Notes the clone that ComfyUI has loaded last: the weights of calls outside of samplers are as it has them."""
+        self._loaded = weakref.ref(patcher)
+
+    @property
+    def loaded(self) -> JobPatcher | None:
+        return self._loaded() or next(iter(self._clones), None)
+
 
 class JobPatcher(comfy.model_patcher.ModelPatcher):
-    """Loading and unloading do nothing; all else is ComfyUI's."""
+    """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all.
+    Loading moves nothing; all else is ComfyUI's."""
 
     job_model: ShippedModel
-    ship: Callable[..., Any]  # the wrapper at which jobs leave this process
+    catch: Callable[..., Any]  # the wrapper at which jobs leave this process
 
     def clone(self, *args: Any, **kwargs: Any) -> JobPatcher:
+        if kwargs.get("force_deepcopy"):
+            raise refusal("a copy of its weights (such as training takes)", "train a model of stock loaders")
         found: JobPatcher = super().clone(*args, **kwargs)
-        found.job_model, found.ship = self.job_model, self.ship
+        found.job_model, found.catch = self.job_model, self.catch
+        found.job_model.add(found)
         return found
 
     def is_dynamic(self) -> bool:
@@ -72,30 +93,122 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         if model_options is not None:
             wrappers = model_options["transformer_options"].setdefault("wrappers", {})
             others = {key: value for key, value in wrappers.get(_OUTER_SAMPLE, {}).items() if key != _KEY}
-            wrappers[_OUTER_SAMPLE] = {_KEY: [self.ship], **others}
+            wrappers[_OUTER_SAMPLE] = {_KEY: [self.catch], **others}
 
     def partially_load(
         self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False
     ) -> int:
+        give_cache_back(self.load_device, self.job_model.spec)
         self.unpatch_model(self.offload_device, unpatch_weights=False)
-        self.patch_model(load_weights=False)
+        if self.job_model.patches_here:
+            self.patch_model(load_weights=False)
+        self.job_model.load(self)
         return 0
 
     def partially_unload(
         self, device_to: torch.device, memory_to_free: int = 0, force_patch_weights: bool = False
     ) -> int:
-        return 0
+        freed = self.loaded_size()
+        return freed if make_room(self.job_model.spec, self.load_device) else 0
 
     def model_size(self) -> int:
-        return 1  # ComfyUI divides by it
+        settings = self.model_options["transformer_options"].get(SETTINGS, StrategySettings())
+        model = self.job_model
+        return max(1, size_on(self.load_device, model.spec, model.file, settings, model.plan))  # a divisor
 
     def loaded_size(self) -> int:
         return held_on(self.load_device, self.job_model.spec)
 
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device
+
     def detach(self, unpatch_all: bool = True) -> Any:
+        # Clones share their object patches: one that is only collected must not take them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
+            make_room(self.job_model.spec, self.load_device)
         return self.model
+
+    def add_patches(self, patches: dict, strength_patch: float = 1.0, strength_model: float = 1.0) -> list:
+        self._check(patches)
+        added: list = super().add_patches(patches, strength_patch, strength_model)
+        return added
+
+    def add_hook_patches(
+        self, hook: Any, patches: dict, strength_patch: float = 1.0, strength_model: float = 1.0
+    ) -> list:
+        if strength_patch:
+            self._check(patches)
+        added: list = super().add_hook_patches(hook, patches, strength_patch, strength_model)
+        return added
+
+    def _check(self, patches: dict) -> None:
+        if not patches:
+            model = self.job_model.file.family.name
+            raise RequestError(
+                f"The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for {model}. It "
+                f"was made for another model; choose one for {model}."
+            )
+        check_patches(patches, dict(self.model.named_parameters()))
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
+        if key == _COMPILE:  # by TorchCompileModel and its like: compiled, but where the blocks are
+            compile_blocks(self)
+            return
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    # What reads weights, which this process has where ComfyUI's own loader has read them.
+
+    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
+        if filter_prefix is not None:  # who wants names asks for all
+            self._need_weights(
+                "extracting a LoRA from its weights", "extract it from a model of stock loaders"
+            )
+        found: dict[str, Tensor] = super().model_state_dict(filter_prefix)
+        return found
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> dict:
+        self._need_weights("merging its weights into another model", "merge the files with stock loaders")
+        found: dict = super().get_key_patches(filter_prefix)
+        return found
+
+    def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        self._need_weights("saving the model", "copy its file instead")
+        return super().model_state_dict_for_saving(*args, **kwargs)
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        self._need_weights("saving the model", "copy its file instead")
+        return super().state_dict_for_saving(*args, **kwargs)
+
+    def _need_weights(self, effect: str, remedy: str) -> None:
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            raise refusal(effect, remedy)
+
+    def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refusal(
+            "ComfyUI's own split over several GPUs", "take its node out: this model is split already"
+        )
+
+
+def check_by_hand(settings: StrategySettings, file: ModelFile, verdict: Verdict) -> None:
+    """Raises StrategyError for degrees that a person set and this model cannot be split by."""
+    if settings.mode != "manual":
+        return
+    try:
+        settings.strategy.check(file.shape, len(resolve_devices(settings.devices)), settings.engine)
+    except StrategyError as error:
+        if not verdict.words:
+            raise
+        raise StrategyError(f"{error}\nThe reason: {verdict.words}.", problems=error.problems) from None
+
+
+def compile_blocks(patcher: JobPatcher) -> None:
+    """Has the ranks compile the blocks of the network."""
+    options = patcher.model_options["transformer_options"]
+    options[COMPUTE_OPTIONS] = replace(options[COMPUTE_OPTIONS], compile="blocks")
 
 
 def make_job_patcher(
@@ -103,22 +216,28 @@ def make_job_patcher(
     spec: ModelSpec,
     settings: StrategySettings,
     computing: ComputeOptions,
-    ship: Callable[..., Any],
+    catch: Callable[..., Any],
 ) -> JobPatcher:
     """`source`, whose weights are `spec`'s, with all that nodes have put on it. Reads no weights and starts no ranks.
     Raises RequestError, StrategyError or CheckpointError."""
     outline = Outline(source)
     verdict = verdict_on(outline.pristine.diffusion_model, spec, settings)
     file = count_facts(spec.path, outline.pristine, verdict)
-    check_by_hand(settings, file.shape)
+    check_by_hand(settings, file, verdict)
     patcher: Any = source.clone(disable_dynamic=False) if source.is_dynamic() else source.clone()
     patcher.__class__ = JobPatcher
     patcher.model = outline.base
     patcher.job_model = ShippedModel(spec, verdict, file, outline)
-    patcher.ship = ship
+    patcher.catch = catch
+    patcher.job_model.add(patcher)
+    watch(outline.base.diffusion_model, spec)
     patcher.backup, patcher.backup_buffers, patcher.object_patches_backup = {}, {}, {}
     patcher.pinned, patcher.hook_backup, patcher.parent = set(), {}, None
     patcher.load_device = comfy.model_management.get_torch_device()
     options = patcher.model_options.setdefault("transformer_options", {})
     options |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
-    return patcher
+    compiling = [by_key.pop(_COMPILE, None) for by_key in patcher.wrappers.values()]
+    if any(compiling):  # by a node before Parallel Model
+        compile_blocks(patcher)
+    found: JobPatcher = patcher
+    return found

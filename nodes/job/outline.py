@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import comfy.model_base
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is_same_class
-from ...parallel_backend.job.pickling import Known
+from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
-from ..model.shadow import without_loaded_state
-from ..model.unsupported import refusal
+from ..host.calls import refusal
 
 _NETWORK = "diffusion_model"
 _META = torch.device("meta")
+# What LoRAs have put beside the weights of a module that was loaded.
+_FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
 
 
 class Outline:
@@ -156,7 +157,8 @@ def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.M
         return made[id(module)]
     shadow = type(module).__new__(type(module))
     made[id(module)] = shadow
-    state = without_loaded_state(module.__dict__) if id(module) in known else dict(module.__dict__)
+    state = _without_loaded_state(module.__dict__) if id(module) in known else dict(module.__dict__)
+    state.pop("_compiled_call_impl", None)
     for name in HOOKS:
         if name in state:
             state[name] = type(state[name])(state[name])
@@ -167,3 +169,13 @@ def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.M
     state["_parameters"], state["_buffers"] = dict(module._parameters), dict(module._buffers)
     shadow.__dict__.update(state)
     return shadow
+
+
+def _without_loaded_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's attributes as before ComfyUI's memory manager and LoRAs have put theirs beside its weights."""
+    state = {
+        key: value
+        for key, value in attributes.items()
+        if key not in LOADED_STATE and not key.endswith(_LOWVRAM)
+    }
+    return state | {key: [] for key in _FUNCTIONS if key in state}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +13,41 @@ from typing import Any
 
 from ...parallel_backend.job.restore import Replaced
 
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod)
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
 
 
 @dataclass(frozen=True)
 class _Searched:
-    """A module or class as it was searched last. `values`: held, so that they stay themselves."""
+    """A module or class as it was searched last: its values by address and type. Code is held, so that no other takes
+    its address; objects that can be called are not, since a method of ComfyUI's cache would keep every output in it."""
 
     owner: Any
-    values: list[Any]
+    marks: list[int]
+    kinds: list[type]
+    held: list[Any]
+    objects: list[weakref.ref[Any]]
     found: list[Replaced]
     classes: list[type] = field(default_factory=list)
+
+
+def _note(
+    owner: Any, values: Mapping[str, Any], found: list[Replaced], classes: list[type] | None = None
+) -> None:
+    held: list[Any] = []
+    objects: list[weakref.ref[Any]] = []
+    for value in values.values():
+        if isinstance(value, _CODE):
+            held.append(value)
+        elif callable(value):
+            try:
+                objects.append(weakref.ref(value))
+            except TypeError:  # typing's forms, slots of classes
+                held.append(value)
+    everything = values.values()
+    marks, kinds = list(map(id, everything)), list(map(type, everything))
+    _searched[id(owner)] = _Searched(owner, marks, kinds, held, objects, found, classes or [])
 
 
 _searched: dict[int, _Searched] = {}
@@ -69,7 +92,7 @@ def _of_module(module: types.ModuleType, name: str, folders: tuple[str, ...]) ->
             for key, value in list(values.items())
             if not _is_home(value, key, name) and _is_of(value, folders)
         ]
-        _searched[id(module)] = _Searched(module, list(values.values()), found, classes)
+        _note(module, values, found, classes)
     return _searched[id(module)]
 
 
@@ -80,7 +103,7 @@ def _of_class(kind: type, module: str, folders: tuple[str, ...]) -> _Searched:
             Replaced(module, kind.__qualname__, key, value)
             for key, value in _theirs_of_class(kind, module, folders)
         ]
-        _searched[id(kind)] = _Searched(kind, list(values.values()), found)
+        _note(kind, values, found)
     return _searched[id(kind)]
 
 
@@ -113,8 +136,9 @@ def _is_as_before(owner: Any, values: Mapping[str, Any]) -> bool:
     before = _searched.get(id(owner))
     return (
         before is not None
-        and len(before.values) == len(values)
-        and all(map(operator.is_, before.values, values.values()))
+        and before.marks == list(map(id, values.values()))
+        and before.kinds == list(map(type, values.values()))
+        and all(one() is not None for one in before.objects)
     )
 
 

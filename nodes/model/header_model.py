@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
 from ...parallel_backend.models.comfyui.gguf import outline
+from ...parallel_backend.models.comfyui.key_layouts import without_prefix
 from ...parallel_backend.models.gguf_file import is_gguf
 
 _META = torch.device("meta")
 _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
+# How names of what belongs to a quantised weight end.
+_SCALES = (_LAYER_FORMAT, "scaled_fp8", "weight_scale", "scale_weight", "input_scale", "scale_input")
 
 
 def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.ModelPatcher:
@@ -28,6 +31,8 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI does not
     know."""
     tensors, metadata = _mapped(path)
+    if part == "diffusion_model":
+        tensors = without_prefix(tensors, metadata)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     if part == "diffusion_model":  # where a checkpoint may stand too
@@ -35,6 +40,9 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
         tensors, prefix = own or tensors, ""
         tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     config = comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=metadata)
+    if config is None and part == "diffusion_model" and (converted := _from_diffusers(path, tensors)):
+        tensors = converted
+        config = comfy.model_detection.model_config_from_unet(tensors, prefix)
     if config is None:
         raise _unknown(path, tensors)
     _choose_dtypes(config, tensors, prefix, options)
@@ -55,6 +63,24 @@ def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         return tensors, file.metadata() or {}
+
+
+def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a transformer in diffusers' layout by ComfyUI's names, those that it puts together of several as
+    outlines; empty for other files. Raises CheckpointError for scaled weights, whose scales ComfyUI drops there."""
+    outlines = {name: tensor.to(_META) for name, tensor in tensors.items()}
+    renamed = {id(outlines[name]): tensor for name, tensor in tensors.items()}
+    held = list(outlines.values())  # the conversion takes them out, and ids must stay theirs
+    converted = comfy.model_detection.convert_diffusers_mmdit(outlines, "") or {}
+    scaled = next((name for name in tensors if name.endswith(_SCALES)), None)
+    if converted and scaled is not None:
+        raise CheckpointError(
+            f"{Path(path).name} is refused: it stores scaled weights ({scaled[:100]!r}) in diffusers' key layout, for "
+            f"which ComfyUI has no scales. Use a plain fp8 or bf16 file, or one in the original key layout."
+        )
+    found = {name: renamed.get(id(value), value) for name, value in converted.items()}
+    del held
+    return found
 
 
 def _choose_dtypes(
@@ -96,7 +122,7 @@ def _outline(name: str, tensor: Tensor) -> Tensor:
 
 def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | RequestError:
     name = Path(path).name
-    if any(key.startswith(("transformer_blocks.", "down_blocks.")) for key in tensors):
+    if any(key.startswith("down_blocks.") for key in tensors):
         return RequestError(
             f"{name} is in diffusers' layout, whose weights ComfyUI rewrites as it loads them. Load it with Load "
             f"Diffusion Model and put Parallel Model behind that."

@@ -44,13 +44,13 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     what holds for any model is told. Raises CheckpointError or RequestError for a file that is refused, OSError.
     """
     if loader == "ParallelDemoLoader":
-        return inspect_model(str(DEMO_MODEL))
+        return _of_the_first_family(str(DEMO_MODEL))
     is_behind = loader == "ParallelModel"
     provider, _, folders = _NAMES.get(source if is_behind else loader, ("", "", ()))
     for folder in folders:
         if name in folder_paths.get_filename_list(folder):
             path = model_path(folder, name)
-            return inspect_model(path, provider) if provider != "comfyui" else _counted(path, _PARTS[folder])
+            return _of_the_first_family(path) if provider == "flux" else _counted(path, _PARTS[folder])
     return ANY_MODEL if is_behind else None
 
 
@@ -73,6 +73,12 @@ def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
         return read_named(kind, name if isinstance(name, str) else "", source)
     except (ParallelError, OSError):
         return None
+
+
+def _of_the_first_family(path: str) -> ModelFile:
+    """As its loader node has it computed. Says what another file is."""
+    inspect_model(path)
+    return _counted(path, "diffusion_model")
 
 
 def _counted(path: str, part: str) -> ModelFile:

@@ -14,11 +14,13 @@ from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
 from ..models.tokens.table import has_stages
+from ..options import APPROXIMATE_KERNELS, AUTO
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from ..strategy import ParallelStrategy
 from .attention import queries
 from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
+from .attention.kernels import ChosenKernel
 from .attention.sequence import UnevenAttention
 from .attention.usp import XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
@@ -42,10 +44,6 @@ _ROWS_TOGETHER = (
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
-_PATCHED_IN_STAGES = (
-    "nodes have changed the model, and what they compute in one block may be of use in another, which PipeFusion puts "
-    "on another device; set pipefusion_degree to 1"
-)
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
@@ -70,8 +68,12 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     if strategy.pipefusion_degree > 1:
         forward.stages = ModuleStages(model, layout, layouts.traffic)
     forward.notes += notes_on_weights(layout)
+    if placement.engine == "xfuser":
+        _use_xfuser(forward, layouts)
+    if options.attention != AUTO and forward.xfuser is None:
+        forward.use_kernel(options.attention)
     if layout.ring.size > 1:
-        kernel = kernel_for(model.device, model.compute_dtype, ring=True)
+        kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
         forward.kernel = kernel.name
         forward.notes += kernel.notes
         if model.attention in _FASTER_ATTENTION and kernel.name not in model.attention:
@@ -79,8 +81,6 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
                 f"the ring attends by {kernel.name} and not by {model.attention}, which ComfyUI chose: partial results "
                 f"merge by log-sum-exp, which that gives. Ulysses attends by {model.attention}."
             )
-    if placement.engine == "xfuser":
-        _use_xfuser(forward, layouts)
     if options.compiles and forward.stages is not None:
         forward.notes.append(
             "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
@@ -157,6 +157,16 @@ class ModuleForward:
         self._bands: UNetBands | None = None
         self.stages: ModuleStages | None = None  # under PipeFusion
         self.xfuser: XfuserEngine | None = None  # where it was asked for and can compute something
+        self.wish = AUTO  # the kernel of attention that a person chose
+        self.chosen: ChosenKernel | None = None  # that kernel in place of ComfyUI's own function
+
+    def use_kernel(self, name: str) -> None:
+        """Has attention computed by this kernel. Raises RequestError for one that cannot run here."""
+        model = self.model
+        self.kernel = kernel_for(model.device, model.compute_dtype, name).name
+        self.wish, self.chosen = name, ChosenKernel(name)
+        if name in APPROXIMATE_KERNELS:
+            self.exact = False
 
     @property
     def compiles(self) -> bool:
@@ -188,30 +198,31 @@ class ModuleForward:
         self, call: ModuleCall, cache: ModuleCache | None = None, keys: KeptKeys | None = None
     ) -> Answer:
         """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
+        with nullcontext() if self.chosen is None else self.model.attention_kernel(self.chosen):
+            return self._call(call, cache, keys)
+
+    def _call(self, call: ModuleCall, cache: ModuleCache | None, keys: KeptKeys | None) -> Answer:
         if self.stages is not None:
             return self._by_stages(self.stages, call, keys)
         if self.xfuser is not None:
             self.xfuser.prepare()
         sharding = self.model.byte_sharding
         with nullcontext() if sharding is None else sharding.call():
-            live = self.model.live(call)
+            self.model.begin_call()
             described = call.tokens in (STAY, BLOCK, ATTENTION) and self.model.regions
-            if cache is None or call.method != "forward" or not described:
-                return self._answer(live)
+            if cache is None or not described:
+                return self._answer(call)
             self._blocks = self._blocks or self._block_calls()
             if not (outputs := self._blocks.kept_outputs()):
-                return self._answer(live)
+                return self._answer(call)
             key = (call.prompts, self.layout.strategy)
             shared = call.tokens == STAY and self.layout.sequence.size > 1
             meeting = Meeting(self.layout, self.traffic, shared, self._leave_out_blocks)
             with cache.call(key, outputs, meeting) as cached:
-                return self._answer(live, cached)
+                return self._answer(call, cached)
 
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: KeptKeys | None) -> Answer:
-        if self.model.live(call) is not call:
-            raise RequestError(_PATCHED_IN_STAGES)
-        if call.method != "forward":
-            return self._answer(call)
+        self.model.begin_call()
         return self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
 
     def _leave_out_blocks(self) -> None:
@@ -219,9 +230,6 @@ class ModuleForward:
             self.model.byte_sharding.rest()
 
     def _answer(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
-        function = self._function(call.method)
-        if call.method != "forward":
-            return function(*call.args, **call.kwargs)
         if call.tokens not in TOKEN_MODES:
             raise RequestError(f"tokens {call.tokens!r} is unknown; choose one of {', '.join(TOKEN_MODES)}.")
         if call.rows < 1:
@@ -236,17 +244,6 @@ class ModuleForward:
         self._blocks = self._blocks or self._block_calls()
         return self._by_rows(call, (self.layout.row,), partial(self._compute_shared_out, cached=cached))
 
-    def _function(self, method: str) -> Callable[..., Answer]:
-        module = self.model.module
-        if method == "forward":
-            return module
-        function = getattr(module, method, None)
-        if method.startswith("_") or hasattr(nn.Module, method) or not callable(function):
-            raise RequestError(
-                f"{type(module).__name__} has no {method!r} that a model call could ask for; load the model again."
-            )
-        return function
-
     def _block_calls(self) -> BlockCalls:
         if not self.model.regions:
             raise RequestError(
@@ -254,7 +251,8 @@ class ModuleForward:
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
         run = as_it_is if self.compiler is None else self.compiler.run_whole
-        attention = UnevenAttention if self.xfuser is None else self.xfuser.attention
+        uneven = partial(UnevenAttention, wish=self.wish)
+        attention = uneven if self.xfuser is None else self.xfuser.attention
         return BlockCalls(self.model, self.layout, self.traffic, run, attention)
 
     def _by_rows(

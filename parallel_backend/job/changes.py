@@ -19,7 +19,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-_GROUPS = {"_parameters", "_buffers", "_modules", "training", *HOOKS}
+_GROUPS = {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", *HOOKS}
 # What ComfyUI's process notes on a model for itself, and the beginnings and ends of such names on its layers.
 _NOTES = {
     "current_patcher",

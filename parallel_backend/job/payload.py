@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +17,35 @@ from .prints import Print
 from .restore import Replaced
 
 HEAD = "job"  # the name of the tensor of bytes
+ANSWER, DENOISED = "latent", "denoised"  # the names of tensors in the answer
 
 
 @dataclass(frozen=True)
 class SamplerRun:
-    """A job: ComfyUI's guider with the wrappers around its `outer_sample`. `arguments`: noise, latent, sampler, sigmas,
-    mask and seed; `latent_shapes`: as ComfyUI passes them; `replaced`: in ComfyUI's modules; `changes`: of the network;
-    `random_states`: of torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one."""
+    """ComfyUI's guider with the wrappers around its `outer_sample`. `arguments`: noise, latent, sampler, sigmas, mask
+    and seed; `latent_shapes`: as ComfyUI passes them."""
 
     guider: Any
     wrappers: Sequence[Any]
     arguments: tuple[Any, ...]
     latent_shapes: Any
+
+
+@dataclass(frozen=True)
+class NetworkCall:
+    """One call of the network outside of a sampler, with the weights as `patcher`, ComfyUI's, has patched them."""
+
+    patcher: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PickledJob:
+    """`replaced`: in ComfyUI's modules; `changes`: of the network; `random_states`: of torch, Python, numpy and the
+    GPU; `cache_threshold`: of the step cache, 0 without one."""
+
+    work: SamplerRun | NetworkCall
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: tuple[Any, ...]
@@ -35,10 +54,11 @@ class SamplerRun:
 
 @dataclass(frozen=True)
 class Head:
-    """`job`: a pickled SamplerRun; `is_fresh`: it names no tensor of an earlier job; `dropped`: numbers of tensors that
+    """`job`: a PickledJob; `is_fresh`: it names no tensor of an earlier job; `dropped`: numbers of tensors that
     no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
-    job has; `mode`: a token mode, as far as the class is proven; `prints`: of the loader's parameters, None where the
-    ranks have compared them."""
+    job has; `mode`: a token mode, as far as the class is proven; `inputs`: the values of the model's InputShapes;
+    `prints`: of the loader's parameters, None where the
+    ranks have compared them; `digests`: of the code of `packs`, for ranks on other machines."""
 
     job: bytes
     is_fresh: bool
@@ -46,19 +66,34 @@ class Head:
     facts: bytes | None
     packs: tuple[str, ...]
     mode: str
+    inputs: tuple[Any, ...]
     prints: dict[str, Print] | None
+    digests: dict[str, str]
 
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What ranks need to know of ComfyUI's process. `comfyui`: its folder; `own`: this pack's name there; `packs`:
-    their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's folder_paths."""
+    """What ranks need to know of ComfyUI's process. `comfyui`: its folder; `version`: ComfyUI's; `own`: this pack's
+    name there; `packs`: their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's
+    folder_paths."""
 
     comfyui: str
+    version: str
     own: str
     packs: dict[str, tuple[str, bool]]
     search_path: tuple[str, ...]
     folders: dict[str, Any]
+
+
+def digest_of_code(file: str, is_package: bool) -> str:
+    """A digest of a pack's Python files, by which two machines tell whether they have the same."""
+    folder = Path(file).parent
+    found = sorted(folder.rglob("*.py")) if is_package else [Path(file)]
+    digest = hashlib.sha256()
+    for one in found:
+        digest.update(f"{one.relative_to(folder).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(one.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def pack_facts(facts: ProcessFacts) -> bytes:
@@ -70,6 +105,21 @@ def pack_payload(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     """The payload of a message to the ranks; `tensors`: by number."""
     data = torch.frombuffer(bytearray(pickle.dumps(_values(head))), dtype=torch.uint8)
     return {HEAD: data, **{number: one.detach().cpu().contiguous() for number, one in tensors.items()}}
+
+
+def pack_answer(answer: Tensor | Sequence[Tensor], denoised: Tensor | None = None) -> dict[str, Tensor]:
+    """A latent, or what a network gave: one tensor or several (video and sound), as float32 on the CPU; and what the
+    last step of a sampler took for the latent without noise."""
+    others = {} if denoised is None else {DENOISED: denoised.float().cpu()}
+    parts = [answer] if isinstance(answer, Tensor) else answer
+    names = [ANSWER, *(f"{ANSWER}.{place}" for place in range(1, len(parts)))]
+    return {**{name: part.float().cpu() for name, part in zip(names, parts, strict=True)}, **others}
+
+
+def unpack_answer(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Reads what pack_answer wrote; nothing where there is no answer."""
+    names = sorted(name for name in tensors if name == ANSWER or name.startswith(f"{ANSWER}."))
+    return [tensors[name] for name in names]
 
 
 def _values(data: Head | ProcessFacts) -> tuple[Any, ...]:

@@ -44,6 +44,8 @@ PATCHER_STATE = (
 )
 _PLAIN = frozenset({dict, str, int, float, tuple, list, bool, bytes, type(None)})
 _CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImplementedError, ValueError)
+# The metaclass of what ComfyUI runs a node's `execute` with: a copy of the node's class that cannot be changed.
+_LOCKED = "lock_class.<locals>.LockedMeta"
 _TRAIL = 5  # objects that an error names on the way to what cannot be written
 
 # What the ranks hold themselves, by id: the word by which reducers.RankObjects finds it.
@@ -102,6 +104,8 @@ def pickle_job(job: object, known: Known, sent: SentTensors, patcher: type) -> P
             f"The devices cannot be given this job: {type(error).__name__}: {str(error)[:200]}. It is held by "
             f"{pickler.trail()}; take the node out that puts it there, or connect its MODEL without Parallel Model."
         ) from error
+    finally:
+        pickler.forget()
     return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules))
 
 
@@ -120,6 +124,11 @@ class _JobPickler(cloudpickle.Pickler):
             f"{type(one).__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
             for one in self._trail[-_TRAIL:]
         )
+
+    def forget(self) -> None:
+        """Lets go of all that was written: a MODEL that nobody has any more must not wait for the garbage collector."""
+        self.clear_memo()
+        self._trail, self._alive, self._known = [], [], {}
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
@@ -156,6 +165,8 @@ class _JobPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             self.modules.add(obj.__module__ or "")
+            if isinstance(obj, type) and type(obj).__qualname__ == _LOCKED:
+                return (reducers.same, (obj.__bases__[0],))
             if self._is_of_a_path(obj):
                 return (reducers.find_object, (CONTEXT, obj.__module__, obj.__qualname__))
         elif isinstance(obj, self._patcher):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..requests import Conditioning, ModuleCall, Rows
+from ..requests import Conditioning, Rows
 from ..wire.weight_patches import WeightPatch
 
 if TYPE_CHECKING:
@@ -209,11 +209,14 @@ class ModuleModel(LoadedModel, Protocol):
     def attention(self) -> str:
         """What its blocks call as ComfyUI's optimized attention, by ComfyUI's name for it."""
 
-    def live(self, call: ModuleCall) -> ModuleCall:
-        """The call with the objects that stand in it as data made anew. All ranks make it alike."""
+    def begin_call(self) -> None:
+        """Forgets what the module keeps of its last call by where that lay in memory."""
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         """Inside, what its blocks call as ComfyUI's optimized attention is `attend(original, q, k, v, heads, …)`."""
+
+    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
+        """Inside, `original` is `kernel(original, q, k, v, heads, …)`, and so is what no `attention_by` answers."""
 
 
 @dataclass(frozen=True)

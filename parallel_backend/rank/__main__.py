@@ -176,7 +176,6 @@ def _serve_one(
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
-        Call,
         Cancel,
         Done,
         Envelope,
@@ -184,7 +183,6 @@ def _serve_one(
         Predict,
         RunJob,
         Sample,
-        SampleLoop,
         Sleep,
     )
     from ..wire.transport import close_all, pack_tensors
@@ -198,7 +196,7 @@ def _serve_one(
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker, requests)
-    if isinstance(envelope.message, (Sample, SampleLoop, RunJob, Decode, Encode, KeepModels)):
+    if isinstance(envelope.message, (Sample, RunJob, Decode, Encode, KeepModels)):
         # Before ComfyUI goes on, to a VAE of its own perhaps. After a model call comes the next one, and after the last
         # KeepModels (pool.release_cache).
         give_back()
@@ -207,7 +205,7 @@ def _serve_one(
         answers.empty()
     if result is None or worker.world.rank != 0:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
-    elif isinstance(answer, Done) and isinstance(envelope.message, (Predict, Call)):
+    elif isinstance(answer, Done) and isinstance(envelope.message, Predict):
         answer = replace(answer, placed=answers.place(result))
         link.send(Envelope(epoch, envelope.request, answer), (answers.descriptor,), SEND)
     else:
@@ -229,7 +227,6 @@ def _answer(
     from ..wire.protocol import (
         ApplyPatches,
         Calibrate,
-        Call,
         Compiling,
         Done,
         Envelope,
@@ -240,7 +237,6 @@ def _answer(
         Predict,
         RunJob,
         Sample,
-        SampleLoop,
         Sleep,
         Wake,
     )
@@ -270,14 +266,12 @@ def _answer(
 
     try:
         try:
-            if isinstance(message, (Predict, Call)):
+            if isinstance(message, Predict):
                 tensors = requests.read(descriptors[0], message.placed)
             else:
                 tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
-        if isinstance(message, (Load, Sample, SampleLoop, RunJob, Decode, Encode)):
-            worker.calls.end_run()  # of one that was cancelled, perhaps
         match message:
             case Load():
                 return Done(load=worker.load(message), models=worker.models.report()), None
@@ -292,15 +286,8 @@ def _answer(
                 on_step = boundary(message.steps, message.previews, message.states)
                 result, run = worker.run_job(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
-            case SampleLoop():
-                on_step = boundary(message.steps, message.previews, message.states)
-                result, run = worker.sample_loop(message, tensors, on_step, report_compiling)
-                return Done(run=run), result
             case Predict():
                 result, run = worker.predict(message, tensors, report_compiling)
-                return Done(run=run), result
-            case Call():
-                result, run = worker.call(message, tensors, report_compiling)
                 return Done(run=run), result
             case KeepFactors():
                 worker.models.get(message.model).patches.keep(tensors)

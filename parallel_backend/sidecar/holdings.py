@@ -31,16 +31,15 @@ from .model_room import (
     predict_room,
     slowest,
 )
-from .tensor_cache import KnownTensors
 from .vae_client import VaeOnRanks
 
 
 class RankHoldings:
-    """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `tensors`: arguments of calls
-    that they keep, whatever the model."""
+    """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `start`: another object
+    after each start, from which on they have nothing."""
 
     asleep: int
-    tensors: KnownTensors
+    start: object
     _held: list[HeldModel]  # the least recently used first
     _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
     _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
@@ -67,7 +66,7 @@ class RankHoldings:
     def forget(self) -> None:
         """The ranks are gone, and all that they held."""
         self.asleep, self._woken_with = 0, ()
-        self.tensors = KnownTensors()
+        self.start = object()
         self._forget_models()
 
     def _forget_models(self) -> None:
@@ -311,7 +310,7 @@ class RankHoldings:
         keys = tuple(held.key for held in self._held)
         info, dropped = self._move(Sleep(level), lease)
         self.asleep = level
-        self.tensors = KnownTensors()
+        self.start = object()
         self._ranks.release_arenas()
         self.vae.forget()
         self.vae_encoder.forget()

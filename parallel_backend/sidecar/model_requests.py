@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ..devices import is_cpu
 from ..errors import TransportError
+from ..job.payload import ANSWER, DENOISED, unpack_answer
 from ..options import CompileStats
 from ..requests import (
     InputShapes,
     LoadInfo,
-    LoopRequest,
     ModelSpec,
-    ModuleCall,
     Placement,
     PredictRequest,
     RunInfo,
@@ -26,9 +25,8 @@ from ..requests import (
 )
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
-from ..wire.arguments import Tree, kept_tensors, pack_arguments, unpack_arguments
 from ..wire.payloads import Tensors, check_inputs, predict_tensors
-from ..wire.protocol import Call, Done, Message, Predict, Progress, RunJob, Sample, SampleLoop
+from ..wire.protocol import Done, Message, Predict, Progress, RunJob, Sample
 from ..wire.weight_patches import WeightPatches
 from .compile_progress import CompileWatch, image_size
 from .group.events import Stepped, emit
@@ -66,7 +64,7 @@ class ModelRequests:
         self,
         spec: ModelSpec,
         job: SamplingJob,
-        message: Sample | SampleLoop | RunJob,
+        message: Sample | RunJob,
         patches: WeightPatches,
         lease: Lease,
     ) -> SampleResult:
@@ -121,9 +119,17 @@ class ModelRequests:
             return compiling.budget(self._step_budget(steps, job.request.noise))
 
         done = exchange.wait(budget, on_message)
-        result = _result(exchange, {"latent": job.shape, "step_seconds": None})
-        info = _run_info(done, load, step_seconds=tuple(result["step_seconds"].tolist()))
-        return SampleResult(latent=result["latent"], info=job.merged(info))
+        if isinstance(job.request, ShippedRequest) and job.request.is_call:
+            parts, denoised = _answer(exchange), None
+            seconds = [reports(done, lambda answer: answer.run)[0].seconds]
+        else:
+            denoised = exchange.result.pop(DENOISED, None)
+            # A sampler of ComfyUI's or of a pack may give another size than it was given.
+            shape = job.shape if isinstance(job.request, SampleRequest) else None
+            result = _result(exchange, {ANSWER: shape, "step_seconds": None})
+            parts, seconds = [result[ANSWER]], result["step_seconds"].tolist()
+        info = _run_info(done, load, step_seconds=tuple(seconds))
+        return SampleResult(parts[0], job.merged(info), tuple(parts), denoised)
 
     def predict(
         self,
@@ -163,50 +169,6 @@ class ModelRequests:
         times.append(seconds)
         return velocity, _run_info(done, load, step_seconds=(seconds,))
 
-    def call(
-        self,
-        spec: ModelSpec,
-        call: ModuleCall,
-        placement: Placement,
-        patches: WeightPatches,
-        lease: Lease,
-    ) -> tuple[Tree, RunInfo]:
-        """As Sidecar.call."""
-        pack_arguments((call.args, call.kwargs))  # refuses what cannot be sent, before ranks start
-        load = self._holdings.ensure_ready(spec, placement.strategy, patches, lease)
-        held = self._holdings.current
-        times = held.call_seconds[placement, (call.rows, *_shape(call))]
-        known = self._holdings.tensors
-        arguments = known.take_out(call.kwargs)
-        try:
-            tensors = pack_arguments((call.args, arguments.kwargs)) | kept_tensors(arguments.new)
-            exchange = lease.exchange()
-            forget = known.take_forgotten()
-            message = Call(
-                placement, call.method, call.rows, call.tokens, held.number, forget, reuse=call.reuse
-            )
-            exchange.send_call(message, tensors)
-            compiling = CompileWatch(_latent_in_words(*call.args[:1]), lease.on_phase)
-
-            def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
-                if not compiling.took(answer):
-                    expect(rank, answer, Done)
-
-            done = exchange.wait(
-                lambda: compiling.budget(self._step_budget(times, *call.args[:1])), on_message
-            )
-        except BaseException:
-            known.drop(arguments.new)  # who knows whether the ranks have them
-            raise
-        try:
-            answer = unpack_arguments(exchange.result)
-        except TransportError as error:
-            raise exchange.refuse(f"rank 0 gave no answer to a model call: {error}") from None
-        run = reports(done, lambda answer: answer.run)[0]
-        if not run.reused_calls:  # which is no measure for those that are computed
-            times.append(run.seconds)
-        return answer, _run_info(done, load, step_seconds=(run.seconds,))
-
     def _step_budget(self, earlier: Sequence[float], sampled: object = None) -> float:
         """Seconds for the next step; `sampled`: the latent, or its parts."""
         usual = deadlines.step_budget(earlier)
@@ -232,17 +194,15 @@ class ModelRequests:
 
 
 def sample_message(
-    request: SampleRequest | LoopRequest | ShippedRequest,
+    request: SampleRequest | ShippedRequest,
     placement: Placement,
     *,
     previews: bool,
     states: bool,
-) -> Sample | SampleLoop | RunJob:
+) -> Sample | RunJob:
     """What a sampling job is asked for by, beside its tensors."""
     if isinstance(request, ShippedRequest):
         return RunJob(placement, request.steps, previews, states)
-    if isinstance(request, LoopRequest):
-        return SampleLoop(placement, len(request.sigmas) - 1, previews, states)
     return Sample(
         placement=placement,
         cfg=float(request.cfg),
@@ -252,11 +212,6 @@ def sample_message(
         states=states,
         cache_threshold=float(request.cache_threshold),
     )
-
-
-def _shape(call: ModuleCall) -> tuple[int, ...]:
-    """The size of what is sampled, as far as calls of other sizes take other times."""
-    return next((tuple(value.shape) for value in call.args if isinstance(value, Tensor)), ())
 
 
 def _positions(sampled: object) -> int:
@@ -272,6 +227,14 @@ def _latent_in_words(first: object = None) -> str:
     if not isinstance(latent, Tensor) or latent.ndim < 2:
         return "this model"
     return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
+
+
+def _answer(exchange: Exchange[Done]) -> list[Tensor]:
+    """Rank 0's answer to a call of the network: one tensor, or several."""
+    parts = unpack_answer(exchange.result)
+    if not parts or any(part.dtype != torch.float32 for part in parts):
+        raise exchange.refuse("rank 0 gave no answer to a model call")
+    return parts
 
 
 def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None]) -> Tensors:

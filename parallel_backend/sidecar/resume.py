@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed, TransportError
-from ..requests import LoopRequest, LoopState, RunInfo, SampleRequest, SamplerState
+from ..requests import LoopState, RunInfo, SampleRequest, SamplerState
 from ..trials import NO_TRIALS, Trial, TrialPlan
-from ..wire.loop import loop_tensors
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_loop_state, take_state
 from ..wire.protocol import Progress
 
@@ -42,12 +41,14 @@ class LoopRecord:
 @dataclass(frozen=True)
 class ShippedRequest:
     """A job of ComfyUI's objects. `noise`: of the shape of its latent; `tensors(holdings)`: its payload for the ranks
-    of these RankHoldings, without what they were sent before."""
+    of these RankHoldings, without what they were sent before; `is_call`: it is one call of the network, whose answer
+    may have another shape, or several parts."""
 
     noise: Tensor
     steps: int
     tensors: Callable[[object], Tensors]
     cache_threshold: float = 0.0
+    is_call: bool = False
 
 
 class SamplingJob:
@@ -59,7 +60,7 @@ class SamplingJob:
 
     def __init__(
         self,
-        request: SampleRequest | LoopRequest | ShippedRequest,
+        request: SampleRequest | ShippedRequest,
         on_step: OnStep | None,
         trials: TrialPlan = NO_TRIALS,
     ) -> None:
@@ -67,9 +68,7 @@ class SamplingJob:
         self.trials = trials
         self._given_up: tuple[Trial, ...] = ()
         self._tensors: Tensors = {}  # of a shipped request: made for the ranks that run it
-        if isinstance(request, LoopRequest):
-            self._tensors = loop_tensors(request)
-        elif isinstance(request, SampleRequest):
+        if isinstance(request, SampleRequest):
             self._tensors = sample_tensors(request)
         self._on_step = on_step
         self._state: SamplerState | LoopRecord | None = None

@@ -13,9 +13,7 @@ from ..errors import Cancelled, OutOfMemory, RankFailed, RequestError, StrategyE
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
-    LoopRequest,
     ModelSpec,
-    ModuleCall,
     Placement,
     PredictRequest,
     RunInfo,
@@ -26,7 +24,6 @@ from ..requests import (
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
-from ..wire.arguments import Tree
 from ..wire.calibration import Calibration
 from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate
@@ -153,7 +150,7 @@ class Sidecar(VaeRequests):
     def sample(
         self,
         spec: ModelSpec,
-        request: SampleRequest | LoopRequest | ShippedRequest,
+        request: SampleRequest | ShippedRequest,
         placement: Placement,
         on_step: OnStep | None = None,
         on_phase: ShowPhase | None = None,
@@ -216,36 +213,15 @@ class Sidecar(VaeRequests):
             file,
         )
 
-    def call(
-        self,
-        spec: ModelSpec,
-        call: ModuleCall,
-        placement: Placement,
-        on_phase: ShowPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
-        patches: WeightPatches = NO_PATCHES,
-        file: FileIdentity | None = None,
-    ) -> tuple[Tree, RunInfo]:
-        """One call of a ComfyUI module: its answer, tensors on the CPU, and how it ran, a load before it included.
-        Raises RequestError for arguments that cannot be sent."""
-        return self._model_call(
-            spec,
-            lambda lease: self._requests.call(spec, call, placement, patches, lease),
-            placement,
-            on_phase,
-            should_cancel,
-            file,
-        )
-
     def _model_call(
         self,
         spec: ModelSpec,
-        call: Callable[[Lease], tuple[Tree, RunInfo]],
+        call: Callable[[Lease], tuple[Tensor, RunInfo]],
         placement: Placement,
         on_phase: ShowPhase | None,
         should_cancel: ShouldCancel | None,
         file: FileIdentity | None,
-    ) -> tuple[Tree, RunInfo]:
+    ) -> tuple[Tensor, RunInfo]:
         """One call of the model, made again when a rank crashes in it. `file`: as for `sample`, of the job that the
         call belongs to."""
         self._check_placement(placement)
@@ -374,7 +350,7 @@ class Sidecar(VaeRequests):
     def _check_trials(
         self,
         trials: TrialPlan,
-        request: SampleRequest | LoopRequest | ShippedRequest,
+        request: SampleRequest | ShippedRequest,
         placement: Placement,
     ) -> None:
         for strategy in trials.strategies:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, Reuse, SleepInfo
+from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, SleepInfo
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
@@ -136,9 +136,9 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class SampleLoop:
-    """Parent to all ranks: a whole sampling job by ComfyUI's own loop, of so many steps; the request is in the payload
-    (loop.py), with what earlier model calls gave where it is resumed. Others as in Sample."""
+class RunJob:
+    """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), of so many steps, with what
+    earlier model calls gave where it is resumed. Others as in Sample."""
 
     placement: Placement
     steps: int
@@ -146,11 +146,6 @@ class SampleLoop:
     states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
-
-
-@dataclass(frozen=True)
-class RunJob(SampleLoop):
-    """Parent to all ranks: the job as ComfyUI's process has it, whole (job/payload.py), and what calls gave."""
 
 
 @dataclass(frozen=True)
@@ -177,22 +172,6 @@ class Predict:
     model: int
     mask: int = 0
     placed: tuple[PlacedTensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """Parent to all ranks: one call of a ComfyUI module, whose arguments are `placed` (arguments.py), as is rank 0's
-    answer. `model`: the number of a held one; `forget`: keys of kept tensors that are not used again; others as in
-    requests.ModuleCall."""
-
-    placement: Placement
-    method: str
-    rows: int
-    tokens: str
-    model: int
-    forget: tuple[int, ...] = ()
-    placed: tuple[PlacedTensor, ...] = ()
-    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)
@@ -322,10 +301,8 @@ Message = (
     | KeepFactors
     | ApplyPatches
     | Sample
-    | SampleLoop
     | RunJob
     | Predict
-    | Call
     | Calibrate
     | LoadVae
     | Decode
@@ -341,7 +318,7 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, SampleLoop, RunJob, Predict, Call), (1,)),
+    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, RunJob, Predict), (1,)),
     **dict.fromkeys((LoadVae, Decode, Encode), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }

@@ -39,6 +39,8 @@ DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

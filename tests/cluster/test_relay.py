@@ -15,7 +15,7 @@ from parallel_backend.cluster.relay import Relay
 from parallel_backend.cluster.tls import make_context, secure
 from parallel_backend.requests import Placement
 from parallel_backend.wire.arena import ArenaReader, ArenaWriter
-from parallel_backend.wire.protocol import Call, Done, Envelope, LoadVae, Predict, Wake
+from parallel_backend.wire.protocol import Done, Envelope, LoadVae, Predict, Wake
 from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
 
 WAIT = 30.0
@@ -112,7 +112,7 @@ def test_arenas_arrive_as_they_are_at_each_message(folder, no_leaks):
             assert envelope.message == message
             assert_same(reader.read(descriptors[0], envelope.message.placed), placed)
             close_all(descriptors)
-        nothing = Call(Placement(), "forward", 1, "rows", 0)
+        nothing = Predict(Placement(), 0, (), 0)
         pairs[0][0].send(Envelope(1, 3, nothing), (writer.descriptor,))
         envelope, descriptors = pairs[0][1].receive(WAIT)
         assert envelope.message == nothing and len(descriptors) == 1

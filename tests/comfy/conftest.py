@@ -46,7 +46,6 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """A ComfyUI with packs that change models and ComfyUI itself in every way that packs do."""
     base = tmp_path_factory.mktemp("packs")
     environment = {
-        "PARALLEL_SAMPLING_JOBS": "1",
         "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
         "PARALLEL_TEST_FORKED_RANKS": "1",
     }

@@ -4,7 +4,7 @@ import pytest
 
 from cluster_machines import Torchrun, free_port
 from comfy_harness import require_comfyui
-from comfyui_client import PromptRejected
+from comfyui_client import PromptFailed, PromptRejected
 from differences import relative_difference
 from graphs import STOCK, Graph
 from waiting import wait_until
@@ -43,6 +43,13 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
         latent = graph.parallel_sampler([model, 1], *texts, graph.latent(), cfg=3.0)
         return graph.prompt, latent, [latent[0], 1]
 
+    def wrapped(graph, texts):
+        """By a function of a pack that lies in this computer's ComfyUI alone."""
+        loader = graph.parallel_loader(unet, DEVICES)
+        model = [graph.add("TestWrapper", model=[loader, 1], scale=0.5), 0]
+        latent = graph.ksampler(model, *texts, graph.latent(), cfg=3.0)
+        return graph.prompt, latent, [graph.add("TestRankStates", nonce=1), 0]
+
     with pytest.raises(PromptRejected, match="no machine has joined it yet"):
         sample(flux)
     try:
@@ -64,6 +71,11 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
             found, report = sample(build)
             assert relative_difference(found, expected) <= 1e-5
             assert "CFG 2" in report and "cpu:0@lab/a, cpu:0@lab/b" in report
+        with pytest.raises(
+            PromptFailed, match=r"Machine [ab] does not have the pack parallel_test_nodes, whose code"
+        ):
+            sample(wrapped)
+        assert relative_difference(sample(flux)[0], expected) <= 1e-5
     finally:
         for machine in machines:
             machine.stop()

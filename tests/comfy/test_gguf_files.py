@@ -42,27 +42,36 @@ def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
     ways = {
         "stock": graph.ksampler(graph.model(STOCK, unpacked), *request, **SAMPLING),
         "whole": graph.ksampler(graph.model(STOCK, whole), *request, **SAMPLING),
-        "stepwise": graph.ksampler([ours, 0], *request, **SAMPLING),
-        "resident": graph.parallel_sampler([ours, 1], *request, **SAMPLING),
+        "KSampler": graph.ksampler([ours, 0], *request, **SAMPLING),
+        "Parallel Sampler": graph.parallel_sampler([ours, 1], *request, **SAMPLING),
     }
     for name, latent in ways.items():
         graph.save(latent, f"gguf-{name}.safetensors")
     comfy.run(graph.prompt, timeout=300)
     found = {name: load_file(comfy.output(f"gguf-{name}.safetensors"))["samples"] for name in ways}
-    for way in ("stepwise", "resident"):
+    for way in ("KSampler", "Parallel Sampler"):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
     assert relative_difference(found["whole"], found["stock"]) > 5 * TOLERANCE, "packing takes something away"
 
 
-def test_loras_count_as_on_the_unpacked_weights(comfy, files):
+@pytest.mark.parametrize("way", ["whole", "shared out", "by hooks"])
+def test_loras_count_as_on_the_unpacked_weights(comfy, files, way):
     packed, unpacked, _ = files
     lora = write_loras(comfy.server.base_directory / "models" / "loras")["kohya"]
     graph = Graph()
     request = (graph.text(1), graph.text(2), graph.latent())
-    ours, stock = [loader(graph, packed, ulysses=2), 0], graph.model(STOCK, unpacked)
+    choice = {"shard_weights": True} if way == "shared out" else {}
+    ours, stock = [loader(graph, packed, ulysses=2, **choice), 0], graph.model(STOCK, unpacked)
     for name, model in (("ours", ours), ("stock", stock)):
-        changed = graph.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=0.8)
-        graph.save(graph.ksampler([changed, 0], *request, **SAMPLING), f"gguf-lora-{name}.safetensors")
+        positive = request[0]
+        if way == "by hooks":
+            hook = graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=0.8)
+            properties = {"strength": 1.0, "set_cond_area": "default", "hooks": [hook, 0]}
+            positive = [graph.add("ConditioningSetProperties", cond_NEW=positive, **properties), 0]
+        else:
+            model = [graph.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=0.8), 0]
+        sampled = graph.ksampler(model, positive, *request[1:], **SAMPLING)
+        graph.save(sampled, f"gguf-lora-{name}.safetensors")
     graph.save(graph.ksampler(ours, *request, **SAMPLING), "gguf-lora-none.safetensors")
     comfy.run(graph.prompt, timeout=300)
     found = {

@@ -22,7 +22,7 @@ STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
 
 @pytest.fixture(scope="module")
 def unet(comfy):
-    return comfy.write_flux("tiny_dev.safetensors")
+    return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain
     assert relative_difference(found["stock"], plain["stock"]) > 100 * TOLERANCE, (
         "there was something to apply"
     )
-    assert "way: resident" in found["report"]
+    assert "LoRA: " in found["report"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,6 @@ def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain
         {"ring": 2},
         {"cfg": 2},
         {"data": 2},
-        {"tensor": 2},
         {"ulysses": 2, "shard_weights": True},
         {"cfg": 2, "offload_weights": True},
         {"pipefusion": 2, "warmup_steps": 2},
@@ -112,10 +111,9 @@ def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
     assert relative_difference(found["stock"], bare["stock"]) > 0.1
 
 
-def test_a_stack_for_another_sampler_runs_stepwise(comfy, unet, loras):
+def test_a_stack_goes_with_any_sampler(comfy, unet, loras):
     found = run(comfy, unet, loras, STACK, sampler="res_multistep")
     assert_equal_to_stock(found)
-    assert "way: stepwise (the sampler res_multistep" in found["report"]
 
 
 def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for_bit(
@@ -123,23 +121,21 @@ def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for
 ):
     first = run(comfy, unet, loras, [("kohya", 1.0)], ways=("parallel",))
     for stack, changed in (
-        ([("kohya", 0.5)], "6 weights, 6 changed"),
-        ([("kohya", 0.5), ("lokr", 1.0)], "6 weights, 2 changed"),
-        ([("kohya", 0.5), ("lokr", -1.0)], "6 weights, 2 changed"),
-        ([("kohya", 0.5), ("lokr", -1.0), ("loha", 1.0)], "7 weights, 1 changed"),
-        ([("kohya", 1.0)], "6 weights, 7 changed"),
+        ([("kohya", 0.5)], 6),
+        ([("kohya", 0.5), ("lokr", 1.0)], 6),
+        ([("kohya", 0.5), ("lokr", -1.0)], 6),
+        ([("kohya", 0.5), ("lokr", -1.0), ("loha", 1.0)], 7),
+        ([("kohya", 1.0)], 6),
     ):
         found = run(comfy, unet, loras, stack, ways=("parallel",))
         assert "load: 0 s (weights were warm)" in found["report"]
-        assert f"LoRA: {changed}" in found["report"]
-    assert "MiB of factors" not in found["report"], "they were there"
+        assert f"LoRA: {changed} weights changed" in found["report"]
     assert found["parallel"].equal(first["parallel"])
     bare = run(comfy, unet, loras, (), ways=("parallel",))
     assert "load: 0 s (weights were warm)" in bare["report"]
-    assert "LoRA: none; 6 weights were restored" in bare["report"]
+    assert "LoRA" not in bare["report"]
     assert bare["parallel"].equal(plain["parallel"])
-    stepwise = run(comfy, unet, loras, (), seed=8)
-    assert_equal_to_stock(stepwise)
+    assert_equal_to_stock(run(comfy, unet, loras, (), seed=8))
 
 
 @pytest.mark.parametrize("lora", ["both", "text"])

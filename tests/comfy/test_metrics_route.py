@@ -116,19 +116,3 @@ def test_the_log_that_a_variable_asks_for_has_the_jobs_as_lines_of_json(comfy):
     done = [line for line in lines if (line.get("request"), line.get("result")) == ("sample", "done")]
     assert done and done[-1]["devices"] == ["cpu:0", "cpu:1"] and done[-1]["images"] == 1
     assert str(comfy.server.base_directory) not in text
-
-
-def test_a_stepwise_run_asks_the_ranks_once_per_model_call(comfy):
-    def requests():
-        lines = map(json.loads, (comfy.server.base_directory / "ranks.jsonl").read_text().splitlines())
-        return [line["request"] for line in lines if line["event"] == "ended"]
-
-    _sample(comfy)
-    before = len(requests())
-    graph = Graph()
-    loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
-    texts = graph.text(1), graph.text(2)
-    comfy.sample(
-        graph.prompt, graph.ksampler([loader, 1], *texts, graph.latent(), steps=3, seed=next(_SEEDS))
-    )
-    assert requests()[before:] == ["predict"] * 3

@@ -63,4 +63,4 @@ def test_every_family_has_its_strategies():
 )
 def test_a_family_gives_the_stock_latent(comfy, devices, kind):
     request = REQUESTS[devices] | SMALLER.get(kind, {})
-    assert_same(both(comfy, kind, FAMILIES[kind][devices - 2], resident=devices == 2, **request))
+    assert_same(both(comfy, kind, FAMILIES[kind][devices - 2], with_sampler=devices == 2, **request))

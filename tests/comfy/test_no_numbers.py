@@ -1,4 +1,4 @@
-"""Weights that are no numbers, through ComfyUI: said where they show, the resident way and the stepwise way."""
+"""Weights that are no numbers, through ComfyUI: said where they show."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def broken(comfy) -> str:
     return "tiny_nan.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("node", "words"), [("KSampler", r"at sigma 1\b"), ("ParallelSampler", "in step 1 of 3")]
-)
-def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(comfy, broken, node, words):
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(comfy, broken, node):
     graph = Graph()
     request = (graph.text(1), graph.text(2), graph.latent())
     model = graph.model(OURS, broken)
     sampled = (
         graph.ksampler(model, *request) if node == "KSampler" else graph.parallel_sampler(model[0], *request)
     )
-    with pytest.raises(PromptFailed, match=rf"NaN or infinite {words}; the image would be black") as failure:
+    with pytest.raises(
+        PromptFailed, match=r"NaN or infinite in step 1 of \d; the image would be black"
+    ) as failure:
         comfy.sample(graph.prompt, sampled)
     assert failure.value.node_type == node
     assert failure.value.exception_type.endswith("RequestError")

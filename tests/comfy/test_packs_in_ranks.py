@@ -16,6 +16,7 @@ from any_runs import latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import Graph
+from lora_files import write_loras
 
 TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
 TELLING = 1e-3  # what a pack must change of the stock latent at least
@@ -102,6 +103,36 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs, 
     found = latents(packs, graph, ways)
     assert relative_difference(found["plain"], found["stock"]) > TELLING
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+def _requests(packs) -> int:
+    """How many requests the ranks have ended."""
+    return (packs.server.base_directory / "ranks.jsonl").read_text().count('"event": "ended"')
+
+
+def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
+    """With a LoRA, which ComfyUI puts into the weights of a model as it loads it."""
+    lora = write_loras(packs.server.base_directory / "models" / "loras")["kohya"]
+    change = _node("LoraLoaderModelOnly", lora_name=lora, strength_model=0.8)
+    graph = AnyGraph(packs, "flux")
+    source = graph.stock()
+    positive, _, latent = graph.request()
+
+    def sampled(model: list) -> list:
+        return [graph.add("TestDirectCalls", model=model, positive=positive, latent=latent), 0]
+
+    ways = {
+        "plain": sampled(source),
+        "stock": sampled(change(graph, source)),
+        "before": sampled([graph.parallel(change(graph, source), ulysses=2), 0]),
+        "behind": sampled(change(graph, [graph.parallel(source, ulysses=2), 0])),
+    }
+    earlier = _requests(packs)
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["plain"], found["stock"]) > TELLING
+    differences = {name: relative_difference(found[name], found["stock"]) for name in ("before", "behind")}
+    assert max(differences.values()) <= TOLERANCE, differences
+    assert _requests(packs) >= earlier + 2 * 3  # one more where the ranks had to ask for weights
 
 
 @pytest.fixture

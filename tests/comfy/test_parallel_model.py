@@ -63,7 +63,6 @@ def test_parallel_sampler_runs_comfyuis_loop_on_the_devices_and_says_so(comfy):
     expected = graph.ksampler(stock, *request, steps=2, cfg=3.0)
     found = latents(comfy, graph, {"stock": expected, "ours": sampled}, {"report": [sampled[0], 1]})
     assert_same(found)
-    assert "way: resident" in found["report"]
     assert "Ulysses 2" in found["report"] and "result: exact" in found["report"]
 
 
@@ -80,7 +79,7 @@ def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
 
 
 def test_a_degree_set_by_hand_that_has_no_work_becomes_ulysses(comfy):
-    found = both(comfy, "wan_t2v", {"cfg": 2}, cfg=1.0, resident=True)
+    found = both(comfy, "wan_t2v", {"cfg": 2}, cfg=1.0, with_sampler=True)
     assert_same(found)
     assert "CFG 2 became Ulysses 2" in found["report"]
 

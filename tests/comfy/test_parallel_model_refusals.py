@@ -21,25 +21,6 @@ def fails(comfy, graph: Graph, latent: list) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs", "words"),
-    [
-        ("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, "block by SelfAttentionGuidance"),
-        ("TestForeignOption", {"name": "my_pack"}, "'my_pack', which holds a SimpleNamespace"),
-        ("ModelComputeDtype", {"dtype": "bf16"}, "another dtype to compute in"),
-    ],
-)
-@pytest.mark.parametrize("before", [True, False])
-def test_what_cannot_be_honoured_is_refused_by_its_name(comfy, name, inputs, words, before):
-    graph = AnyGraph(comfy, "wan_t2v")
-    model = graph.stock()
-    if before:
-        model = [graph.parallel([graph.add(name, model=model, **inputs), 0], ulysses=2), 0]
-    else:
-        model = [graph.add(name, model=[graph.parallel(model, ulysses=2), 0], **inputs), 0]
-    assert words in fails(comfy, graph, graph.ksampler(model, *graph.request(), steps=1))
-
-
-@pytest.mark.parametrize(
     ("kind", "choice", "words"),
     [
         ("wan_t2v", {"ulysses": 3}, "more than the 2 attention heads"),
@@ -104,14 +85,6 @@ def test_what_is_made_for_another_model_is_refused_and_leaves_the_ranks_warm(
     assert {rank.pid for rank in comfy.ranks()} == ranks
 
 
-def test_saving_it_is_refused(comfy):
-    graph = AnyGraph(comfy, "wan_t2v")
-    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
-    graph.add("ModelSave", model=ours, filename_prefix="any")
-    with pytest.raises(PromptFailed, match="saving the model"):
-        comfy.run(graph.prompt)
-
-
 def test_a_parallel_model_is_not_made_parallel_twice(comfy):
     graph = AnyGraph(comfy, "flux")
     twice = [graph.parallel([graph.parallel(graph.stock(), ulysses=2), 0], ulysses=2), 0]
@@ -134,7 +107,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_the_remedy(comfy, half, 
     )
 
 
-def test_a_control_lora_which_computes_with_the_models_weights_is_refused(comfy):
+def test_a_control_lora_is_refused_where_the_models_weights_are_shared_out(comfy):
     folder = comfy.server.base_directory / "models" / "controlnet"
     folder.mkdir(exist_ok=True)
     tensors = {"lora_controlnet": torch.ones(1), "input_hint_block.0.weight": torch.ones(16, 3, 3, 3)}
@@ -148,7 +121,7 @@ def test_a_control_lora_which_computes_with_the_models_weights_is_refused(comfy)
         image=[graph.add("EmptyImage", width=48, height=64, batch_size=1, color=0), 0],
         end_percent=1.0,
     )
-    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+    ours = [graph.parallel(graph.stock(), cfg=2, shard_weights=True), 0]
     message = fails(comfy, graph, graph.ksampler(ours, [applied, 0], [applied, 1], latent, steps=1))
     assert "such as a Control-LoRA" in message and "take a whole ControlNet" in message
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from graphs import AXES, OURS, STOCK, Graph
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
-WAYS = ("stock", "stepwise", "parallel sampler")
+WAYS = ("stock", "KSampler", "parallel sampler")
 
 # name -> what differs from a plain request: "file" (of the checkpoint), "positive", "negative", "latent", "sampling".
 REQUESTS = {
@@ -46,15 +46,15 @@ REQUESTS = {
     "heads that Ulysses cannot share": {"file": "one head"},
 }
 FILES = {
-    "dev": {},
-    "copy": {},
+    "dev": {"double_blocks": 2, "single_blocks": 2},
+    "copy": {"double_blocks": 2, "single_blocks": 2},
     "schnell": {"guidance": False},
     "diffusers": {"layout": "diffusers"},
     "prefixed": {"prefix": "model.diffusion_model."},
     "one head": {"heads": 1, "double_blocks": 2, "single_blocks": 2},
 }
 RESIDENT = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
-STEPWISE = "res_multistep"
+ANOTHER = "res_multistep"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def sampled(comfy, files, name: str, devices: str, sampler: str, **choice) -> di
     parallel = graph.parallel_sampler(ours[0], *conditioning, **settings)
     results = {
         "stock": graph.ksampler(graph.model(STOCK, unet), *conditioning, **settings),
-        "stepwise": graph.ksampler(ours, *conditioning, **settings),
+        "KSampler": graph.ksampler(ours, *conditioning, **settings),
         "parallel sampler": parallel,
     }
     for way, latent in results.items():
@@ -106,30 +106,26 @@ def assert_equal_to_stock(latents: dict) -> None:
 def test_a_request_gives_the_stock_latent(comfy, files, name, devices):
     latents = sampled(comfy, files, name, devices, RESIDENT[list(REQUESTS).index(name) % len(RESIDENT)])
     assert_equal_to_stock(latents)
-    assert "way: resident" in latents["report"]
 
 
 @pytest.mark.parametrize(
     "name", ["batch_index", "inpainting a batch, odd sides, cfg", "cfg with a longer negative"]
 )
-def test_a_request_for_another_sampler_runs_stepwise_and_says_so(comfy, files, name):
-    latents = sampled(comfy, files, name, "cpu:2", STEPWISE)
+def test_a_request_for_another_sampler_gives_the_stock_latent(comfy, files, name):
+    latents = sampled(comfy, files, name, "cpu:2", ANOTHER)
     assert_equal_to_stock(latents)
-    assert f"way: stepwise (the sampler {STEPWISE} runs in ComfyUI)" in latents["report"]
 
 
 @pytest.mark.parametrize("sampler", RESIDENT)
 def test_every_resident_sampler_gives_the_stock_latent_with_cfg(comfy, files, sampler):
     latents = sampled(comfy, files, "inpainting a batch, odd sides, cfg", "cpu:2", sampler)
     assert_equal_to_stock(latents)
-    assert "way: resident" in latents["report"]
 
 
 def test_the_report_tells_what_ran(comfy, files):
     report = sampled(comfy, files, "cfg", "cpu:2", "heun")["report"]
     for part in (
         "CFG 2",
-        "resident",
         "native",
         "cpu:0, cpu:1",
         "median",
@@ -152,13 +148,11 @@ def test_the_report_tells_what_ran(comfy, files):
         {"ulysses": 2, "ring": 2},
         {"cfg": 2, "ulysses": 2},
         {"data": 2, "cfg": 2},
-        {"tensor": 2},
-        {"tensor": 2, "cfg": 2},
         {"ulysses": 2, "shard_weights": True},
         {"cfg": 2, "offload_weights": True},
         {"pipefusion": 2, "warmup_steps": 3},
         {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
-        {"pipefusion": 2, "ring": 2, "warmup_steps": 3, "device_shares": "3,1,2,1"},
+        {"pipefusion": 2, "warmup_steps": 3, "device_shares": "3,1"},
         {"ring": 2, "device_shares": "3,1"},
     ],
     ids=lambda settings: " ".join(f"{name}{value}" for name, value in settings.items()),
@@ -173,20 +167,21 @@ def test_every_strategy_gives_the_stock_latent(comfy, files, settings):
     assert "result: exact" in latents["report"]
 
 
-def test_flowing_patches_are_called_approximate_and_stock_samplers_stay_exact(comfy, files):
+def test_flowing_patches_are_called_approximate(comfy, files):
     latents = sampled(comfy, files, "cfg", "cpu:2", "euler", pipefusion=2, num_pipeline_patch=3)
     stock = latents["stock"]
-    assert (latents["stepwise"] - stock).abs().max() <= TOLERANCE * stock.abs().max()
-    assert (latents["parallel sampler"] - stock).abs().max() > TOLERANCE * stock.abs().max()
+    for way in WAYS[1:]:
+        assert (latents[way] - stock).abs().max() > TOLERANCE * stock.abs().max()
     assert "result: approximate (PipeFusion: exact for the first 1 step" in latents["report"]
-    assert "way: resident" in latents["report"]
 
 
 def test_a_sampler_that_cannot_run_patch_by_patch_is_exact_and_the_report_says_so(comfy, files):
-    latents = sampled(comfy, files, "cfg", "cpu:2", STEPWISE, pipefusion=2)
+    latents = sampled(comfy, files, "cfg", "cpu:2", ANOTHER, pipefusion=2)
     assert_equal_to_stock(latents)
     assert "result: exact" in latents["report"]
-    assert "whole images pass the stages one after another" in latents["report"]
+    assert (
+        "PipeFusion ran exactly and without its speed: patches cannot take the steps of" in latents["report"]
+    )
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=lambda degrees: next(iter(degrees)))

@@ -91,7 +91,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     report = page.get_by_role("dialog")
     report.wait_for(timeout=20_000)
     words = report.inner_text()
-    assert "2 devices (Ulysses) · " in words and "way: stepwise (ComfyUI's own sampler runs the loop" in words
+    assert "2 devices (Ulysses) · " in words and "result: exact" in words
     assert report.locator(".parallel-timeline .row").count() == 2
     assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
     report.get_by_role("button", name="Close").click()

@@ -1,4 +1,4 @@
-"""Calls of modules that a forward answers in another way: other methods, what it refuses, and what it only notes."""
+"""Calls of modules that a forward answers in another way: what it refuses, and what it only notes."""
 
 import pytest
 import torch
@@ -14,36 +14,6 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import RankError, run_ranks
 
 ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
-
-
-def test_other_methods_run_whole_on_every_rank():
-    model = TinyModel(_WithMethods())
-
-    def answers(world):
-        forward = make_module_forward(model, Layouts(world), Placement(ULYSSES_2))
-        answer = forward(ModuleCall((torch.ones(2),), {"scale": 3.0}, 1, method="preprocess"))
-        refusals = []
-        for method in ("load_state_dict", "_private", "missing", "weight"):
-            with pytest.raises(RequestError) as refusal:
-                forward(ModuleCall((), {}, 1, method=method))
-            refusals.append(str(refusal.value))
-        return [answer, refusals]
-
-    for answer, refusals in run_ranks(answers, 2):
-        assert answer.tolist() == [3.0, 3.0]
-        assert all("_WithMethods has no" in refusal for refusal in refusals)
-
-
-class _WithMethods(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def preprocess(self, x, scale):
-        return x * scale
-
-    def _private(self):
-        raise AssertionError("a call must not reach it")
 
 
 def test_a_model_that_is_in_no_table_says_so_before_anything_is_sent():

@@ -198,7 +198,17 @@ def test_a_quantised_tensor_goes_by_its_parts(rank):
 
 
 def test_a_payload_is_plain_values_and_copies():
-    head = Head(b"job", True, (1,), None, ("pack",), "stay", {"a": ("torch.float32", (1,), b"1234")})
+    head = Head(
+        b"job",
+        True,
+        (1,),
+        None,
+        ("pack",),
+        "stay",
+        ("a model", 8),
+        {"a": ("torch.float32", (1,), b"1234")},
+        {},
+    )
     found, tensors = unpack_payload(pack_payload(head, {"7": torch.ones(2)}))
     assert found == head
     assert torch.equal(tensors[7], torch.ones(2))
@@ -213,3 +223,19 @@ def test_nothing_of_this_is_loaded_by_looking_at_it():
 
     assert cloudpickle.dumps(Spring())
     assert pickle_job([Spring()], {}, SentTensors(), Patcher).data
+
+
+def lock_class(kind: type) -> type:
+    """As ComfyUI locks the class of a node that it runs."""
+
+    class LockedMeta(type(kind)):
+        def __setattr__(cls, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    clone = type(f"{kind.__name__}Clone", (kind, *kind.__bases__), dict(vars(kind)))
+    return LockedMeta(clone.__name__, clone.__bases__, dict(vars(clone)))
+
+
+def test_the_locked_copy_of_a_nodes_class_becomes_the_class(rank):
+    locked = lock_class(Patcher)
+    assert rank.ship({"cls": locked, "made": lambda: locked})["cls"] is Patcher

@@ -9,7 +9,7 @@ from pack_nodes import import_node_module
 comparison = import_node_module("nodes.comparison")
 ONE = comparison.Side("one device", (0.9, 0.4, 0.4, 0.5), exact=True)
 SPLIT = comparison.Side("Ulysses 2", (0.6, 0.2, 0.2, 0.1), exact=True)
-COMPARED = comparison.Comparison(ONE, SPLIT, "step", levels=0, latent=2e-6, latent_peak=4.0)
+COMPARED = comparison.Comparison(ONE, SPLIT, levels=0, latent=2e-6, latent_peak=4.0)
 
 
 def test_the_headline_tells_strategy_speed_up_both_times_and_the_difference():
@@ -40,9 +40,9 @@ def test_each_side_the_difference_and_whether_it_is_exact_have_a_line():
 
 
 def test_a_split_that_loses_says_so():
-    swapped = replace(COMPARED, one=SPLIT, split=ONE, unit="model call")
+    swapped = replace(COMPARED, one=SPLIT, split=ONE)
     assert "note: splitting this job costs more than it gains; one device is the faster" in swapped.lines()
-    assert swapped.lines()[0].startswith("Ulysses 2: 4 model calls in 1.1 s")
+    assert swapped.lines()[0].startswith("Ulysses 2: 4 steps in 1.1 s")
     assert not any("costs more" in line for line in COMPARED.lines())
 
 

@@ -216,7 +216,7 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     ours = Loaded(ControlNet, GPU, 8 * GIB, used=False)
     network = torch.nn.Module()
     ours.model.model.diffusion_model = network
-    host.memory._networks.add(network)
+    host.memory._networks[network] = SimpleNamespace()
     used, left = Loaded(ControlNet, GPU, 2 * GIB), Loaded(ControlNet, GPU, 3 * GIB, used=False)
     host.loaded += [ours, used, left, Loaded(TextEncoder, GPU, 9 * GIB)]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

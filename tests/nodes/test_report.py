@@ -9,7 +9,7 @@ import pytest
 from jobs import flux_job
 from pack_nodes import import_node_module
 from parallel_backend.planner.rules import Plan
-from parallel_backend.requests import LoadInfo, PatchInfo, RunInfo
+from parallel_backend.requests import LoadInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
 
@@ -32,12 +32,9 @@ def record(**changes):
         "switches": [],
         "dropped": [],
         "notes": [],
-        "patched": None,
-        "weight_changes": [],
+        "patched": 0,
         "trials": (),
-        "stepwise_because": None,
         "cache_threshold": None,
-        "why_whole": "",
         "price_per_hour": 0.0,
     }
     return SimpleNamespace(**{**plain, **changes})
@@ -120,8 +117,8 @@ def test_the_headline_says_what_ran_how_fast_and_whether_the_picture_is_the_same
     near = RunInfo("native", ULYSSES, step_seconds=(0.05,), exact=False)
     assert report.headline(record(runs=[near])).endswith(" · close to the picture of one device")
     alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
-    words = report.headline(record(runs=[alone], strategy=ParallelStrategy(), stepwise_because="x"))
-    assert words == "one device · 0.1 s per call"
+    words = report.headline(record(runs=[alone], strategy=ParallelStrategy()))
+    assert words == "one device · 0.1 s per step"
 
 
 def test_strategies_of_several_axes_are_told_with_their_degrees():
@@ -129,24 +126,10 @@ def test_strategies_of_several_axes_are_told_with_their_degrees():
     assert report.devices_and_way(record(strategy=both)) == "4 devices (CFG 2 × Ulysses 2)"
 
 
-@pytest.mark.parametrize(
-    ("patched", "words"),
-    [
-        (PatchInfo(0.5, 1, 1, 0, False), "1 weight, 1 changed in 0.50 s"),
-        (PatchInfo(0.5, 2, 1, 0, False), "2 weights, 1 changed in 0.50 s"),
-        (PatchInfo(0.0, 1, 0, 0, True), "1 weight (in place already)"),
-        (PatchInfo(0.5, 0, 1, 0, False), "none; 1 weight was restored in 0.50 s"),
-        (PatchInfo(0.5, 0, 6, 0, False), "none; 6 weights were restored in 0.50 s"),
-    ],
-)
+@pytest.mark.parametrize(("patched", "words"), [(1, "1 weight changed"), (6, "6 weights changed")])
 def test_weights_are_counted_as_a_person_would(patched, words):
     assert lines(patched=patched)["LoRA"] == words
-
-
-def test_weights_that_change_within_a_run_are_told_by_how_often():
-    changes = [PatchInfo(0.5, 1, 1, 0, False), PatchInfo(0.25, 0, 1, 0, False)]
-    told = lines(patched=changes[-1], weight_changes=changes)
-    assert told["LoRA"] == "weights changed 2 times on the way, in 0.75 s"
+    assert "LoRA" not in lines()
 
 
 def test_a_load_is_told_with_its_time_and_only_without_one_as_none():
@@ -170,25 +153,8 @@ def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
     assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")
 
 
-def test_in_comfyuis_loop_a_step_cache_tells_what_it_did_and_why_not_more():
-    def told(why, *calls):
-        runs = [
-            RunInfo("native", ULYSSES, (0.5,), exact=not reused, model_calls=made, reused_calls=reused)
-            for made, reused in calls
-        ]
-        changed = record(runs=runs, stepwise_because="a stock sampler", cache_threshold=0.1, why_whole=why)
-        return report.write_report(changed), report.summarise(changed)
-
-    text, summary = told("", (1, 0), (1, 1))
-    assert "step cache: 1 of 2 model calls reused" in text and "note: step_cache" not in text
-    assert summary == "Ulysses 2: 0.5 s per model call on average, 1 of 2 model calls reused"
-    assert (
-        "note: step_cache left out nothing of some model calls: it asks twice"
-        in told("it asks twice", (1, 0))[0]
-    )
-    for why, words in (
-        ("it has no blocks", "exact: it has no blocks"),
-        ("", "exact: with Parallel Flux Loader"),
-    ):
-        text, _ = told(why, (0, 0))
-        assert f"note: step_cache did nothing, so the result is {words}" in text and "step cache:" not in text
+def test_a_step_cache_tells_what_it_did():
+    runs = [RunInfo("native", ULYSSES, (0.5, 0.5), exact=False, model_calls=2, reused_calls=1)]
+    changed = record(runs=runs, cache_threshold=0.1)
+    assert "step cache: 1 of 2 model calls reused" in report.write_report(changed)
+    assert report.summarise(changed) == "Ulysses 2: 0.5 s per step on average, 1 of 2 model calls reused"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from comfy_modules import import_comfyui_here
-from host_and_device import DEVICE
-from loop_jobs import loop_job, stock_latent, tiny_model
+from loop_jobs import loop_job, tiny_model
 from loop_ranks import LoopRanks
-from nccl_semantics import count_connected
+from nccl_semantics import NCCL_SEMANTICS, count_connected
 from parallel_backend.planner.workload.communicators import count_communicators
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan
 from ranks import run_ranks
+from shipped_jobs import stock_latent
 from wan_jobs import tiny_wan, wan_job
 
 EXACT = 1e-5  # of the largest value
@@ -36,7 +36,7 @@ def communicators(world, spec, job, strategy):
     ("family", "strategy"),
     [
         ("flux", ParallelStrategy(ring_degree=2, ulysses_degree=2)),
-        ("flux", ParallelStrategy(cfg_degree=2, ulysses_degree=2, shard_weights=True)),
+        ("flux", ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
         ("wan", ParallelStrategy(pipefusion_degree=3, **FLOW)),
         ("wan", ParallelStrategy(pipefusion_degree=2, cfg_degree=2, **FLOW)),
     ],
@@ -44,7 +44,9 @@ def communicators(world, spec, job, strategy):
 )
 def test_the_memory_prediction_counts_the_communicators_that_come_up(specs, family, strategy):
     job = wan_job() if family == "wan" else loop_job()
-    found = run_ranks(communicators, strategy.world_size, specs[family], job, strategy, device=DEVICE)
+    found = run_ranks(
+        communicators, strategy.world_size, specs[family], job, strategy, backend=NCCL_SEMANTICS
+    )
     assert found == [count_communicators(strategy, rank) for rank in range(strategy.world_size)]
 
 
@@ -65,8 +67,8 @@ def tried(world, spec, job):
 
 def test_groups_come_up_between_the_steps_of_a_job_that_tries_strategies(specs):
     job = loop_job("dpmpp_2m", steps=30)
-    (latent, ran, count), *others = run_ranks(tried, 4, specs["flux"], job, device=DEVICE)
-    expected = stock_latent(specs["flux"].path, job)
+    (latent, ran, count), *others = run_ranks(tried, 4, specs["flux"], job, backend=NCCL_SEMANTICS)
+    expected = stock_latent(specs["flux"], job)
     assert (latent - expected).abs().max() <= EXACT * expected.abs().max()
     assert ran == [strategy.describe() for strategy in (USP, *TRIED)]
     # Of all ranks, and of the two pairs that this one is in: strategies share them.

@@ -9,10 +9,17 @@ from comfy_weight_files import CPU, inputs, spec, write
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.options import ComputeOptions
-from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement, Reuse
+from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
+from shipped_jobs import ship_call
 
 TOLERANCE = 1e-5
+
+
+def call(ranks, model, placement, args, kwargs, mode=STAY):
+    """(answer, how it ran) of one call of the network."""
+    result = ranks.sample(model, ship_call(model, args, kwargs, mode), placement)
+    return result.parts[0], result.info
 
 
 @pytest.fixture
@@ -31,8 +38,7 @@ def test_every_way_to_share_out_a_call_gives_the_answer_of_one_process(two_real_
         ParallelStrategy(cfg_degree=2),
     ):
         for tokens in (STAY, BLOCK, ROWS):
-            call = ModuleCall(args, kwargs, 2, tokens)
-            answer, info = two_real_ranks.call(model, call, Placement(strategy))
+            answer, info = call(two_real_ranks, model, Placement(strategy), args, kwargs, tokens)
             assert (answer - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
             assert (info.engine, info.exact, info.notes) == ("native", True, ())
             sent[strategy, tokens] = max(info.bytes_sent)
@@ -40,56 +46,30 @@ def test_every_way_to_share_out_a_call_gives_the_answer_of_one_process(two_real_
     assert 0 < sent[ulysses, ROWS] < sent[ulysses, STAY] < sent[ulysses, BLOCK]
 
 
-def test_a_wish_for_another_kernel_is_answered_in_words(two_real_ranks, model):
+def test_a_chosen_kernel_is_used_or_refused_and_the_ranks_stay_usable(two_real_ranks, model):
     args, kwargs = inputs()
-    placement = Placement(
-        ParallelStrategy(ulysses_degree=2), compute_options=ComputeOptions(attention="flash")
-    )
-    _, info = two_real_ranks.call(model, ModuleCall(args, kwargs, 2), placement)
-    assert info.notes == (
-        "attention flash fell back to torch: modules of ComfyUI's own attend as its command line has it",
-    )
-
-
-def test_a_refused_call_leaves_the_ranks_usable(two_real_ranks, model):
-    placement = Placement(ParallelStrategy(ulysses_degree=2))
-    args, kwargs = inputs()
-    for call in (ModuleCall((), {}, 1, method="cpu"), ModuleCall(args, kwargs, 0)):
-        with pytest.raises(RequestError):
-            two_real_ranks.call(model, call, placement)
-    answer, _ = two_real_ranks.call(model, ModuleCall(args, kwargs, 2), placement)
-    assert answer.shape == args[0].shape
+    for strategy in (ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)):
+        answers = []
+        for attention in ("auto", "torch"):
+            placement = Placement(strategy, compute_options=ComputeOptions(attention=attention))
+            answer, info = call(two_real_ranks, model, placement, args, kwargs)
+            answers.append(answer)
+            assert (info.kernel, info.exact, info.notes) == ("torch", True, ())
+        assert (answers[1] - answers[0]).abs().max() <= TOLERANCE * answers[0].abs().max()
+        placement = Placement(strategy, compute_options=ComputeOptions(attention="flash"))
+        with pytest.raises(RequestError, match="attention flash cannot run on cpu"):
+            call(two_real_ranks, model, placement, args, kwargs)
 
 
 @pytest.mark.parametrize("choice", [{"ulysses_degree": 2}, {"ring_degree": 2}, {"cfg_degree": 2}])
 def test_what_the_module_itself_refuses_alike_on_every_rank_leaves_them_warm(two_real_ranks, model, choice):
     placement = Placement(ParallelStrategy(**choice))
     args, kwargs = inputs()
-    answer, _ = two_real_ranks.call(model, ModuleCall(args, kwargs, 2, STAY), placement)
+    answer, _ = call(two_real_ranks, model, placement, args, kwargs)
     pids = two_real_ranks.pids
     wrong = kwargs | {"context": kwargs["context"][..., :-8]}
     with pytest.raises(RequestError, match=r"Flux cannot compute with what it was given.*mat1"):
-        two_real_ranks.call(model, ModuleCall(args, wrong, 2, STAY), placement)
-    again, info = two_real_ranks.call(model, ModuleCall(args, kwargs, 2, STAY), placement)
+        call(two_real_ranks, model, placement, args, wrong)
+    again, info = call(two_real_ranks, model, placement, args, kwargs)
     assert torch.equal(again, answer)
     assert two_real_ranks.pids == pids and info.load.cached
-
-
-def test_calls_of_one_run_go_by_a_step_cache_and_others_are_whole_to_the_bit(two_real_ranks, model):
-    (x, times), kwargs = inputs()
-    placement = Placement(ParallelStrategy(ulysses_degree=2))
-
-    def call(far, reuse=None):
-        moved = ModuleCall((x + far * x.flip(-1), times), kwargs, 2, STAY, reuse=reuse)
-        answer, info = two_real_ranks.call(model, moved, placement)
-        return answer, (info.model_calls, info.reused_calls, info.exact)
-
-    steps = (0.0, 0.01, 1.0, 1.01)
-    plain = [call(far) for far in steps]
-    assert {counts for _, counts in plain} == {(0, 0, True)}
-    cached = [call(far, Reuse(5, 1, 0.05)) for far in steps]
-    assert [counts for _, counts in cached] == [(1, 0, True), (1, 1, False)] * 2
-    for number, ((whole, _), (answer, _)) in enumerate(zip(plain, cached, strict=True)):
-        assert torch.equal(answer, whole) == (number % 2 == 0)
-    for reuse in (None, Reuse(5), Reuse(6, 1, 0.05)):  # without, of no kind, of another run
-        assert torch.equal(call(steps[3], reuse)[0], plain[3][0])

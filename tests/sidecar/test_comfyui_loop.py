@@ -11,13 +11,14 @@ import torch
 from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from fault_injection import fault
-from loop_jobs import STEPS, loop_job, stock_latent, tiny_model
-from parallel_backend.errors import Cancelled, RequestError
+from loop_jobs import STEPS, loop_job, tiny_model
+from parallel_backend.errors import Cancelled
 from parallel_backend.requests import SEVERAL_CALLS, Placement
 from parallel_backend.sidecar.group.events import Stepped, listen
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan
+from shipped_jobs import ship, stock_latent
 
 TOLERANCE = 1e-5  # of the largest value, in fp32
 ULYSSES, CFG = ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
@@ -45,9 +46,9 @@ def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
     for number, name in enumerate(names):
         strategy = (ULYSSES, CFG)[number % 2]
         job = loop_job(name, mask=number % 3 == 0, batch=1 + number % 5 // 4)
-        result = two_real_ranks.sample(spec, job, Placement(strategy))
+        result = two_real_ranks.sample(spec, ship(spec, job), Placement(strategy))
         with subtests.test(sampler=name):
-            assert relative_difference(result.latent, stock_latent(spec.path, job)) <= TOLERANCE
+            assert relative_difference(result.latent, stock_latent(spec, job)) <= TOLERANCE
             assert result.info.exact and result.info.strategy == strategy and min(result.info.bytes_sent) > 0
             # The last step has one call, the one before it may have less than the others.
             most = (len(result.info.step_seconds) - 1) * SEVERAL_CALLS.get(name, 1) + 1
@@ -61,7 +62,7 @@ def test_a_job_tells_its_steps_and_shows_the_first_image(two_real_ranks, spec):
     for name in KINDS:
         told, job = [], loop_job(name, batch=2)
         result = two_real_ranks.sample(
-            spec, job, Placement(CFG), on_step=lambda *step, told=told: told.append(step)
+            spec, ship(spec, job), Placement(CFG), on_step=lambda *step, told=told: told.append(step)
         )
         assert [(step, steps) for step, steps, _ in told] == [(i + 1, STEPS) for i in range(STEPS)]
         assert {preview.shape for _, _, preview in told} == {job.noise[:1].shape}
@@ -77,9 +78,9 @@ def test_noise_and_prompts_change_the_latent_by_far_more_than_the_tolerance(two_
         others = [replace(job, conds=swapped), replace(job, cfg=1.0)]
         if name in ("euler_ancestral", "dpmpp_sde"):
             others.append(replace(job, seed=12))
-        wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent
+        wanted = two_real_ranks.sample(spec, ship(spec, job), Placement(ULYSSES)).latent
         for other in others:
-            found = two_real_ranks.sample(spec, other, Placement(ULYSSES)).latent
+            found = two_real_ranks.sample(spec, ship(spec, other), Placement(ULYSSES)).latent
             assert relative_difference(found, wanted) > 100 * TOLERANCE
 
 
@@ -92,7 +93,9 @@ def test_a_cancel_leaves_warm_ranks(two_real_ranks, spec):
             two_real_ranks.cancel()
 
         with pytest.raises(Cancelled):
-            two_real_ranks.sample(spec, loop_job(name, steps=40), Placement(ULYSSES), on_step=on_step)
+            two_real_ranks.sample(
+                spec, ship(spec, loop_job(name, steps=40)), Placement(ULYSSES), on_step=on_step
+            )
         assert len(told) < 40 and two_real_ranks.state is State.READY
 
 
@@ -102,11 +105,11 @@ def test_a_crash_in_the_middle_ends_in_the_bits_of_a_run_without_one(
     """Of other samplers, and after any step: tests/rank/work/test_loop_worker.py."""
     for name in ("dpmpp_2m", "dpmpp_sde"):
         job = loop_job(name, mask=True)
-        wanted = two_real_ranks.sample(spec, job, Placement(ULYSSES)).latent
+        wanted = two_real_ranks.sample(spec, ship(spec, job), Placement(ULYSSES)).latent
         sidecar = Sidecar(("cpu:0", "cpu:1"))
         try:
-            with fault("kill", "the wait for the next model call", step=3, once=tmp_path / name):
-                found = sidecar.sample(spec, job, Placement(ULYSSES))
+            with fault("kill", "the agreement on a model call", step=3, once=tmp_path / name):
+                found = sidecar.sample(spec, ship(spec, job), Placement(ULYSSES))
         finally:
             sidecar.stop()
         assert (tmp_path / name).exists() and torch.equal(found.latent, wanted)
@@ -119,36 +122,10 @@ def test_strategies_are_tried_on_the_way(two_real_ranks, spec):
     trials = TrialPlan(tuple(map(TrialCandidate, (CFG, ONE))), budget=99.0)
     stop = listen(heard.append)
     try:
-        tried = two_real_ranks.sample(spec, job, Placement(ULYSSES), trials=trials)
+        tried = two_real_ranks.sample(spec, ship(spec, job), Placement(ULYSSES), trials=trials)
     finally:
         stop()
-    assert relative_difference(tried.latent, stock_latent(spec.path, job)) <= TOLERANCE
+    assert relative_difference(tried.latent, stock_latent(spec, job)) <= TOLERANCE
     steps = [event.strategy for event in heard if isinstance(event, Stepped)]
     assert steps[:5] == [ULYSSES] * 4 + [CFG] and steps[-1] == tried.info.strategy
     assert [trial.strategy for trial in tried.info.trials] == list(dict.fromkeys(steps)) and len(steps) == 19
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"noise": torch.full((1, 16, 9, 6), torch.nan)}, "noise has values that are NaN"),
-        ({"latent": torch.zeros(1, 16, 9, 7)}, "their sizes must be equal"),
-        ({"sigmas": torch.ones(1)}, r"expected \[batch, channels, …\] and \[steps \+ 1\]"),
-        ({"cfg": float("inf")}, "cfg is inf"),
-        ({"mode": "apart"}, "tokens 'apart' is unknown"),
-        ({"conds": {"negative": []}}, "needs a positive prompt"),
-        ({"options": {"function": print}}, "cannot be sent to the devices"),
-    ],
-    ids=["noise", "latent", "sigmas", "cfg", "mode", "prompts", "options"],
-)
-def test_what_cannot_be_sampled_is_refused_before_ranks_start(spec, changes, words):
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    with pytest.raises(RequestError, match=words):
-        sidecar.sample(spec, loop_job(**changes), Placement(ULYSSES))
-    assert sidecar.state is State.DOWN
-
-
-def test_classes_of_other_modules_are_not_made_for_anybody(two_real_ranks, spec):
-    sampling = loop_job().sampling | {"classes": ["torch"]}
-    with pytest.raises(RequestError, match=r"has no 'torch' in comfy\.model_sampling"):
-        two_real_ranks.sample(spec, loop_job(sampling=sampling), Placement(ULYSSES))

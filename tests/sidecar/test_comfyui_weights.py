@@ -9,9 +9,10 @@ from comfy_changes import changes
 from comfy_weight_files import CPU, inputs, spec, write
 from differences import relative_difference
 from parallel_backend.models.comfyui.load import load
-from parallel_backend.requests import ModuleCall, Placement
+from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
+from shipped_jobs import ship_call
 
 TOLERANCE = 1e-5
 
@@ -35,11 +36,9 @@ def test_a_lora_reaches_whole_and_shared_weights_and_leaves_them(two_real_ranks,
     for shards in (False, True):
         placement = Placement(ParallelStrategy(ulysses_degree=2, shard_weights=shards))
         for patches, wanted in ((NO_PATCHES, plain), (lora, changed), (NO_PATCHES, plain)):
-            output, _ = two_real_ranks.call(
-                model, ModuleCall(args, kwargs, rows=2), placement, patches=patches
-            )
-            assert relative_difference(output, wanted) <= TOLERANCE
+            found = two_real_ranks.sample(model, ship_call(model, args, kwargs), placement, patches=patches)
+            assert relative_difference(found.latent, wanted) <= TOLERANCE
         two_real_ranks.sleep()
         two_real_ranks.wake()
-        output, _ = two_real_ranks.call(model, ModuleCall(args, kwargs, rows=2), placement)
-        assert relative_difference(output, plain) <= TOLERANCE
+        found = two_real_ranks.sample(model, ship_call(model, args, kwargs), placement)
+        assert relative_difference(found.latent, plain) <= TOLERANCE

@@ -17,7 +17,7 @@ from flux_requests import flux_request
 from lora_patches import lora
 from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
 from parallel_backend.models.comfyui.load import load
-from parallel_backend.requests import ModelSpec, ModuleCall, Placement
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import holdings, pool
 from parallel_backend.sidecar import model_room as held_models
 from parallel_backend.sidecar.group.events import Loaded, listen
@@ -28,6 +28,7 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import KeepModels, RankAndModel, Sleep, Wake
 from parallel_backend.wire.weight_patches import NO_PATCHES, WeightPatches
 from scripted import NO_MEMORY, is_held, predict_request, scripted_request, scripted_weights, two_ranks
+from shipped_jobs import ship_call
 from tiny_flux import write_tiny_flux
 from waiting import PATIENCE
 
@@ -302,10 +303,13 @@ def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shard
     assert relative_difference(wanted[high], wanted[low]) > 1e-2
     for turn in range(2):
         for spec in (high, low):
-            call = ModuleCall(args, kwargs, rows=2)
-            answer, info = two_real_ranks.call(
-                spec, call, placement, patches=patches if spec == high else NO_PATCHES
+            result = two_real_ranks.sample(
+                spec,
+                ship_call(spec, args, kwargs),
+                placement,
+                patches=patches if spec == high else NO_PATCHES,
             )
+            answer, info = result.latent, result.info
             assert relative_difference(answer, wanted[spec]) <= 1e-5
             assert info.load.switched == info.load.cached == bool(turn)
 

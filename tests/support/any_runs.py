@@ -31,10 +31,10 @@ def both(
     batch: int = 1,
     devices: str | None = None,
     uneven: bool = False,
-    resident: bool = False,
+    with_sampler: bool = False,
     **sampling,
 ) -> dict:
-    """The latents of one request, stock and through Parallel Model; with `resident` also of Parallel Sampler, and its
+    """The latents of one request, stock and through Parallel Model; `with_sampler`: also of Parallel Sampler, and its
     report."""
     graph = AnyGraph(comfy, kind)
     graph.uneven = uneven
@@ -46,16 +46,15 @@ def both(
         "stock": graph.ksampler(stock, *request, **settings),
         "ours": graph.ksampler([ours, 0], *request, **settings),
     }
-    if not resident:
+    if not with_sampler:
         return latents(comfy, graph, ways)
     sampler = graph.parallel_sampler([ours, 1], *request, **settings)
-    return latents(comfy, graph, ways | {"resident": sampler}, {"report": [sampler[0], 1]})
+    return latents(comfy, graph, ways | {"Parallel Sampler": sampler}, {"report": [sampler[0], 1]})
 
 
 def assert_same(found: dict) -> None:
     assert found["stock"].isfinite().all() and found["stock"].std() > 1e-3
-    for way in ("ours", "resident"):
+    for way in ("ours", "Parallel Sampler"):
         if way in found:
             assert found[way].shape == found["stock"].shape
             assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
-    assert "way: resident" in found.get("report", "way: resident")

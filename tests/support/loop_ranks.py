@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from host_and_device import active
+from host_and_device import DEVICE, active
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.rank.work import step_boundary
-from parallel_backend.rank.work.loop_worker import sample_loop
+from parallel_backend.rank.work.job import Jobs
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import Placement
-from parallel_backend.wire.loop import loop_tensors
 from parallel_backend.wire.payloads import state_tensors, take_loop_state
-from parallel_backend.wire.protocol import Cancel, Envelope, Progress, SampleLoop
+from parallel_backend.wire.protocol import Cancel, Envelope, Progress, RunJob
 from parallel_backend.wire.transport import unpack_tensors
+from shipped_jobs import ship
 
 
 class ParentOfRankZero:
@@ -45,13 +45,15 @@ class LoopRanks:
     def __init__(self, world, spec) -> None:
         step_boundary.STATES_COST = float("inf")
         self.world, self._spec, self._layouts = world, spec, Layouts(world)
+        self._jobs = Jobs(self._layouts)
         self.models, self._forwards = {}, {}
 
     def make_forward(self, strategy):
         if strategy.weights not in self.models:
             model = self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
             if (device := active()) is not None:
-                device.put(model.module)  # mapped weights are the CPU's own
+                device.put(model.patcher.model)  # mapped weights are the CPU's own
+                model.patcher.load_device = DEVICE
         return make_module_forward(self.models[strategy.weights], self._layouts, Placement(strategy))
 
     def _forward_under(self, strategy):
@@ -61,7 +63,7 @@ class LoopRanks:
 
     @torch.inference_mode()
     def run(self, strategy, job, *, state=None, parent=None, **message):
-        """(latent, how it ran, the parent and what it was told). `message`: what else SampleLoop says."""
+        """(latent, how it ran, the parent and what it was told). `message`: what else RunJob says."""
         parent, steps = parent or ParentOfRankZero(), len(job.sigmas) - 1
         boundary = StepBoundary(
             parent,
@@ -74,8 +76,8 @@ class LoopRanks:
             previews=True,
             states=True,
         )
-        tensors = loop_tensors(job) | ({} if state is None else state_tensors(state))
-        asked = SampleLoop(Placement(strategy), steps, previews=True, states=True, **message)
+        tensors = ship(self._spec, job).tensors(None) | ({} if state is None else state_tensors(state))
+        asked = RunJob(Placement(strategy), steps, previews=True, states=True, **message)
         model = self._forward_under(strategy).model
-        result, run = sample_loop(self._layouts, model, asked, tensors, boundary, self._forward_under)
+        result, run = self._jobs.run(model, asked, tensors, boundary, self._forward_under)
         return result["latent"], run, parent

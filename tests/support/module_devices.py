@@ -6,6 +6,7 @@ the CPU it would take float32, in which all dtypes fit. Needs `import_comfyui_he
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
@@ -36,10 +37,9 @@ from parallel_backend.models.comfyui.tiny import (
 )
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
 from parallel_backend.models.comfyui.tiny.weights import operations
-from parallel_backend.rank.kept_arguments import KeptArguments
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.arguments import pack_arguments
+from shipped_jobs import map_tensors
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
 _TINY = (flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like)
@@ -100,6 +100,9 @@ class Found:
     answers: list[Tensor]
 
 
+_MADE_THERE = ("transformer_options", "control")  # whose dicts ComfyUI makes where the model computes
+
+
 def on_device(model: TinyModel) -> TinyModel:
     model.module.eval().requires_grad_(False).to(DEVICE)
     model.device = DEVICE
@@ -107,8 +110,19 @@ def on_device(model: TinyModel) -> TinyModel:
 
 
 def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of a call's arguments, where a rank on the device puts them."""
-    return KeptArguments(DEVICE).take(pack_arguments((args, kwargs)), ())
+    """Copies of a call's arguments, where ComfyUI's BaseModel has them in a rank on the device: what lies in dicts
+    modules take there themselves."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return tensor.to(DEVICE, copy=True)
+
+    placed = {
+        name: map_tensors(value, there)
+        if name in _MADE_THERE or not isinstance(value, dict)
+        else copy.deepcopy(value)
+        for name, value in kwargs.items()
+    }
+    return map_tensors(args, there), placed
 
 
 @contextmanager

@@ -18,13 +18,3 @@ def sampling_of(schedule: str, kind: str, **values: Any) -> nn.Module:
     for name, value in values.items():
         setattr(found, name, value)
     return found
-
-
-def described(sampling: nn.Module) -> dict[str, Any]:
-    """As a job has it (LoopRequest.sampling)."""
-    values = {name: value for name, value in vars(sampling).items() if name not in vars(nn.Module())}
-    return {
-        "classes": [base.__name__ for base in type(sampling).__bases__],
-        "buffers": dict(sampling.named_buffers()),
-        "values": values,
-    }

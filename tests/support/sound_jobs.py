@@ -10,11 +10,9 @@ from torch import Size, nn
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec
-from loop_jobs import stock_model
 from parallel_backend.models.comfyui.tiny.video import LTX_SOUND, ltxav, minimax
 from parallel_backend.models.comfyui.tiny.weights import fill, random
-from parallel_backend.requests import LoopRequest
-from samplings import described
+from shipped_jobs import LoopJob
 from wan_jobs import wan_job
 
 SHAPES = {  # of a row of video and of sound
@@ -38,7 +36,7 @@ def _written(path, module: nn.Module, config: str):
     return path
 
 
-def sound_job(name: str, path: str, sampler: str = "euler") -> LoopRequest:
+def sound_job(name: str, sampler: str = "euler") -> LoopJob:
     """Of two prompts of different lengths, under the sampling of the model in a file."""
     shapes = [(1, *shape) for shape in SHAPES[name]]
     noise = random(1, 1, sum(shape.numel() for shape in SHAPES[name]), seed=1)
@@ -58,6 +56,5 @@ def sound_job(name: str, path: str, sampler: str = "euler") -> LoopRequest:
         ]
         for side, words in (("positive", 7), ("negative", 4))
     }
-    sampling = described(stock_model(path).patcher.model.model_sampling)
     latent = noise.new_zeros(noise.shape)
-    return replace(wan_job(sampler), noise=noise, latent=latent, conds=conds, sampling=sampling)
+    return replace(wan_job(sampler), noise=noise, latent=latent, conds=conds)

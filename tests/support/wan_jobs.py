@@ -10,9 +10,10 @@ from torch import Tensor
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec
-from loop_jobs import stock_model
 from parallel_backend.models.comfyui.tiny.weights import fill, operations, random
-from parallel_backend.requests import STAY, LoopRequest
+from parallel_backend.requests import ModelSpec
+from samplings import sampling_of
+from shipped_jobs import LoopJob, stock_model
 
 BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
 FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens, the last rows of which reach beyond the latent
@@ -49,7 +50,7 @@ def wan_job(
     batch: int = 1,
     size: tuple[int, int, int] = (FRAMES, HEIGHT, WIDTH),
     **changes,
-) -> LoopRequest:
+) -> LoopJob:
     """Of two prompts of different lengths, so that each has a network call of its own."""
     shape = (batch, 16, *size)
     sigmas = torch.linspace(1, 0, steps + 1)
@@ -60,7 +61,7 @@ def wan_job(
             "c_concat": ("CONDNoiseShape", random(batch, 20, *shape[2:], seed=3)),
             "clip_fea": ("CONDRegular", random(batch, 5, 1280, seed=4)),
         }
-    request = LoopRequest(
+    request = LoopJob(
         noise=random(*shape, seed=1),
         latent=torch.zeros(shape),
         sigmas=sigmas,
@@ -73,20 +74,8 @@ def wan_job(
         cfg=2.5,
         sampler=sampler,
         seed=11,
-        options={"transformer_options": {"sample_sigmas": sigmas}},
-        sampling={
-            "classes": ["ModelSamplingDiscreteFlow", "CONST"],
-            "buffers": {"sigmas": _sigmas()},
-            "values": {"shift": SHIFT, "multiplier": 1000},
-        },
-        mode=STAY,
     )
     return replace(request, **changes)
-
-
-def _sigmas() -> Tensor:
-    times = torch.arange(1, 1001) / 1000
-    return SHIFT * times / (1 + (SHIFT - 1) * times)
 
 
 class _StaleKeys:
@@ -112,13 +101,13 @@ class _StaleKeys:
 
 @torch.inference_mode()
 def patchwise_latent(
-    path: str, job: LoopRequest, warmup: int, patches: tuple[int, ...], *, flow: bool = True
+    spec: ModelSpec, job: LoopJob, warmup: int, patches: tuple[int, ...], *, flow: bool = True
 ) -> Tensor:
     """Euler steps of a text-to-video job; shares no code with the engine. `patches`: tokens of each; `flow`: whether
     the network gives velocities; else it gives noise, of which a latent has sigma times as much."""
     import comfy.ldm.wan.model as wan
 
-    module = stock_model(path).module
+    module = stock_model(spec).module
     stale, original = _StaleKeys(wan.optimized_attention), wan.optimized_attention
     rows, columns = -(-HEIGHT // 2), -(-WIDTH // 2)
     everything = list(range(FRAMES * rows * columns))
@@ -132,7 +121,7 @@ def patchwise_latent(
         time = sigma * 1000
         if not flow:
             x = x / (1 + sigma**2) ** 0.5
-            levels = job.sampling["buffers"]["sigmas"]
+            levels = sampling_of(*job.sampling[:2]).sigmas
             time = (levels.log() - sigma.log()).abs().argmin().float()
         time = wan.sinusoidal_embedding_1d(module.freq_dim, time.reshape(1))
         e = module.time_embedding(time).reshape(1, 1, -1)

@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
+from ...options import APPROXIMATE_KERNELS
+
+HEAD_DIM = 128  # of most models, with which kernels are tried before they are chosen (kernel_choice.py)
+_OVERRIDE = "optimized_attention_override"  # of a call's transformer_options: a pack's own attention
 TORCH = "torch"  # its own scaled_dot_product_attention
 HALVES = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
@@ -156,3 +160,40 @@ def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
         out = out * torch.exp(total - both) + part.float() * torch.exp(lse - both)
         total = both
     return out.to(dtype)
+
+
+class ChosenKernel:
+    """`name`: one of options.ATTENTION_KERNELS but auto. Where it cannot answer a call, ComfyUI's own function does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self,
+        original: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """As ComfyUI's attention functions."""
+        own: tuple[Tensor, ...] = (q, k, v)
+        if not skip_reshape and q.shape[-1] == k.shape[-1] == v.shape[-1] == heads * HEAD_DIM:
+            own = tuple(t.reshape(*t.shape[:2], heads, HEAD_DIM).transpose(1, 2) for t in (q, k, v))
+        is_plain = all(t.ndim == 4 and (t.shape[1], t.shape[3]) == (heads, HEAD_DIM) for t in own)
+        if mask is not None or not is_plain or not self._takes(q.dtype, others):
+            shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+            return original(q, k, v, heads, mask=mask, **shapes, **others)
+        out = attend(own[0], own[1], own[2], None, self.name)
+        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+    def _takes(self, dtype: torch.dtype, others: dict[str, Any]) -> bool:
+        if others.get("scale") is not None or (others.get("transformer_options") or {}).get(_OVERRIDE):
+            return False
+        needs_exact = others.get("low_precision_attention") is False
+        is_fit = self.name == TORCH or dtype in HALVES
+        return is_fit and not (needs_exact and self.name in APPROXIMATE_KERNELS)

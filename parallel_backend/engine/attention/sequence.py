@@ -22,7 +22,7 @@ from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .kernel_choice import kernel_for
-from .kernels import attend_with_lse, merge
+from .kernels import HALVES, HEAD_DIM, attend_with_lse, merge
 
 Attend = Callable[..., Tensor]
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
@@ -32,7 +32,8 @@ _MASKED = -1e30
 
 class UnevenAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
-    whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names."""
+    whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
+    kernel over a ring, one of options.ATTENTION_KERNELS that the rank has."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class UnevenAttention:
         attends: tuple[Attends, ...],
         block: nn.Module | None = None,
         guides: Guides | None = None,
+        wish: str = "auto",
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._tokens = tokens
         self._attends: Iterator[Attends] = iter(attends)
         self._block = block
         self._guides = guides
+        self._wish = wish
         self.calls = 0
 
     def __call__(
@@ -235,7 +238,8 @@ class UnevenAttention:
             mask = mask.expand(-1, -1, q.shape[2], -1)
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
         shares = ring_shares(pairs, sizes, self._ring, self._tokens.traffic)
-        kernel = kernel_for(q.device, q.dtype, ring=True, head_dim=q.shape[-1]).name
+        wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
+        kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
         def partial_results() -> Iterator[tuple[Tensor, Tensor]]:
             for hop, share in enumerate(shares):

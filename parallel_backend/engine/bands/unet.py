@@ -6,7 +6,7 @@ where the lowest resolution has a row, so that they halve and double without rem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.nn.modules.conv import _ConvNd
 from ...layout import slice_of, split_sizes
 from ...models.base import ModuleModel
 from ...models.comfyui.rows.unet_layers import UNetLayers, unet_layers
-from ...models.comfyui.unet_patches import WHOLE, UNetFunction
 from ...requests import ModuleCall
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
@@ -26,6 +25,8 @@ from .row_bands import BandConv, BandGroupNorm, Bands
 
 _BYTES = torch.uint8
 _OPTIONS = "transformer_options"
+# What nodes put between or into blocks.
+_LOOKING = ("optimized_attention_override", "patches", "patches_replace")
 _MAY_LOOK = "a patch of this model's blocks (such as IP-Adapter's) may look at the whole image"
 
 
@@ -140,11 +141,8 @@ class UNetBands:
         if not isinstance(latent, Tensor) or latent.ndim != 4:
             return "this latent is no image"
         options = call.kwargs.get(_OPTIONS) or {}
-        if options.get("optimized_attention_override"):
+        if any(options.get(name) for name in _LOOKING):
             return _MAY_LOOK
-        for patch in _patches(options):
-            if not isinstance(patch, UNetFunction) or not patch.rows:
-                return getattr(patch, "reason", _MAY_LOOK)
         lowest = self._heights(latent.shape[-2])[-1]
         if 0 in split_sizes(lowest, self._axis.size, self._shares):
             return (
@@ -166,34 +164,10 @@ class UNetBands:
             kwargs["control"] = {
                 name: [_cut(r, cut) for r in residuals] for name, residuals in control.items()
             }
-        if isinstance(options := kwargs.get(_OPTIONS), dict) and options.get("patches"):
-            kwargs[_OPTIONS] = options | {"patches": self._in_place_of(options["patches"], rows)}
         band = latent[..., rows[0], :].contiguous()
         with self._in_bands():
             answer = self._module(band, *others, **kwargs)
         return self._levels[0].gather(answer).contiguous()
-
-    def _in_place_of(
-        self, patches: Mapping[str, list[Any]], rows: list[slice]
-    ) -> dict[str, list[Callable[..., Any]]]:
-        """The patches, which are given whole images where they need them: gathered before, and cut again after."""
-        by_height = {
-            own.stop - own.start: (own, bands) for own, bands in zip(rows, self._levels, strict=True)
-        }
-
-        def on_whole(patch: UNetFunction) -> Callable[..., Any]:
-            def call(*given: Any) -> tuple[Tensor, ...]:
-                *images, options = given
-                own, bands = by_height[images[0].shape[-2]]
-                whole = patch(*(bands.gather(image).contiguous() for image in images), options)
-                return tuple(image[..., own, :].contiguous() for image in whole)
-
-            return call
-
-        return {
-            kind: [on_whole(patch) if patch.rows == WHOLE else patch for patch in listed]
-            for kind, listed in patches.items()
-        }
 
     def _heights(self, height: int) -> list[int]:
         """Of the whole image at each resolution."""
@@ -228,14 +202,6 @@ class UNetBands:
                 layer.__class__ = kind
                 for name in attributes:
                     vars(layer).pop(name, None)
-
-
-def _patches(options: Mapping[str, Any]) -> Iterator[Any]:
-    """Of a call's transformer_options, between blocks and in place of attention."""
-    for listed in (options.get("patches") or {}).values():
-        yield from listed
-    for by_block in (options.get("patches_replace") or {}).values():
-        yield from by_block.values()
 
 
 def _cut(residual: Tensor | None, rows: dict[int, slice]) -> Tensor | None:

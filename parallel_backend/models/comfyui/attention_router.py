@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 _CONTAINER = "AttentionTensorContainer"  # since ComfyUI 0.33
 _attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
+_kernel: ContextVar[AttentionCall | None] = ContextVar("kernel", default=None)
 
 
 def install_router(device: torch.device) -> None:
@@ -47,17 +48,31 @@ def attention_by(attend: AttentionCall) -> Iterator[None]:
         _attend.reset(before)
 
 
-def _routed(
-    name: str, original: Callable[..., Tensor], container: type[Any] | tuple[()]
-) -> Callable[..., Tensor]:
-    """`container`: the class in which models may hand attention its tensors; () where there is none."""
+@contextmanager
+def attention_kernel(kernel: AttentionCall) -> Iterator[None]:
+    """Inside, `kernel` stands in place of ComfyUI's own attention, which it is given; what attention_by has comes
+    before."""
+    before = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(before)
 
-    @functools.wraps(original)
+
+def _routed(
+    name: str, stock: Callable[..., Tensor], container: type[Any] | tuple[()], *, is_own: bool = True
+) -> Callable[..., Tensor]:
+    """`container`: the class in which models may hand attention its tensors; () where there is none. `is_own`: `stock`
+    is ComfyUI's."""
+
+    @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return attention_operator.attend(name, *_opened(args, container), **kwargs)
+        kernel = _kernel.get() if is_own else None
+        original = stock if kernel is None else functools.partial(kernel, stock)
         if (attend := _attend.get()) is None:
-            return original(*args, **kwargs)
+            return original(*(args if kernel is None else _opened(args, container)), **kwargs)
         return attend(original, *_opened(args, container), **kwargs)
 
     return routed
@@ -77,7 +92,7 @@ def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tens
     """Another pack's function in place of ComfyUI's attention, which leads through the router too."""
     from comfy.ldm.modules import attention
 
-    return _routed(name, replacement, getattr(attention, _CONTAINER, ()))
+    return _routed(name, replacement, getattr(attention, _CONTAINER, ()), is_own=False)
 
 
 def routed_functions() -> dict[int, Callable[..., Tensor]]:

@@ -26,6 +26,7 @@ from ..tokens.table import stage_lists
 from . import gguf
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
+from .key_layouts import from_diffusers, without_prefix
 from .model import ComfyUIModel
 from .placing import place
 from .weights import ComfyUIWeights
@@ -52,6 +53,8 @@ def load(
     import_comfyui(source, device)
     packed = is_gguf(spec.path)
     opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
+    if source.part == "diffusion_model":
+        tensors = without_prefix(tensors, metadata)
     own = _own_tensors(tensors)
     size = sum(tensor.nbytes for tensor in own)
     stored = _most_common_format(own)
@@ -66,6 +69,8 @@ def load(
         options["dtype"] = getattr(torch, stored)
     import comfy.model_management
 
+    if source.part == "diffusion_model" and _assigns_weights() and _is_plain(tensors, metadata):
+        tensors = from_diffusers(tensors) or tensors
     with asked_of_all(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
     dtypes = {} if keeps_file_dtype else built
@@ -211,6 +216,13 @@ def _refusing_damage(path: str) -> Iterator[None]:
         ) from error
 
 
+def _assigns_weights() -> bool:
+    """Whether this ComfyUI's loaders take tensors as parameters where they are told to; an older one copies them."""
+    import comfy.model_patcher
+
+    return hasattr(comfy.model_patcher, "CoreModelPatcher")
+
+
 @contextmanager
 def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
     """Inside, ComfyUI's loaders take tensors as parameters instead of copying them, as they do for models whose weights
@@ -218,8 +230,8 @@ def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
     import comfy.model_patcher
 
     built: dict[str, torch.dtype] = {}
-    if not hasattr(comfy.model_patcher, "CoreModelPatcher"):
-        yield built  # an older ComfyUI, which copies them into the dtypes it built, for each rank
+    if not _assigns_weights():
+        yield built  # it copies them into the dtypes it built, for each rank
         return
 
     class AssigningPatcher(comfy.model_patcher.ModelPatcher):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...requests import ModuleCall
 from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE
-from .attention_router import attention_by
-from .patches import ARGUMENT, live_options
-from .run_memory import RunMemory
+from .attention_router import attention_by, attention_kernel
 
 
 class ComfyUIModel:
@@ -40,7 +36,9 @@ class ComfyUIModel:
         self.stored_dtype = stored_dtype
         self.weights = weights
         self.byte_sharding = byte_sharding
-        self._run_memory = RunMemory()
+        entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
+        self.regions: tuple[Region, ...] = () if entry is None else entry.regions
+        self.rows_together = entry is not None and entry.rows_together
 
     @property
     def module(self) -> nn.Module:
@@ -56,16 +54,6 @@ class ComfyUIModel:
         model = self.patcher.model
         return model.get_dtype() if model.manual_cast_dtype is None else model.manual_cast_dtype
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        entry = TABLE.get(type(self.module).__name__)
-        return () if entry is None else entry.regions
-
-    @cached_property
-    def rows_together(self) -> bool:
-        entry = TABLE.get(type(self.module).__name__)
-        return entry is not None and entry.rows_together
-
     @cached_property
     def scales_by_largest(self) -> bool:
         return any(map(_scales_by_largest, self.module.modules()))
@@ -77,20 +65,15 @@ class ComfyUIModel:
 
         return str(attention.optimized_attention.__name__).removeprefix("attention_")
 
-    def live(self, call: ModuleCall) -> ModuleCall:
+    def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
             forget()  # it knows references by where they lie, and each call's copies may lie where others lay
-        described = call.kwargs.get(ARGUMENT)
-        if described is None:
-            self._run_memory.clear()
-            return call
-        options = live_options(described, self._run_memory, self.module)
-        kwargs = {name: value for name, value in call.kwargs.items() if name != ARGUMENT}
-        kwargs["transformer_options"] = kwargs.get("transformer_options", {}) | options
-        return replace(call, kwargs=kwargs, together=described["together"])
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         return attention_by(attend)
+
+    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
+        return attention_kernel(kernel)
 
 
 def _scales_by_largest(layer: nn.Module) -> bool:

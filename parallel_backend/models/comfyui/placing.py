@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..base import ByteSharding
 from ..staging import StagedReader
 from ..tensor_pieces import as_built, take_apart
+from .key_layouts import Joined
 
 
 def place(
@@ -48,6 +49,8 @@ def place(
 
 
 def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader | None) -> Tensor:
+    if isinstance(parameter, Joined):
+        return parameter.on(device, (lambda piece: piece) if staged is None else staged.to_device)
     if staged is None:
         return parameter.to(device)
     pieces, put_together = take_apart(parameter)

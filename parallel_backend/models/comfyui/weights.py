@@ -21,6 +21,7 @@ from ..base import ByteSharding
 from ..lora_math import check_shapes
 from ..tensor_pieces import as_built, take_apart
 from .gguf import unpacked
+from .key_layouts import whole
 from .placing import as_parameter
 
 _ALPHA = "alpha"
@@ -102,7 +103,7 @@ class ComfyUIWeights:
         self._put(key, self._changed(key, changes, tensors) if changes else self._original(key))
 
     def _original(self, key: str) -> Tensor:
-        return as_built(self._stored[key], self._dtypes.get(key))
+        return as_built(whole(self._stored[key]), self._dtypes.get(key))
 
     def _changed(self, key: str, changes: Sequence[WeightPatch], tensors: Mapping[str, Tensor]) -> Tensor:
         """The file's value with changes, computed on the device. The parameter is what it was, before and after."""

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ...requests import ModuleCall
 from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
@@ -45,8 +44,8 @@ class DiffusersModel:
         assert entry is not None, "the table has a row for it"
         return entry.regions
 
-    def live(self, call: ModuleCall) -> ModuleCall:
-        return call
+    def begin_call(self) -> None:
+        pass
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         return attention_by(attend)

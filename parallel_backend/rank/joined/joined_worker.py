@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from ...cluster.model_files import find_model
 from ...engine.comm.groups import World
 from ...errors import RequestError
+from ...job.payload import Head, ProcessFacts, digest_of_code
+from ...models.comfyui.environment import read_version
 from ...requests import ComfyUISource, LoadInfo, ModelSpec
 from ...wire.payloads import Tensors
 from ...wire.protocol import Load, LoadVae, Setup
 from ..outcome.errors import PeerFailed
 from ..vae_worker import VaeWorker
 from ..work.worker import RankWorker
+
+if TYPE_CHECKING:
+    from ..work.job import Jobs
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,46 @@ class OwnFiles:
         missing = f"(machine {self.machine} was started without --comfyui)"
         return replace(source, root=str(self.comfyui or missing))
 
+    def facts(self, there: ProcessFacts) -> ProcessFacts:
+        """What holds here in place of the ComfyUI that sends jobs. Raises RequestError for another version of it."""
+        if self.comfyui is None:
+            raise RequestError(
+                f"Machine {self.machine} was started without --comfyui, which a job needs; start it with ComfyUI's "
+                f"folder."
+            )
+        version = read_version(self.comfyui)
+        if version != there.version:
+            raise RequestError(
+                f"Machine {self.machine} has ComfyUI {version}, and the job comes from {there.version}; install the "
+                f"same version on both."
+            )
+        packs = {
+            name: (self._file(there, file), is_package) for name, (file, is_package) in there.packs.items()
+        }
+        return replace(there, comfyui=str(self.comfyui), packs=packs, search_path=(), folders={})
+
+    def _file(self, there: ProcessFacts, file: str) -> str:
+        """A pack's file at the same place in this machine's ComfyUI, or in its folder of packs."""
+        path, root = Path(file), Path(there.comfyui)
+        if path.is_relative_to(root):
+            return str(Path(self.comfyui or "") / path.relative_to(root))
+        return str(Path(self.comfyui or "") / "custom_nodes" / path.parent.name / path.name)
+
+    def check_packs(self, facts: ProcessFacts, head: Head) -> None:
+        """Raises RequestError for a pack that is missing here, or is another version."""
+        for name in head.packs:
+            file, is_package = facts.packs[name]
+            if not Path(file).is_file():
+                problem = "does not have"
+            elif digest_of_code(file, is_package) != head.digests.get(name):
+                problem = "has another version of"
+            else:
+                continue
+            raise RequestError(
+                f"Machine {self.machine} {problem} the pack {Path(name).name}, whose code this job runs; install the "
+                f"same version there, or choose devices of this computer."
+            )
+
 
 class JoinedWorker(RankWorker):
     def __init__(self, setup: Setup, own: OwnFiles) -> None:
@@ -40,11 +85,10 @@ class JoinedWorker(RankWorker):
         self._own = own
         self.vae = _JoinedVae(self.world, self._all_good, own)
 
-    def run_job(self, *args: object, **kwargs: object) -> NoReturn:
-        """Reads no pickles: its head is another machine's ComfyUI."""
-        raise RequestError(
-            "A machine of a cluster runs no jobs that are shipped whole; choose other devices."
-        )
+    def _make_jobs(self) -> Jobs:
+        from ..work.job import Jobs
+
+        return Jobs(self._layouts, self._own.facts, self._own.check_packs)
 
     def _locate(self, message: Load) -> ModelSpec:
         """All ranks find the file or none goes on: what comes next they do together."""

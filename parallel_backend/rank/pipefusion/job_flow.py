@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
-from ...models.comfyui.jobs.samplers import answer_prompts, name_of
+from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
 from ...requests import ModuleCall
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
-from .patch_flow import PatchFlow, first_flowing, history_of, step_of, why_whole
+from .patch_flow import FlowRequest, PatchFlow, first_flowing, history_of, step_of, why_whole
 from .patch_sampler import PatchSampler
 
 _HOOK = "sampler_calc_cond_batch_function"
@@ -35,8 +34,8 @@ class FlowMeeting(Protocol):
 
 
 class JobFlow:
-    """PipeFusion of one job on one rank. `flows`: True while patches flow; `why_whole`: why none did. `request` and
-    `answers` are what PatchFlow asks of a loop."""
+    """PipeFusion of one job on one rank. `flows`: True while patches flow; `why_whole`: why none did. `steps_done`:
+    those whose answers a failure before this has left. `request` and `answers` are what PatchFlow asks of a job."""
 
     def __init__(
         self,
@@ -49,9 +48,10 @@ class JobFlow:
         seed: int | None,
         end_step: Callable[[Tensor], None],
         on_step: OnPatchStep,
+        steps_done: int = 0,
     ) -> None:
         self._forward, self._meeting, self._guider = forward, meeting, guider
-        self._end_step, self._on_step = end_step, on_step
+        self._end_step, self._on_step, self._steps_done = end_step, on_step, steps_done
         self.flows = False
         self.why_whole = ""
         self._conds: list[Any] = []
@@ -59,18 +59,16 @@ class JobFlow:
         self._sides: tuple[bool, ...] = ()
         patcher = guider.model_patcher
         sampling = patcher.object_patches.get("model_sampling", patcher.model.model_sampling)
-        self.request = SimpleNamespace(
+        self.request = FlowRequest(
             noise=noise.to(patcher.load_device),
             sigmas=sigmas,
-            sampler=name_of(sampler, STEPS) or "this sampler",
+            sampler=name_of(sampler, STEPS) or in_words(sampler),
             seed=seed or 0,
-            conds={number: list(conds) for number, conds in enumerate(guider.conds.values())},
-            sampling={
-                "classes": [kind.__name__ for kind in type(sampling).__mro__],
-                "values": vars(sampling),
-            },
+            conds=[list(side) for side in guider.conds.values()],
+            classes=sampling_classes(sampling),
+            noise_scale=getattr(sampling, "noise_scale", 1.0),
         )
-        self._flow = PatchFlow(forward, self)  # type: ignore[arg-type]
+        self._flow = PatchFlow(forward, self)
 
     @property
     def is_exact(self) -> bool:
@@ -80,7 +78,7 @@ class JobFlow:
         """Why no patches can flow in this job, in a user's words; empty where they can."""
         if _HOOK in self._guider.model_options:
             return "a node computes the prompts of a step in a way of its own"
-        return why_whole(self.request, self._forward.layout.strategy)  # type: ignore[arg-type]
+        return why_whole(self.request, self._forward.layout.strategy)
 
     def compute(self, call: ModuleCall) -> Any:
         """Answers a call of the network: of patches while they flow, else of the whole latent."""
@@ -97,6 +95,8 @@ class JobFlow:
         options = {**extra_args["model_options"], _HOOK: self._ask}
         extra_args = {**extra_args, "model_options": options}
         first = first_flowing(self._forward.layout.strategy)
+        if self._steps_done:  # their keys and values are gone: another whole image leaves new ones
+            first = max(first, self._steps_done + 1)
         self.request.noise = torch.empty_like(x)
         lead = self._lead if self._meeting.is_first else self._follow
         latent = lead(model, x, sigmas, extra_args, first)
@@ -137,7 +137,7 @@ class JobFlow:
         return latent
 
     def _follow(self, model: Any, x: Tensor, sigmas: Tensor, extra_args: Any, first: int) -> Tensor:
-        request: Any = self.request
+        request = self.request
         step, levels, ones = step_of(request), Sigmas(sigmas, x.device), x.new_ones(len(x))
         history = history_of(request, x.device)
 

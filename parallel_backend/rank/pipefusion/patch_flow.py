@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from ...engine.stages.p2p import PendingRecv
 from ...engine.stages.stages import ModuleStages, Patch
 from ...engine.stages.stale_keys import KeptKeys
 from ...errors import Cancelled
-from ...models.comfyui.loop import ComfyUILoop
-from ...requests import LoopRequest, ModuleCall
+from ...requests import ModuleCall
 from ...sampling.image_patches import ElementPatches
 from ...sampling.patchwise import OnPatchStep, PatchSampling
 from ...sampling.samplers import STEPS, USUAL_STEPS, History, Sigmas, Step, model_calls, start_history
@@ -36,7 +35,29 @@ _FLOW = "CONST"
 _SAMPLINGS = {_FLOW, "EPS", "V_PREDICTION", "V_PREDICTION_DDPM", "EDM", "COSMOS_RFLOW"}
 
 
-def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
+@dataclass
+class FlowRequest:
+    """A job as its patches need it. `noise`: [B, C, …]; `sampler`: by ComfyUI's name; `conds`: the prompts of each
+    side; `classes`: of the model's sampling, by name."""
+
+    noise: Tensor
+    sigmas: Tensor
+    sampler: str
+    seed: int
+    conds: list[list[dict[str, Any]]]
+    classes: frozenset[str]
+    noise_scale: float = 1.0
+
+
+class FlowJob(Protocol):
+    """The job that patches belong to. `answers`: what the model gives for the wanted sides' prompts."""
+
+    request: FlowRequest
+
+    def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]: ...
+
+
+def why_whole(request: FlowRequest, strategy: ParallelStrategy) -> str:
     """Why no patches can flow in a job under PipeFusion, in a user's words; empty where they can."""
     steps = len(request.sigmas) - 1
     if first_flowing(strategy) >= steps:
@@ -45,9 +66,9 @@ def why_whole(request: LoopRequest, strategy: ParallelStrategy) -> str:
         return (
             f"patches cannot take the steps of {request.sampler} apart; those of {', '.join(STEPS)} they can"
         )
-    if _SAMPLINGS.isdisjoint(request.sampling["classes"]):
+    if _SAMPLINGS.isdisjoint(request.classes):
         return "patches do not know this model's sampling (how it mixes latents and noise)"
-    prompts = [prompt for side in request.conds.values() for prompt in side]
+    prompts = [prompt for side in request.conds for prompt in side]
     if any(prompt.get(name) is not None for prompt in prompts for name in ("area", "default")):
         return "prompts for areas of an image take it apart in another way than patches do"
     if any(prompt.get(f"timestep_{end}") is not None for prompt in prompts for end in ("start", "end")):
@@ -60,16 +81,15 @@ def first_flowing(strategy: ParallelStrategy) -> int:
     return max(1, strategy.warmup_steps)
 
 
-def step_of(request: LoopRequest) -> Callable[..., Step]:
+def step_of(request: FlowRequest) -> Callable[..., Step]:
     """A step of the job's sampler, as ComfyUI computes it under the model's sampling."""
-    return (STEPS if _FLOW in request.sampling["classes"] else USUAL_STEPS)[request.sampler]
+    return (STEPS if _FLOW in request.classes else USUAL_STEPS)[request.sampler]
 
 
-def history_of(request: LoopRequest, device: torch.device) -> History:
+def history_of(request: FlowRequest, device: torch.device) -> History:
     """What its sampler knows before the first step. A flow-matching model may want other noise (ModelNoiseScale)."""
-    is_flow = _FLOW in request.sampling["classes"]
-    scale = request.sampling["values"].get("noise_scale", 1.0) if is_flow else 1.0
-    return start_history(request.seed, device, scale)
+    is_flow = _FLOW in request.classes
+    return start_history(request.seed, device, request.noise_scale if is_flow else 1.0)
 
 
 def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
@@ -104,11 +124,11 @@ class _Coming:
 class PatchFlow:
     """What one job keeps for its patches on one rank, and their steps."""
 
-    def __init__(self, forward: ModuleForward, loop: ComfyUILoop) -> None:
+    def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
         assert forward.stages is not None, "PipeFusion has stages"
         self._forward = forward
         self._stages: ModuleStages = forward.stages
-        self._loop = loop
+        self._job = job
         self._layout = forward.layout
         self._sides: Sides = ()
         self.keys = KeptKeys()
@@ -120,8 +140,8 @@ class PatchFlow:
         self._answers: Iterator[Tensor] | None = None
 
     @property
-    def request(self) -> LoopRequest:
-        return self._loop.request
+    def request(self) -> FlowRequest:
+        return self._job.request
 
     @property
     def whole_steps(self) -> int:
@@ -229,7 +249,7 @@ class PatchFlow:
         """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""
         if self._answers is None and self._layout.row.size > 1:
             broadcast(self.patches.take(x, self._patch.number), 0, self._layout.row, self._forward.traffic)
-        return self._loop.answers(wanted, x, sigma)
+        return self._job.answers(wanted, x, sigma)
 
     @property
     def _patch(self) -> Patch:
@@ -255,7 +275,7 @@ class PatchFlow:
                 empty = torch.empty_like(self.patches.take(self._x, patch.number))
                 elements = broadcast(empty, 0, self._layout.row, self._forward.traffic)
                 self.patches.put(elements, patch.number, self._x)
-            self._loop.answers(self._sides, self._x, sigma * self._ones)
+            self._job.answers(self._sides, self._x, sigma * self._ones)
         if self._stages.is_first:
             self._returning[patch.number] = self._sent, sigma
 

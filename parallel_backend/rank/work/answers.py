@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...requests import LoopState
-from .loop_worker import MOST_KEPT
 from .step_boundary import StepBoundary
+
+MOST_KEPT = 2**30  # bytes of answers that ComfyUI's process keeps of a job, for the case that ranks crash
 
 
 class Answers:

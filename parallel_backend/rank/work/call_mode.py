@@ -12,7 +12,7 @@ from ...job.changes import HOOKS
 from ...job.purity import is_pure
 from ...job.restore import Replaced
 from ...models.comfyui.attention_router import is_attention
-from ...models.comfyui.calls import HOST_ONLY, OPTIONS
+from ...models.comfyui.calls import HOST_ONLY, OPTIONS, OWN_OPTIONS
 from ...models.proof.states import Verdict, trusted_mode
 from ...models.tokens.regions import Region
 from ...requests import ATTENTION, BLOCK, TOKEN_MODES
@@ -133,5 +133,9 @@ def mode_of(
     if foreign.takes_part:
         return max(BLOCK, proven, key=TOKEN_MODES.index)
     options = kwargs.get(OPTIONS) or {}
-    seen = {name: value for name, value in options.items() if name not in HOST_ONLY}
+    seen = {
+        name: value
+        for name, value in options.items()
+        if name not in HOST_ONLY and not name.startswith(OWN_OPTIONS)
+    }
     return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, Verdict(proven))

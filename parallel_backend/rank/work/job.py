@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
-from ...job.payload import Head, ProcessFacts, SamplerRun
+from ...job.payload import Head, NetworkCall, PickledJob, ProcessFacts, SamplerRun, pack_answer
 from ...job.pickling import PATCHER_STATE
 from ...job.prints import OTHER_WEIGHTS, differing
 from ...job.reducers import RankObjects
@@ -28,7 +28,9 @@ from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
 from ...models.comfyui.jobs.packages import Packages, quiet_server
 from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher
-from ...models.comfyui.jobs.samplers import run_guider, sampler_of
+from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
+from ...requests import InputShapes
+from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.heartbeat import heartbeat
@@ -54,6 +56,12 @@ _SHARDED = (
 )
 
 
+_READ = (
+    "A node computes with the model's own weights (such as a Control-LoRA), which shard_weights shares out; set "
+    "shard_weights to off, or take a whole ControlNet instead."
+)
+
+
 class _JobModel:
     """A held model as jobs need it: its patcher, and how it was loaded."""
 
@@ -62,8 +70,12 @@ class _JobModel:
         self.is_sharded = model.byte_sharding is not None
         weights: Any = model.weights
         self.originals: Mapping[str, Tensor] = weights.originals()
-        self.state = NetworkState(self.base.diffusion_model, model.regions)
-        # ComfyUI takes a model whose patcher is gone for a leak, and collects all garbage.
+        network = self.base.diffusion_model
+        if self.is_sharded:
+            network.__dict__["state_dict"] = _refusing_state(network)
+        self.state = NetworkState(network, model.regions)
+        # ComfyUI takes a model whose patcher is gone for a leak, collects all garbage, and fails where a ControlNet
+        # asks which models are loaded. It forgets this one as it loads the patcher of the next job.
         self.last_patcher: object = None
 
     @property
@@ -84,11 +96,31 @@ class _JobModel:
         return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
 
 
+def _refusing_state(network: nn.Module) -> Callable[..., Any]:
+    """`state_dict` of a network whose weights are shared out: who asks for its own alone wants their values; who wants
+    names asks for the whole model's."""
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("destination") is None:
+            raise RequestError(_READ)
+        return type(network).state_dict(network, *args, **kwargs)
+
+    return state_dict
+
+
 class Jobs:
     """The state that a rank keeps from job to job."""
 
-    def __init__(self, layouts: Layouts) -> None:
-        self._layouts = layouts
+    def __init__(
+        self,
+        layouts: Layouts,
+        facts_here: Callable[[ProcessFacts], ProcessFacts] = lambda facts: facts,
+        check_packs: Callable[[ProcessFacts, Head], None] = lambda facts, head: None,
+    ) -> None:
+        """`facts_here`: what holds on this rank's machine in place of ComfyUI's process; `check_packs`: raises
+        RequestError where this machine does not have the job's packs."""
+        self._layouts, self._facts_here, self._check_packs = layouts, facts_here, check_packs
+        self._facts: ProcessFacts | None = None
         self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
         self._tensors: dict[int, Tensor] = {}
         self._packages: Packages | None = None
@@ -121,13 +153,14 @@ class Jobs:
             (lambda: forward) if switching is None else (lambda: switching.current),
             answers,
             head.mode,
+            InputShapes(*head.inputs),
             foreign_code(job.replaced),
             cache,
         )
         assert self._packages is not None, "the job was read with them"
         end_step = on_step if switching is None else switching.on_step
         run = _RunningJob(held, job, meeting, answers, end_step, self._packages)
-        latent = run.to_its_end(message.steps, on_step, forward)
+        answer = run.to_its_end(message.steps, on_step, forward)
         record = run_record(forward if switching is None else switching.current, placement, begun, sent)
         record = replace(
             record,
@@ -142,9 +175,9 @@ class Jobs:
         if switching is not None:
             record = switching.told(record)
         seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
-        return {"latent": latent.float().cpu(), "step_seconds": seconds}, record
+        return {"step_seconds": seconds, **pack_answer(answer, run.denoised)}, record
 
-    def _read(self, held: _JobModel, head: Head, new: dict[int, Tensor]) -> SamplerRun:
+    def _read(self, held: _JobModel, head: Head, new: dict[int, Tensor]) -> PickledJob:
         """Makes the job again on all ranks, or fails on all of them."""
         if head.is_fresh:
             self._tensors.clear()
@@ -154,10 +187,12 @@ class Jobs:
         error: Exception | None = None
         try:
             if head.facts is not None:
-                self._packages = self._packages_of(unpack_facts(head.facts))
+                self._facts = self._facts_here(unpack_facts(head.facts))
+                self._packages = self._packages_of(self._facts)
             packages = self._packages
-            if packages is None:
+            if packages is None or self._facts is None:
                 raise RequestError("A job came before what the devices need to know of ComfyUI.")
+            self._check_packs(self._facts, head)
             packages.import_packs(head.packs)
             here = RankObjects(
                 device=held.patcher.load_device,
@@ -173,7 +208,7 @@ class Jobs:
                 others = differing(held.originals, head.prints)
                 if others:
                     raise RequestError(OTHER_WEIGHTS + ",".join(others))
-            job: SamplerRun = unpickle_job(head.job, here)
+            job: PickledJob = unpickle_job(head.job, here)
             changed = [one for one in job.changes if one.kind == "parameter"]
             if held.is_sharded and changed:
                 raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
@@ -200,7 +235,7 @@ class _RunningJob:
     def __init__(
         self,
         held: _JobModel,
-        job: SamplerRun,
+        job: PickledJob,
         meeting: ModuleMeeting,
         answers: Answers,
         end_step: Callable[[int, Tensor], None],
@@ -209,17 +244,20 @@ class _RunningJob:
         self._held, self._job, self._meeting = held, job, meeting
         self._answers, self._end, self._packages = answers, end_step, packages
         self._step = self._steps = 0
+        self._check_numbers = NumbersCheck(most_lag(held.patcher.load_device))
+        self.denoised: Tensor | None = None  # after the last step, of all images
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
-    def to_its_end(self, steps: int, on_step: StepBoundary, forward: ModuleForward) -> Tensor:
-        """Returns the latent. What a pack raises is a RequestError, on all ranks."""
+    def to_its_end(self, steps: int, on_step: StepBoundary, forward: ModuleForward) -> Any:
+        """Returns the latent, or what the network answered. What a pack raises is a RequestError, on all ranks."""
         self._steps = steps
         error: Exception | None = None
-        latent = torch.empty(0)
+        answer: Any = torch.empty(0)
         try:
-            latent = self._sample(on_step, forward)
+            answer = self._run(on_step, forward)
             on_step.finish()
+            self._check_numbers.finish()
         except Cancelled:
             raise
         except RanksApart as apart:
@@ -229,36 +267,55 @@ class _RunningJob:
                 raise
             error = failure if isinstance(failure, ParallelError) else _as_refusal(failure)
         self._meeting.leave(error)
-        return latent
+        return answer
 
-    def _sample(self, on_step: StepBoundary, forward: ModuleForward) -> Tensor:
-        job, held = self._job, self._held
-        guider = job.guider
-        held.last_patcher = guider.model_patcher
+    def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
+        job, held, work = self._job, self._held, self._job.work
+        patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
         with contextlib.ExitStack() as undo:
+            undo.callback(setattr, held, "last_patcher", patcher)
             _set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(restored(held.base))
             set_replaced(job.replaced, self._packages.find_module, undo)
             make_changes(held.base, job.changes, undo, lead_calls)
             undo.enter_context(self._meeting.holding(held.state.network))
+            undo.callback(
+                patcher.eject_model
+            )  # else its injections are taken out of a network that has none any more
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            noise, latent, sampler, sigmas, mask, seed = job.arguments
-            if forward.stages is not None:
-                sampler = self._flowing(forward, sampler, on_step)
-            return run_guider(
-                guider,
-                job.wrappers,
-                (noise, latent, sampler, sigmas, mask, seed),
-                lambda step, denoised, x, steps: self._end_step(denoised),
-                job.latent_shapes,
-            )
+            if isinstance(work, NetworkCall):
+                return call_network(work.patcher, held.state.network, work.args, work.kwargs)
+            return self._sample(work, on_step, forward)
 
-    def _flowing(self, forward: ModuleForward, sampler: Any, on_step: StepBoundary) -> Any:
-        """The sampler whose patches flow through PipeFusion's stages, or `sampler` where they cannot."""
-        job, meeting = self._job, self._meeting
-        noise, _, _, sigmas, _, seed = job.arguments
-        flow = JobFlow(forward, meeting, job.guider, sampler, noise, sigmas, seed, self._end_step, on_step)
+    def _sample(self, work: SamplerRun, on_step: StepBoundary, forward: ModuleForward) -> Tensor:
+        noise, latent, sampler, sigmas, mask, seed = work.arguments
+        if forward.stages is not None:
+            sampler = self._flowing(work, forward, on_step)
+        return run_guider(
+            work.guider,
+            work.wrappers,
+            (noise, latent, sampler, sigmas, mask, seed),
+            lambda step, denoised, x, steps: self._end_step(denoised),
+            work.latent_shapes,
+        )
+
+    def _flowing(self, work: SamplerRun, forward: ModuleForward, on_step: StepBoundary) -> Any:
+        """The sampler whose patches flow through PipeFusion's stages, or the job's own where they cannot."""
+        meeting = self._meeting
+        noise, _, sampler, sigmas, _, seed = work.arguments
+        flow = JobFlow(
+            forward,
+            meeting,
+            work.guider,
+            sampler,
+            noise,
+            sigmas,
+            seed,
+            self._end_step,
+            on_step,
+            self._answers.steps_done,
+        )
         reason = flow.why_not()
         if reason:
             self.notes = (WHOLE.format(reason=reason),)
@@ -276,9 +333,11 @@ class _RunningJob:
 
     def _end_step(self, denoised: Tensor) -> None:
         self._step = min(self._step + 1, self._steps)
+        self.denoised = denoised
         if self._step <= self._answers.steps_done:
             return
         self._meeting.agree_on_step(self._step)
+        self._check_numbers(denoised, f"in step {self._step} of {self._steps}")
         self._answers.step_ended(self._step)
         self._end(self._step - 1, denoised)
 

@@ -21,8 +21,10 @@ from ...engine.lead import all_threads
 from ...engine.module_forward import ModuleForward
 from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, row_count
-from ...requests import ATTENTION, ModuleCall
+from ...requests import ATTENTION, InputShapes, ModuleCall
+from ...wire.payloads import check_module_inputs
 from ..outcome.agreement import RanksApart, agree, agree_on_call
+from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
 
@@ -53,7 +55,8 @@ def lead_calls(kind: type) -> None:
 
 class ModuleMeeting:
     """The meeting point of one job's calls on one rank. `current`: the forward that the next call runs under; `mode`:
-    how far the class is proven; `code`: what packs have replaced in the code of networks."""
+    how far the class is proven; `inputs`: what its calls take; `code`: what packs have replaced in the code of
+    networks."""
 
     def __init__(
         self,
@@ -62,11 +65,13 @@ class ModuleMeeting:
         current: Callable[[], ModuleForward],
         answers: Answers,
         mode: str,
+        inputs: InputShapes,
         code: Foreign,
         cache: ModuleCache | None,
     ) -> None:
         self._layouts, self._state, self._current = layouts, state, current
         self._answers, self._mode, self._code, self._cache = answers, mode, code, cache
+        self._inputs = inputs
         self._has_blocks = bool(current().model.regions)
         self._is_inside = False
         self._prompts: dict[Any, int] = {}
@@ -144,14 +149,17 @@ class ModuleMeeting:
             if known is not None:
                 return known
             self._take_first_ranks(args)
-            return self._share(*self._described(module, args, kwargs))
+            with refusing(type(module).__name__, self._layouts.traffic):
+                return self._share(*self._described(module, args, kwargs))
 
     def _share(self, call: ModuleCall, foreign: Foreign) -> Any:
         forward = self._current()
         if forward.stages is not None and foreign.takes_part:
             raise RequestError(_IN_STAGES)
         if self.flow is not None:
-            return self.flow.compute(self._numbered(call))
+            answer = self.flow.compute(self._numbered(call))
+            self._answers.add(answer, is_all=True)
+            return answer
         cache = self._cache_for(call, foreign)
         try:
             answer = self._compute(self._numbered(call) if cache is not None else call, cache)
@@ -214,6 +222,7 @@ class ModuleMeeting:
         if len(args) > 2:
             names = list(inspect.signature(type(module).forward).parameters)[3:]
             args, kwargs = args[:2], {**dict(zip(names, args[2:], strict=False)), **kwargs}
+        check_module_inputs(args[0], kwargs.get("context"), self._inputs)
         options = kwargs.get(OPTIONS) or {}
         foreign = foreign_in(options, self._state, self._code)
         mode = mode_of(foreign, kwargs, type(module).__name__, self._mode, self._has_blocks)

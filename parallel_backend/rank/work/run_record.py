@@ -46,10 +46,6 @@ def as_one_step(run: RankRun) -> RankRun:
 
 
 def _why_other_kernel(forward: AnyForward | ModuleForward) -> str:
-    from ...engine.module_forward import ModuleForward
-
-    if isinstance(forward, ModuleForward):
-        return "modules of ComfyUI's own attend as its command line has it"
     if forward.engine == "xfuser":
         return "engine xfuser does not have it"
     return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
 from ...errors import RequestError
-from ...options import check_step_cache
+from ...options import AUTO, check_step_cache
 from ...requests import InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
@@ -23,7 +23,6 @@ from ...wire.payloads import Tensors, predict_parts, sample_request, take_state
 from ...wire.protocol import (
     ApplyPatches,
     Calibrate,
-    Call,
     KeepModels,
     Load,
     Predict,
@@ -33,11 +32,9 @@ from ...wire.protocol import (
     RankRun,
     RunJob,
     Sample,
-    SampleLoop,
     Setup,
     Sleep,
 )
-from ..module_calls import ModuleCalls
 from ..outcome.errors import PeerFailed, is_out_of_memory
 from ..vae_worker import VaeWorker
 from .device import MemoryMeter, allocated, device_of, weight_bytes
@@ -79,7 +76,6 @@ class RankWorker:
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
         self._jobs: Jobs | None = None
-        self.calls = ModuleCalls(self.world, self._layouts.traffic)
 
     def load(self, message: Load) -> LoadInfo:
         """Holds one more model on every rank or on none, split as `strategy` has it.
@@ -188,36 +184,23 @@ class RankWorker:
         return result, run if state is None else replace(run, exact=run.exact and state.exact)
 
     @torch.inference_mode()
-    def sample_loop(
-        self, message: SampleLoop, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors, RankRun]:
-        """Runs the whole job by ComfyUI's own loop; the latent is the first rank's."""
-        from .loop_worker import sample_loop
-
-        held = self.models.get(message.model)
-
-        def forward_under(strategy: ParallelStrategy) -> ModuleForward:
-            return self._module_forward(held, replace(message.placement, strategy=strategy))
-
-        _watched(forward_under(message.placement.strategy), on_compile)
-        model = cast("ComfyUIModel", held.model)
-        return sample_loop(self._layouts, model, message, tensors, on_step, forward_under)
-
-    @torch.inference_mode()
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
     ) -> tuple[Tensors, RankRun]:
         """Runs a job that was shipped whole; the latent is the first rank's."""
-        from .job import Jobs
-
         held = self.models.get(message.model)
 
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
             return self._module_forward(held, replace(message.placement, strategy=strategy))
 
         _watched(forward_under(message.placement.strategy), on_compile)
-        self._jobs = self._jobs or Jobs(self._layouts)
+        self._jobs = self._jobs or self._make_jobs()
         return self._jobs.run(cast("ComfyUIModel", held.model), message, tensors, on_step, forward_under)
+
+    def _make_jobs(self) -> Jobs:
+        from .job import Jobs
+
+        return Jobs(self._layouts)
 
     @torch.inference_mode()
     def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
@@ -233,16 +216,6 @@ class RankWorker:
         (velocity,) = forward([Rows(x, sigma, prompt, extras)])
         result = {"velocity": velocity.float().cpu()}
         return result, as_one_step(run_record(forward, message.placement, begun, sent))
-
-    @torch.inference_mode()
-    def call(self, message: Call, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
-        """One call of a ComfyUI module; its answer is the same on every rank that makes it."""
-
-        def forward() -> ModuleForward:
-            held = self.models.get(message.model)
-            return _watched(self._module_forward(held, message.placement), on_compile)
-
-        return self.calls.make(message, tensors, forward)
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -260,7 +233,6 @@ class RankWorker:
         before = allocated(device)
         if message.only is None:
             self.vae.drop()
-            self.calls.clear()
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):
@@ -318,29 +290,32 @@ class RankWorker:
     def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
         from ...engine.module_forward import make_module_forward
 
-        model = held.model
-        if not hasattr(model, "module"):
+        if not hasattr(held.model, "module"):
             raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
         if placement not in held.module_forwards:
-            held.module_forwards[placement] = make_module_forward(
-                cast("ModuleModel", model), self._layouts, placement
-            )
+            model = cast("ModuleModel", held.model)
+            if placement.compute_options.attention != AUTO:
+                self._agree_on_kernel(model.compute_dtype, placement)
+            held.module_forwards[placement] = make_module_forward(model, self._layouts, placement)
         return held.module_forwards[placement]
 
     def _make_forward(self, model: TokenModel, placement: Placement) -> AnyForward:
-        """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
-        from ...engine.attention.kernel_choice import kernel_for
         from ...engine.factory import make_forward
 
-        error = None
+        self._agree_on_kernel(model.compute_dtype, placement)
+        return make_forward(model, self._layouts, placement)
+
+    def _agree_on_kernel(self, dtype: torch.dtype, placement: Placement) -> None:
+        """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
+        from ...engine.attention.kernel_choice import kernel_for
+
+        error, wish = None, placement.compute_options.attention
         try:
-            wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
-            kernel_for(self.world.device, model.compute_dtype, wish, ring=ring)
+            kernel_for(self.world.device, dtype, wish, ring=placement.strategy.ring_degree > 1)
         except Exception as failure:
             error = failure
         if self._agree(error) != _GOOD:
             raise error or PeerFailed("another rank lacks the attention kernel")
-        return make_forward(model, self._layouts, placement)
 
     def _try_load(
         self, spec: ModelSpec, strategy: ParallelStrategy

@@ -25,7 +25,6 @@ from ...wire.heartbeat import find_laggard, in_words
 from ...wire.payloads import Tensors
 from ...wire.protocol import (
     PEER_FAILED,
-    Call,
     Cancel,
     Done,
     Envelope,
@@ -110,7 +109,7 @@ class Exchange(Generic[Terminal]):
         finally:
             close_all(payload)
 
-    def send_call(self, message: Predict | Call, tensors: Tensors) -> None:
+    def send_call(self, message: Predict, tensors: Tensors) -> None:
         """Gives `message` to every rank, with the tensors that they do not have yet placed where all can read them."""
         arena = self._group.requests
         self._send_to_all(replace(message, placed=arena.place(tensors)), (arena.descriptor,))

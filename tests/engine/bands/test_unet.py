@@ -218,8 +218,8 @@ def test_a_call_leaves_the_module_as_it_was(reference):
             for worst, _, _ in each.on_ranks(world, ulysses(2), ParallelStrategy())
         ]
         with torch.inference_mode():
-            same = torch.equal(one.alone(), one.answer)
-        return [max(found), same and kinds == [type(layer) for layer in one.model.module.modules()]]
+            same = (one.alone() - one.answer).abs().max() <= 1e-6 * one.answer.abs().max()
+        return [max(found), bool(same) and kinds == [type(layer) for layer in one.model.module.modules()]]
 
     for worst, unchanged in run_ranks(several, 2):
         assert worst <= EXACT and unchanged

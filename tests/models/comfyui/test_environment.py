@@ -135,6 +135,33 @@ def test_only_a_current_call_answers_for_attention(name):
     assert torch.equal(getattr(attention, name)(q, q, q, 2), stock)
 
 
+def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs():
+    from comfy_modules import import_comfyui_here
+
+    import_comfyui_here()
+    import torch
+    from comfy.ldm.modules import attention
+
+    from parallel_backend.models.comfyui.attention_router import attention_by, attention_kernel, reroute
+
+    q = torch.randn(1, 3, 8)
+    stock = attention.optimized_attention(q, q, q, 2)
+    packs = reroute("optimized_attention", lambda q, k, v, heads: -q)
+
+    def doubled(original, *args, **kwargs):
+        return 2 * original(*args, **kwargs)
+
+    def tripled(original, *args, **kwargs):
+        return 3 * original(*args, **kwargs)
+
+    with attention_kernel(doubled):
+        assert torch.equal(attention.optimized_attention(q, q, q, 2), 2 * stock)
+        assert torch.equal(packs(q, q, q, 2), -q)
+        with attention_by(tripled):
+            assert torch.equal(attention.optimized_attention(q, q, q, 2), 6 * stock)
+    assert torch.equal(attention.optimized_attention(q, q, q, 2), stock)
+
+
 class _Container:
     """Hands over its tensor once, as ComfyUI 0.33's AttentionTensorContainer does."""
 

@@ -76,6 +76,28 @@ def test_weights_are_the_file_and_answers_are_stock_comfyuis(tmp_path, source, d
     assert (type(model.module).__name__, len(model.regions), model.chunks) == ("Flux", 1, (model.module,))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8])
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_diffusers_key_layout_gives_the_stock_answer(tmp_path, source, prefix, dtype):
+    sizes = {"layout": "diffusers", "single_blocks": 2, "dtype": dtype}
+    plain = write_tiny_flux(tmp_path / "plain.safetensors", **sizes)
+    path = write_tiny_flux(tmp_path / "flux.safetensors", prefix=prefix, **sizes)
+    model = _load(path, source)
+    assert torch.equal(_answer(model.module), _answer(_stock(plain)))
+    assert model.stored_dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
+def test_a_prefix_in_front_of_all_keys_is_taken_off(tmp_path, source, flux_file, prefix):
+    """With what a checkpoint without one has beside its model."""
+    tensors, path = load_file(flux_file), tmp_path / "prefixed.safetensors"
+    named = {prefix + name: tensor for name, tensor in tensors.items()}
+    save_file(named | {"vae.decoder.conv_in.weight": torch.zeros(4)}, path)
+    model = _load(path, source)
+    assert _share_in_file(model.module, path) == 1
+    assert torch.equal(_answer(model.module), _answer(_stock(flux_file)))
+
+
 def test_a_checkpoint_gives_its_diffusion_model_alone(tmp_path, source, flux_file):
     tensors, path = load_file(flux_file), tmp_path / "checkpoint.safetensors"
     others = {"vae.decoder.conv_in.weight": torch.zeros(4), "text_encoders.t5.scale": torch.zeros(3)}

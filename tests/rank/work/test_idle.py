@@ -33,7 +33,6 @@ def served(monkeypatch, no_leaks):
     worker = SimpleNamespace(
         world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
         meter=None,
-        calls=SimpleNamespace(end_run=lambda: seen.append("forgot a run")),
         predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
@@ -89,7 +88,7 @@ def _next(link):
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)
-    assert given_back == ["forgot a run", "released"] and isinstance(done, Done) and done.placed is None
+    assert given_back == ["released"] and isinstance(done, Done) and done.placed is None
 
 
 def test_after_the_last_model_call_it_is_given_back(served):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ....errors import RequestError
+from ..gguf import is_packed, unpacked
 
 if TYPE_CHECKING:
     from ..model import ComfyUIModel
@@ -16,12 +17,21 @@ if TYPE_CHECKING:
 _OWNED = ("weight", "bias")
 
 
+class _Backup(NamedTuple):
+    """What a weight was before ComfyUI patched it, as ComfyUI notes it."""
+
+    weight: torch.Tensor
+    inplace_update: bool
+
+
 def root_patcher(model: ComfyUIModel) -> Any:
     """The patcher over the model whose weights lie where they are to stay. One for as long as the model is held: it
     knows which patches are in the weights."""
     from comfy.model_patcher import ModelPatcher
 
-    kind: Any = _kind_of(ModelPatcher, is_sharded=model.byte_sharding is not None)
+    base: Any = model.patcher.model
+    packed = any(is_packed(parameter) for parameter in base.parameters())
+    kind: Any = _kind_of(ModelPatcher, is_sharded=model.byte_sharding is not None, has_packed=packed)
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
     return found
@@ -56,20 +66,24 @@ def other_patcher(device: torch.device) -> Any:
     return found
 
 
-def _kind_of(base: type, *, is_sharded: bool) -> type:
-    """ComfyUI asks how many prompts fit into one call: the planner has answered that."""
+def _kind_of(base: type, *, is_sharded: bool, has_packed: bool) -> type:
+    """ComfyUI asks how many prompts fit into one call, and how much of the weights onto the device: the planner has
+    answered both, and the weights are in their place."""
     members: dict[str, Any] = {
         "__module__": base.__module__,
         "get_free_memory": lambda self, device: sys.maxsize,
+        "model_size": lambda self: 1,
+        "loaded_size": lambda self: 1,
         "load": _outside_inference_mode("load"),
         "unpatch_model": _outside_inference_mode("unpatch_model"),
+        "patch_weight_to_device": _patch_weight,
+        "patch_hook_weight_to_device": _patch_hook_weight,
+        "model_state_dict": _outside_inference_mode("model_state_dict"),
     }
     if is_sharded:
-        members |= {
-            "load": _load_sharded,
-            "pin_weight_to_device": lambda self, key: None,
-            "patch_hook_weight_to_device": _refuse_hook,
-        }
+        members |= {"load": _load_sharded, "pin_weight_to_device": lambda self, key: None}
+    if is_sharded or has_packed:
+        members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
     return type(base.__name__, (base,), members)
 
 
@@ -85,10 +99,30 @@ def _outside_inference_mode(name: str) -> Callable[..., Any]:
     return method
 
 
-def _refuse_hook(self: Any, hooks: Any, combined_patches: Any, key: str, *others: Any, **named: Any) -> None:
-    raise RequestError(
-        f"Hooks of prompts change {key}, which shard_weights cannot; set shard_weights to off."
-    )
+def _patch_weight(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """A packed weight (GGUF) is unpacked to be changed, since nothing packs it again; the packed one comes back. What
+    another stage of a pipeline has is changed there."""
+    from comfy.model_patcher import ModelPatcher
+    from comfy.utils import get_attr, set_attr_param
+
+    weight = get_attr(self.model, key)
+    if weight.numel() == 0:
+        return None
+    if key in self.patches and is_packed(weight):
+        self.backup.setdefault(key, _Backup(weight, False))
+        set_attr_param(self.model, key, unpacked(weight))
+    return ModelPatcher.patch_weight_to_device(self, key, *args, **kwargs)
+
+
+def _patch_hook_weight(
+    self: Any, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
+) -> None:
+    """The same for the LoRAs of prompts' hooks."""
+    from comfy.model_patcher import ModelPatcher
+    from comfy.utils import get_attr
+
+    if get_attr(self.model, key).numel():
+        ModelPatcher.patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs)
 
 
 def _load_sharded(
@@ -102,7 +136,37 @@ def _load_sharded(
     from comfy.model_patcher import ModelPatcher
 
     for key in self.patches:
-        path, _, name = key.rpartition(".")
-        if name not in _OWNED or not hasattr(self.model.get_submodule(path), "comfy_cast_weights"):
-            raise RequestError(f"a LoRA changes {key}, which shard_weights cannot; set shard_weights to off")
+        _functions_of(self, key)
     ModelPatcher.load(self, device_to, 0, False, False)
+
+
+def _patch_hooks_late(self: Any, hooks: Any) -> None:
+    """Has the LoRAs of a prompt's hooks put into weights as these are used, behind those of the whole job."""
+    from comfy.model_patcher import LowVramPatch
+
+    _unpatch_hooks_late(self)
+    if hooks is not None:
+        patches = self.get_combined_hook_patches(hooks=hooks)
+        for key in patches:
+            self.hook_backup[key] = LowVramPatch(key, patches)
+            _functions_of(self, key).append(self.hook_backup[key])
+    self.current_hooks = hooks
+
+
+def _unpatch_hooks_late(self: Any, whitelist_keys_set: set[str] | None = None) -> None:
+    for key, function in self.hook_backup.items():
+        functions = _functions_of(self, key)
+        if function in functions:
+            functions.remove(function)
+    self.hook_backup.clear()
+    self.current_hooks = None
+
+
+def _functions_of(patcher: Any, key: str) -> list[Any]:
+    """The functions that a layer puts its weight or bias through each time that it computes."""
+    path, _, name = key.rpartition(".")
+    layer = patcher.model.get_submodule(path)
+    if name not in _OWNED or not hasattr(layer, "comfy_cast_weights"):
+        raise RequestError(f"a LoRA changes {key}, which shard_weights cannot; set shard_weights to off")
+    found: list[Any] = getattr(layer, f"{name}_function")
+    return found

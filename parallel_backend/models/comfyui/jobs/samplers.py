@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
+
+_SAMPLING = "comfy.model_sampling"
 
 
 def run_guider(
@@ -25,6 +28,14 @@ def run_guider(
         noise, latent, sampler, sigmas, mask, callback, True, seed, latent_shapes=latent_shapes
     )
     return found
+
+
+def call_network(patcher: Any, network: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The answer of `network` to one call, its weights as `patcher` has patched them."""
+    from comfy.model_management import load_models_gpu
+
+    load_models_gpu([patcher])
+    return network(*args, **kwargs)
 
 
 def sampler_of(function: Callable[..., Tensor]) -> Any:
@@ -47,6 +58,24 @@ def name_of(sampler: Any, names: Iterable[str]) -> str:
         if own is not None and (own.__module__, own.__qualname__) == (theirs.__module__, theirs.__qualname__):
             return name
     return ""
+
+
+def in_words(sampler: Any) -> str:
+    """A sampler's name for a person."""
+    function = getattr(sampler, "sampler_function", None)
+    return getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")
+
+
+def sampling_classes(sampling: Any) -> frozenset[str]:
+    """The names of the classes in comfy.model_sampling that a model's sampling is made of; none where a node has given
+    it anything of its own."""
+    kind = type(sampling)
+    kinds = (kind,) if kind.__module__ == _SAMPLING else kind.__bases__
+    own = [] if kinds == (kind,) else [value for value in vars(kind).values() if callable(value)]
+    own += [value for value in vars(sampling).values() if isinstance(value, (FunctionType, MethodType))]
+    if own or any(one.__module__ != _SAMPLING for one in kinds):
+        return frozenset()
+    return frozenset(one.__name__ for one in kinds)
 
 
 def answer_prompts(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from .cache import TestStepCache
 from .models import TestAttentionKernel, TestBlockClosure, TestEmbeddings
-from .sampling import TestPackGuider, TestPackSampler
+from .sampling import TestDirectCalls, TestPackGuider, TestPackSampler
 
 NODES = (
     TestAttentionKernel,
     TestBlockClosure,
+    TestDirectCalls,
     TestEmbeddings,
     TestPackGuider,
     TestPackSampler,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import comfy.model_management
 import torch
 from comfy.samplers import KSAMPLER, CFGGuider, calc_cond_batch
 
@@ -85,3 +86,32 @@ class TestPackSampler:
 
     def make(self, noise):
         return (RestlessSampler(noise),)
+
+
+class TestDirectCalls:
+    """Takes two steps of its own, by calls of the model outside of ComfyUI's samplers, and one of its network."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "sample", ("LATENT",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"model": ("MODEL",), "positive": ("CONDITIONING",), "latent": ("LATENT",)}}
+
+    @torch.inference_mode()
+    def sample(self, model, positive, latent):
+        comfy.model_management.load_models_gpu([model])
+        context, pooled = positive[0][0], positive[0][1].get("pooled_output")
+        shape = latent["samples"].shape
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        named = {"c_crossattn": context, "y": pooled}
+        named = {name: value for name, value in named.items() if value is not None}
+        options = model.model_options["transformer_options"]
+        for sigma, following in ((1.0, 0.6), (0.6, 0.2)):
+            sigmas = torch.full((shape[0],), sigma)
+            denoised = model.model.apply_model(x, sigmas, transformer_options=options, **named)
+            x = denoised + (x - denoised) * (following / sigma)
+        others = {"y": pooled} if pooled is not None else {}
+        velocity = model.model.diffusion_model(
+            x, torch.full((shape[0],), 0.2), context=context, transformer_options=options, **others
+        )
+        return ({"samples": x - 0.2 * velocity},)

@@ -1,0 +1,75 @@
+"""A kernel chosen by name in place of ComfyUI's attention: its answers, and the calls that stay ComfyUI's."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from parallel_backend.engine.attention import kernels
+from parallel_backend.engine.attention.kernels import HEAD_DIM, ChosenKernel
+
+HEADS = 2
+
+
+def tensors(dtype=torch.float32, tokens=(5, 7, 7), dim=HEAD_DIM, heads=HEADS):
+    """q, k, v [1, S, H D]"""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, heads * dim, generator=generator).to(dtype) for n in tokens]
+
+
+def by_heads(q, k, v):
+    return [t.reshape(1, t.shape[1], HEADS, -1).transpose(1, 2) for t in (q, k, v)]
+
+
+def refused(*args, **kwargs):
+    raise AssertionError("ComfyUI's own function was called")
+
+
+@pytest.mark.parametrize("skip_reshape", [False, True])
+@pytest.mark.parametrize("skip_output_reshape", [False, True])
+def test_it_answers_as_comfyuis_functions_do(skip_reshape, skip_output_reshape):
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(*by_heads(q, k, v))
+    given = by_heads(q, k, v) if skip_reshape else (q, k, v)
+    shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    found = ChosenKernel("torch")(refused, *given, HEADS, **shapes, transformer_options={})
+    assert torch.equal(found, expected if skip_output_reshape else expected.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "changes"),
+    [
+        ("torch", torch.float32, {"mask": torch.zeros(5, 7)}),
+        ("torch", torch.float32, {"scale": 0.5}),
+        ("torch", torch.float32, {"transformer_options": {"optimized_attention_override": refused}}),
+        ("sage", torch.float32, {}),
+        ("sage", torch.bfloat16, {"low_precision_attention": False}),
+    ],
+)
+def test_calls_that_a_kernel_cannot_answer_stay_comfyuis(monkeypatch, name, dtype, changes):
+    monkeypatch.setattr(kernels, "attend", refused)
+    seen = []
+
+    def original(q, k, v, heads, **others):
+        seen.append(others)
+        return "ComfyUI's"
+
+    assert ChosenKernel(name)(original, *tensors(dtype), HEADS, **changes) == "ComfyUI's"
+    assert seen[0] == {"mask": None, "skip_reshape": False, "skip_output_reshape": False} | changes
+
+
+@pytest.mark.parametrize("sizes", [{"dim": 64}, {"heads": 3}])
+def test_other_heads_than_it_was_tried_with_stay_comfyuis(monkeypatch, sizes):
+    monkeypatch.setattr(kernels, "attend", refused)
+    assert ChosenKernel("torch")(lambda *args, **others: "ComfyUI's", *tensors(**sizes), HEADS) == "ComfyUI's"
+
+
+def test_a_kernel_is_asked_by_its_name(monkeypatch):
+    asked = []
+
+    def attend(q, k, v, mask, kernel):
+        asked.append((kernel, tuple(q.shape)))
+        return q
+
+    monkeypatch.setattr(kernels, "attend", attend)
+    ChosenKernel("sage")(refused, *tensors(torch.bfloat16), HEADS, low_precision_attention=True)
+    assert asked == [("sage", (1, HEADS, 5, HEAD_DIM))]

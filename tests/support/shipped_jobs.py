@@ -1,0 +1,186 @@
+"""Jobs as ComfyUI's process ships them, made in the test's process: a guider whose prompts are prepared already, and
+calls of a network."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from comfy_modules import import_comfyui_here
+from comfy_weight_files import CPU
+from parallel_backend.job.payload import (
+    Head,
+    NetworkCall,
+    PickledJob,
+    ProcessFacts,
+    SamplerRun,
+    pack_facts,
+    pack_payload,
+)
+from parallel_backend.job.pickling import SentTensors, pickle_job
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.requests import STAY, InputShapes, ModelSpec
+from parallel_backend.sidecar.resume import ShippedRequest
+from samplings import sampling_of
+
+ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
+
+
+@dataclass(frozen=True)
+class LoopJob:
+    """A sampler run. noise, latent: [B, C, …] float32; sigmas: [S + 1]; `conds`: by side, for each prompt what ComfyUI
+    reads of it, with its model_conds as (name of the class in comfy.conds, value); `sampling`: (schedule, kind, values)
+    of samplings.sampling_of in place of the model's own; `changes`: what is added to weights, by name."""
+
+    noise: Tensor
+    latent: Tensor
+    sigmas: Tensor
+    conds: dict[str, list[dict[str, Any]]]
+    cfg: float
+    sampler: str
+    seed: int
+    denoise_mask: Tensor | None = None
+    cache_threshold: float = 0.0
+    sampling: tuple[str, str, dict[str, Any]] | None = None
+    changes: dict[str, Tensor] = field(default_factory=dict)
+
+
+_stock: dict[ModelSpec, Any] = {}
+
+
+def stock_model(spec: ModelSpec):
+    """The model of a file in this process."""
+    if spec not in _stock:
+        _stock[spec] = load(spec, CPU)
+    return _stock[spec]
+
+
+def guider_of(spec: ModelSpec, job: LoopJob):
+    """A guider of ComfyUI's whose `outer_sample` begins where ComfyUI has prepared the prompts."""
+    import comfy.conds
+    import comfy.model_management
+    from comfy.samplers import CFGGuider
+
+    class Prepared(CFGGuider):
+        def outer_sample(
+            self, noise, latent, sampler, sigmas, mask=None, callback=None, disable=False, seed=None, **others
+        ):
+            patcher = self.model_patcher
+            comfy.model_management.load_models_gpu([patcher])
+            patcher.pre_run()
+            self.inner_model, device = patcher.model, patcher.load_device
+            for cond in [one for side in self.conds.values() for one in side]:
+                for value in cond["model_conds"].values():
+                    value.cond = map_tensors(value.cond, lambda tensor: tensor.to(device))
+            noise, latent, sigmas = (one.to(device) for one in (noise, latent, sigmas))
+            mask = None if mask is None else mask.to(device)
+            extra = {"model_options": self.model_options, "seed": seed}
+            return sampler.sample(self, sigmas, extra, callback, noise.clone(), latent, mask, True)
+
+    patcher = stock_model(spec).patcher.clone()
+    if job.sampling is not None:
+        schedule, kind, values = job.sampling
+        patcher.add_object_patch("model_sampling", sampling_of(schedule, kind, **values))
+    if job.changes:
+        added = {f"diffusion_model.{name}": ("diff", (change,)) for name, change in job.changes.items()}
+        patcher.add_patches(added)
+    guider = Prepared(patcher)
+    guider.set_cfg(job.cfg)
+    guider.model_options = {"transformer_options": {"sample_sigmas": job.sigmas}}
+    guider.conds = {
+        side: [
+            {
+                **prompt,
+                "uuid": f"{side} {number}",
+                "model_conds": {
+                    name: getattr(comfy.conds, kind)(value)
+                    for name, (kind, value) in prompt["model_conds"].items()
+                },
+            }
+            for number, prompt in enumerate(prompts)
+        ]
+        for side, prompts in job.conds.items()
+    }
+    return guider
+
+
+def map_tensors(tree, change):
+    """A tree of lists, tuples and dicts with its tensors changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {name: map_tensors(value, change) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return tree
+
+
+def _arguments(job: LoopJob) -> tuple[Any, ...]:
+    from comfy.samplers import sampler_object
+
+    sampler = sampler_object(job.sampler)
+    return (job.noise, job.latent, sampler, job.sigmas, job.denoise_mask, job.seed)
+
+
+@torch.inference_mode()
+def stock_latent(spec: ModelSpec, job: LoopJob) -> Tensor:
+    """What ComfyUI's own guider and sampler give, with nothing of the pack between them and the module."""
+    noise, latent, sampler, sigmas, mask, seed = _arguments(job)
+    return guider_of(spec, job).outer_sample(noise, latent, sampler, sigmas, mask, seed=seed)
+
+
+def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY) -> ShippedRequest:
+    """The request for a sampler run. `mode`: how far tokens of the model's class may stay apart."""
+    work = SamplerRun(guider_of(spec, job), [], _arguments(job), None)
+    tensors = _payload(spec, work, mode, job.cache_threshold)
+    return ShippedRequest(job.noise, len(job.sigmas) - 1, lambda _: tensors, job.cache_threshold)
+
+
+def ship_call(
+    spec: ModelSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: str = STAY
+) -> ShippedRequest:
+    """The request for one call of a network."""
+    work = NetworkCall(stock_model(spec).patcher.clone(), args, dict(kwargs))
+    tensors = _payload(spec, work, mode, 0.0)
+    first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    return ShippedRequest(first, 1, lambda _: tensors, is_call=True)
+
+
+def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
+
+    from comfy.model_patcher import ModelPatcher
+
+    states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)
+    job = PickledJob(work, replaced=(), changes=(), random_states=states, cache_threshold=threshold)
+    pickled = pickle_job(job, _known(stock_model(spec).patcher.model), SentTensors(), ModelPatcher)
+    facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
+    head = Head(
+        job=pickled.data,
+        is_fresh=True,
+        dropped=(),
+        facts=pack_facts(facts),
+        packs=(),
+        mode=mode,
+        inputs=astuple(ANYTHING),
+        prints=None,
+        digests={},
+    )
+    return pack_payload(head, pickled.tensors)
+
+
+def _known(base: nn.Module) -> dict[int, tuple[str, ...]]:
+    """What ranks hold of a model, by id."""
+    known: dict[int, tuple[str, ...]] = {id(base): ("base",)}
+    for path, module in base.named_modules():
+        if path:
+            known.setdefault(id(module), ("module", path))
+    for name, tensor in [*base.named_parameters(), *base.named_buffers()]:
+        known.setdefault(id(tensor), ("param", name))
+    return known
