@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from subject import finish
 
-from counted_flux import FLUX_DEV_1024, Size, diffusers_call, flux_forward, step_counted
+from counted_flux import FLUX_DEV_1024, Size, diffusers_call, flux_calls, step_counted
 from dispatch_counter import Counts
 from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import OVERLAP
@@ -80,7 +80,7 @@ def _of_strategy(case: Case) -> dict:
     os.environ[OVERLAP] = case.overlap
     stages, counts = case.strategy.pipefusion_degree, []
     for blocks in (case.few, case.many):
-        with flux_forward(case.strategy, *blocks, size=case.size) as forward:
+        with flux_calls(case.strategy, *blocks, size=case.size) as forward:
             counts.append(step_counted(forward, case.cfg, case.size))
     return _row(*counts, blocks=(sum(case.many) - sum(case.few)) // stages, of_model=FLUX_BLOCKS // stages)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ..models.base import ModelPart, TokenModel
+from ..models.base import ModelPart, ModuleModel
 from ..models.registry import inspect_model, load_model
 from ..requests import ModelSpec
 from ..strategy import ParallelStrategy
 from .comm.groups import Layout, Layouts
-from .fsdp import Sharding
 from .sharding import ByteSharding
 from .tensor_parallel import slices_of
 
 
-def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> TokenModel:
+def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> ModuleModel:
     """This rank's part of `spec` under `strategy`. Raises CheckpointError for a file that is refused.
 
     Collective where ranks hold different parts: all ranks call it together. Only laying out the groups is, and that
@@ -27,13 +26,9 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     if not _is_worth_sharding(layout):
         part = ModelPart(layout.pipe.index, layout.stage_shares, slices)
         return load_model(spec, device, part, peers)
-    offload = strategy.offload_weights
-    if spec.comfyui is not None:
-        shared = ByteSharding(layout.shard, device, layouts.traffic, offload=offload)
-        part = ModelPart(layout.pipe.index, layout.stage_shares, slices, byte_sharding=shared)
-        return load_model(spec, device, part, peers)
-    sharding = Sharding(layout.shard, device, layouts.traffic, offload=offload)
-    return load_model(spec, device, ModelPart(slices=slices, sharding=sharding), peers)
+    shared = ByteSharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
+    part = ModelPart(layout.pipe.index, layout.stage_shares, slices, byte_sharding=shared)
+    return load_model(spec, device, part, peers)
 
 
 def notes_on_weights(layout: Layout) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # commands that only plan need no torch
     import torch
 
     from ..requests import ModelSpec
-    from .base import ModelPart, TokenModel
+    from .base import ModelPart, ModuleModel
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def load_model(
     device: torch.device,
     part: ModelPart | None = None,
     peers: Sequence[torch.device] = (),
-) -> TokenModel:
+) -> ModuleModel:
     """The model, or a rank's part of it, on a device. `peers`: the devices of all ranks, which compute in one dtype.
 
     Raises CheckpointError for a file that is refused.

@@ -65,7 +65,9 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
                 continue
             if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
                 continue
-            if pipe > 1 and not (shape.pipelines and shape.tokens_in_stages):  # else only by hand
+            if pipe > 1 and not shape.pipelines:
+                continue
+            if pipe > 1 and ring * ulysses > 1 and not shape.tokens_in_stages:
                 continue
             if pipe > 1 and (tensor > 1 or pipe > family.block_count or ring * ulysses > job.image_tokens):
                 continue

@@ -1,19 +1,20 @@
-"""The denoise loop of a resident request: identical for one rank and eight, since parallelism hides in `forward`."""
+"""The denoise loop of a plain job, which needs no ComfyUI: identical for one rank and eight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import Cancelled, RequestError
+from ..errors import RequestError
 from ..requests import Conditioning, Rows, SampleRequest, SamplerState
 from .guidance import Guidance, noised
 from .host_copy import NumbersCheck, most_lag
-from .patchwise import OnPatchStep, Packing, PatchSampling
-from .samplers import STEPS, History, Model, Sigmas, model_calls, run, start_history
+from .patchwise import OnPatchStep
+from .samplers import STEPS, History, Model, Sigmas, Step, run, start_history
 
 
 class Forward(Protocol):
@@ -22,49 +23,28 @@ class Forward(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def patchwise(self) -> PatchwiseForward | None:
-        """The same as one under which patches flow; None where all steps are whole images."""
-
     def __call__(self, rows: list[Rows]) -> list[Tensor]:
         """Velocities [r, C, h, w] float32 of each entry."""
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """The first rank's, on every rank."""
 
-
-class PatchwiseForward(Packing, Protocol):
-    """A forward under which patches flow through `stages` of devices once whole images have warmed it up (PipeFusion).
-
-    `samples`: whether samplers run on this rank while patches flow.
-    """
-
-    @property
-    def warmup_steps(self) -> int: ...
-
-    @property
-    def stages(self) -> int: ...
-
-    @property
-    def samples(self) -> bool: ...
-
-    def start_run(self) -> PatchRun: ...
-
-    def from_first_sampler(self, tensor: Tensor) -> Tensor:
-        """That of the first rank that samples while patches flow, on all that do."""
-
-    def share_latent(self, latent: Tensor | None, like: Tensor) -> Tensor:
-        """The latent of ranks that sample, on every rank. `like`: any tensor of its shape."""
+    def start_flow(self, request: SampleRequest, prompts: Sequence[Conditioning]) -> Flow | None:
+        """The patches of a job under PipeFusion; None where all steps are of whole images. `prompts`: on the device."""
 
 
-class PatchRun(Protocol):
-    """The patches of one job, and what the whole images before them leave to them."""
+class Flow(Protocol):
+    """Patches that flow through stages of devices once whole images have warmed them up (PipeFusion). `first`: the
+    first step of a new job in which they may."""
+
+    first: int
 
     def whole(self, rows: list[Rows]) -> list[Tensor]:
         """As Forward's call; leaves its keys and values to the patches."""
 
-    def by_patches(self, rows: list[Rows], sigmas: Sequence[Tensor], sampling: PatchSampling) -> bool:
-        """Runs a model call for each of `sigmas`; False when `sampling` stopped it. x of `rows` tells the shape."""
+    def run(self, steps: FlowSteps) -> Tensor | None:
+        """The latent after all steps from `steps.first` on, on every rank; None where no patches can flow. Raises
+        Cancelled on all ranks."""
 
 
 # Is given a way to make the state after a step, to be called before the next one begins or not at all.
@@ -76,6 +56,20 @@ class OnStep(OnPatchStep, Protocol):
 
     def __call__(self, i: int, denoised: Tensor) -> None:
         """After step i (0-based); may raise Cancelled, on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class FlowSteps:
+    """The steps that patches take: `x` [B, C, h, w] before step `first`, and what they need of the job."""
+
+    step: Callable[..., Step]
+    x: Tensor
+    sigmas: Sigmas
+    first: int
+    history: History
+    guidance: Guidance
+    on_step: OnPatchStep
+    keep: Keep | None
 
 
 @torch.inference_mode()
@@ -95,9 +89,7 @@ def denoise(
     The maths is ComfyUI's KSAMPLER for flow models (CONST): x0 = sigma * noise + (1 - sigma) * latent.
     """
     if request.sampler not in STEPS:
-        raise RequestError(
-            f"sampler {request.sampler!r} does not run on the ranks; use {', '.join(STEPS)}, or the stepwise way."
-        )
+        raise RequestError(f"sampler {request.sampler!r} does not run on the ranks; use {', '.join(STEPS)}.")
     device = forward.device
     noise, latent = (t.to(device, torch.float32) for t in (request.noise, request.latent))
     sigmas = Sigmas(request.sigmas.to(torch.float32), device)
@@ -120,29 +112,26 @@ def denoise(
         x, first, so_far_exact = state.x.to(device), _first_step(state, x, steps), state.exact
         history.denoised = None if state.denoised is None else state.denoised.to(device)
         history.generator.set_state(state.generator)
-    patchwise, whole = forward.patchwise, steps
-    if patchwise is not None:  # patches want keys and values, which a new group does not have
-        whole = min(first + max(patchwise.warmup_steps, min(first, 1)), steps)
-    check_numbers = NumbersCheck(most_lag(device))
-    flow = None if patchwise is None or whole == steps else patchwise.start_run()
-    for i in range(first, whole):
-        call = forward if flow is None or i < whole - 1 else flow.whole  # whose keys and values patches need
+    flow, whole = forward.start_flow(request, prompts), steps
+    if flow is not None:  # patches want keys and values, which a new group does not have
+        whole = max(flow.first, first + 1 if first else 0)
+        flow = None if whole >= steps else flow
+    check_numbers, i = NumbersCheck(most_lag(device)), first
+    while i < steps:
+        if flow is not None and i == whole:
+            assert isinstance(on_step, OnPatchStep), "a plain function cannot follow patches"
+            flowed = flow.run(FlowSteps(step, x, sigmas, i, history, guidance, on_step, keep))
+            if flowed is not None:
+                x = flowed
+                check_numbers(x, f"in one of the steps {whole + 1} to {steps}")
+                break
+        call = flow.whole if flow is not None and i == whole - 1 else forward
         x, denoised = run(step(x, sigmas, i, history), calling(call))
         check_numbers(denoised, f"in step {i + 1} of {steps}")  # the same on every rank: all go on or none
         if keep is not None and i + 1 < steps:
             keep(_state_of(i + 1, x, history, so_far_exact))
         on_step(i, denoised)
-    if patchwise is not None and flow is not None:
-        calls = [sigma for i in range(whole, steps) for sigma in model_calls(step, sigmas, i)]
-        assert isinstance(on_step, OnPatchStep), "a plain function cannot follow patches"
-        history.share = patchwise.from_first_sampler
-        patches = PatchSampling(
-            step, x, sigmas, whole, history, guidance, on_step, patchwise, lag=patchwise.stages, keep=keep
-        )
-        if not flow.by_patches(_rows(x, sigmas[whole], prompts), calls, patches):
-            raise Cancelled("The request was cancelled.")
-        x = patchwise.share_latent(patches.latent if patchwise.samples else None, like=x)
-        check_numbers(x, f"in one of the steps {whole + 1} to {steps}")
+        i += 1
     check_numbers.finish()
     return x / (1 - sigmas[-1])
 

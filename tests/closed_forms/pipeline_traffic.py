@@ -2,86 +2,79 @@
 
 from __future__ import annotations
 
-from parallel_backend.engine.patches import PatchPlan
-from parallel_backend.layout import split_blocks, split_sizes
+from dataclasses import dataclass
+
+from parallel_backend.layout import split_sizes
 from parallel_backend.strategy import ParallelStrategy
-from tests.closed_forms.traffic import attention_elements
 
 
+@dataclass(frozen=True)
 class PipelineTraffic:
-    """Payload bytes that one rank sends, for rows of `text` + `image` tokens each, with equal shares.
+    """Payload bytes that rank `rank` sends, for `prompts` prompts of `batch` images each, of `text` + `image` tokens a
+    row. `latent_elements`: of one image; `element_size`: bytes of a number in the model."""
 
-    `rows`: of all prompts and images together; `latent_elements`: of one image; `double`, `single`: the model's blocks.
-    """
-
-    def __init__(
-        self,
-        strategy: ParallelStrategy,
-        rank: int,
-        *,
-        rows: int,
-        text: int,
-        image: int,
-        double: int,
-        single: int,
-        hidden: int,
-        latent_elements: int,
-        patch_channels: int = 64,
-        element_size: int = 4,
-    ) -> None:
-        self._strategy, self._hidden = strategy, hidden
-        self._element_size, self._patch_channels = element_size, patch_channels
-        self._latent_elements = latent_elements
-        self._u, self._r = strategy.ulysses_degree, strategy.ring_degree
-        self._stages = strategy.pipefusion_degree
-        row_and_stage, self._index = divmod(rank, self._u * self._r)
-        row, self._stage = divmod(row_and_stage, self._stages)
-        self._row_sizes = split_sizes(rows, strategy.row_degree)
-        self._rows = self._row_sizes[row]
-        chunks = split_blocks(double, single, (1.0,) * self._stages)[self._stage]
-        self._layers = sum(map(len, chunks))
-        is_last = self._stage == self._stages - 1
-        self._sends = (
-            len(chunks) - is_last
-        )  # messages to a next stage, per item; the very last output goes back
-        self._plan = PatchPlan.split(
-            text, image, patches=strategy.pipeline_patches, degree=self._u * self._r, ulysses=self._u
-        )
+    strategy: ParallelStrategy
+    rank: int
+    prompts: int
+    batch: int
+    text: int
+    image: int
+    hidden: int
+    latent_elements: int
+    element_size: int = 4
 
     def whole(self) -> int:
-        """One model call of whole images: hops, attention, and the output from the last stage to all ranks."""
-        plan = self._plan.whole
-        attention = attention_elements(
-            plan.lengths, plan.lengths, self._index, self._u, self._r, self._hidden
+        """One model call of whole images: tokens to the next stage, the answer from the last stage to all others, and
+        rows to the other pipelines."""
+        hop = (not self._is_last) * self._rows * (self.text + self.image) * self.hidden
+        answer = self._is_last * (self._stages - 1) * self._rows * self.latent_elements
+        gathered = (self.strategy.row_degree - 1) * max(self._row_sizes) * self.latent_elements
+        return (hop + answer + gathered) * self.element_size
+
+    def flowing(self) -> int:
+        """One model call by patches: each patch's tokens onward, its answer back to the first stages, which gather all
+        rows, and what the first sampler's model call sees to the other first stages."""
+        patches = min(self.strategy.pipeline_patches, self.image)
+        # A patch without a token of a stream holds a stand-in.
+        tokens = sum(
+            max(1, size) for total in (self.text, self.image) for size in split_sizes(total, patches)
         )
-        p2p = self._sends * plan.lengths[self._index] * self._hidden
-        output = (self._u * self._r - 1) * max(plan.image) * self._patch_channels
-        if self._stage == self._stages - 1:
-            output += (self._stages - 1) * plan.image[self._index] * self._patch_channels
-        rows = (self._strategy.row_degree - 1) * max(self._row_sizes) * self._latent_elements
-        return self._rows * ((self._layers * attention + p2p) * self._element_size + output * 4) + rows * 4
+        hop = (not self._is_last) * self._rows * tokens * self.hidden
+        back = self._is_last * self._own_rows * self.latent_elements
+        others = self.strategy.row_degree - 1
+        gathered = (self._stage == 0) * others * max(self._row_sizes) * self.latent_elements
+        seen = (self.rank == 0) * others * self.batch * self.latent_elements
+        return (hop + back + gathered) * self.element_size + seen * 4
 
-    def flowing(self, first: bool = False) -> int:
-        """One model call by patches. `first`: without a whole image before it, so that less is recalled."""
-        held = [0] * len(self._plan.whole.lengths)
-        total = 0
-        for patch in self._plan.patches:
-            held = [kept + new for kept, new in zip(held, patch.lengths, strict=True)]
-            recalled = tuple(held) if first else self._plan.whole.lengths
-            attention = attention_elements(
-                patch.lengths, recalled, self._index, self._u, self._r, self._hidden
-            )
-            p2p = self._sends * patch.lengths[self._index] * self._hidden
-            total += self._rows * (self._layers * attention + p2p) * self._element_size
-            output = 0
-            if self._stage == self._stages - 1:
-                output += self._rows * patch.image[self._index]
-            if self._stage == 0:
-                output += self._rows * (self._u * self._r - 1) * max(patch.image)
-                output += (self._strategy.row_degree - 1) * max(self._row_sizes) * sum(patch.image)
-            total += output * self._patch_channels * 4
-        return total
+    def around(self) -> int:
+        """Once in a job whose patches flow: which element belongs to which patch, whether they flow, and the latent."""
+        if self.rank:
+            return 0
+        return (self.strategy.world_size - 1) * (
+            8 * self.latent_elements + 1 + 4 * self.batch * self.latent_elements
+        )
 
-    def end(self, batch: int) -> int:
-        """Once after flowing patches: the latent from the first stage to the others."""
-        return (self._stages - 1) * batch * self._latent_elements * 4 if self._stage == 0 else 0
+    @property
+    def _stages(self) -> int:
+        return self.strategy.pipefusion_degree
+
+    @property
+    def _stage(self) -> int:
+        return self.rank % self._stages
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    @property
+    def _row_sizes(self) -> tuple[int, ...]:
+        return split_sizes(self.prompts * self.batch, self.strategy.row_degree)
+
+    @property
+    def _own_rows(self) -> int:
+        return self._row_sizes[self.rank // self._stages]
+
+    @property
+    def _rows(self) -> int:
+        """Rows that it computes: where it has none, the first ones for nothing."""
+        return self._own_rows or max(self._row_sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from parallel_backend.engine.token_split import TokenPlan
 from parallel_backend.layout import split_sizes
 from parallel_backend.strategy import ParallelStrategy
 
@@ -37,7 +36,7 @@ def expected_bytes(
     layers: int,
     hidden: int,
     latent_elements: int,
-    patch_channels: int = 64,
+    patch_channels: int,
     element_size: int = 4,
 ) -> int:
     """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each, weights aside.
@@ -50,11 +49,12 @@ def expected_bytes(
     rank, hidden = rank // strategy.tensor_degree, hidden // strategy.tensor_degree
     u, r = strategy.ulysses_degree, strategy.ring_degree
     sequence = u * r
-    plan = TokenPlan.split(text, image, sequence)
+    images = split_sizes(image, sequence)
+    lengths = tuple(t + n for t, n in zip(split_sizes(text, sequence), images, strict=True))
     row_index, sequence_index = divmod(rank, sequence)
     row_sizes = split_sizes(rows, strategy.row_degree)
-    n = row_sizes[row_index]
-    per_layer = attention_elements(plan.lengths, plan.lengths, sequence_index, u, r, hidden)
-    gather = (sequence - 1) * max(plan.image) * patch_channels if n else 0
+    n = row_sizes[row_index] or max(row_sizes)  # a rank without rows computes the first ones for nothing
+    per_layer = attention_elements(lengths, lengths, sequence_index, u, r, hidden)
+    gather = (sequence - 1) * max(images) * patch_channels
     rows_gather = (strategy.row_degree - 1) * max(row_sizes) * latent_elements
     return n * (layers * per_layer * element_size + gather * 4) + rows_gather * 4

@@ -1,11 +1,7 @@
-"""Closed forms of what spreading the weights sends: tensor parallelism per layer, sharding per model call."""
+"""Closed forms of what spreading the weights sends: tensor parallelism, per layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
-
-from parallel_backend.engine.token_split import TokenPlan
 from parallel_backend.layout import split_sizes
 from parallel_backend.models.diffusers.keys import (
     SLICED_BY_COLUMNS,
@@ -34,20 +30,13 @@ def tensor_bytes(
     """
     ranks = strategy.tensor_degree
     row_index, sequence_index = divmod(rank // ranks, strategy.sequence_degree)
-    tokens = TokenPlan.split(text, image, strategy.sequence_degree).lengths[sequence_index]
-    n = split_sizes(rows, strategy.row_degree)[row_index]
+    shares = [split_sizes(count, strategy.sequence_degree)[sequence_index] for count in (text, image)]
+    tokens = sum(max(1, share) for share in shares)  # a rank without a token of a stream holds a stand-in
+    row_sizes = split_sizes(rows, strategy.row_degree)
+    n = row_sizes[row_index] or max(row_sizes)  # a rank without rows computes the first ones for nothing
     sums = 2 * dims.double_blocks + dims.single_blocks
     joined = 12 * dims.double_blocks + 3 * dims.single_blocks
     return (2 * sums * tokens + joined) * dims.hidden * (ranks - 1) // ranks * n * element_size
-
-
-def gathered_bytes(shapes: Iterable[tuple[int, ...]], ranks: int, element_size: int = 4) -> int:
-    """Payload bytes that each of `ranks` sends in one model call of a model with parameters of these shapes.
-
-    Its rows of each go to all others, and every rank's are as many as the largest share: ceil(rows / ranks).
-    """
-    shares = sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
-    return (ranks - 1) * shares * element_size
 
 
 def sliced_shapes(dims: FluxDims, degree: int) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,6 @@ import torch
 from adapted_flux import CALLS, SIZES, WIDTH, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.engine.stages.owners import pack
@@ -16,9 +15,8 @@ from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.models.base import ModelPart
-from parallel_backend.models.diffusers.load import load as load_token_model
 from parallel_backend.models.tokens.table import token_mode
-from parallel_backend.requests import BLOCK, STAY, Conditioning, ModelSpec, ModuleCall, Placement, Rows
+from parallel_backend.requests import BLOCK, STAY, ModuleCall, Placement
 from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -116,25 +114,6 @@ def closed_form(strategy, rank, name):
         latent_elements=16 * height * width,
         patch_channels=WIDTH,  # tokens are gathered before the last layer
     )
-
-
-@torch.inference_mode()
-def both_engines(world, path, strategy):
-    """How far the answer is from the forward of the engine that diffusers' Flux had alone."""
-    layouts, (args, kwargs) = Layouts(world), CALLS["odd sides"]()
-    rows = Rows(args[0], args[1], Conditioning(kwargs["context"], kwargs["y"], kwargs["guidance"]))
-    whole = load_token_model(ModelSpec(path), world.device)
-    (theirs,) = make_forward(whole, layouts, Placement(strategy))([rows])
-    ours = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
-    return ((ours(module_call("odd sides")) - theirs).abs().max() / theirs.abs().max()).item()
-
-
-BOTH_DO = [s for s in EXACT_STRATEGIES[:7] if SIZES["heads"] % s.ulysses_degree == 0]
-
-
-@pytest.mark.parametrize("strategy", BOTH_DO, ids=lambda s: s.describe())
-def test_both_engines_agree(subject, strategy):
-    assert max(run_ranks(both_engines, strategy.world_size, subject[0], strategy)) <= EXACT
 
 
 @torch.inference_mode()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from differences import relative_difference
-from flux_requests import CONTEXT, POOLED, prompt, request
+from flux_requests import CONTEXT, POOLED, request
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_model
 from parallel_backend.engine.blocks import compile as compiling
+from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts, World
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.first_block_cache import CachedForward
-from parallel_backend.engine.load import load_under
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
-from parallel_backend.requests import Extras, ModelSpec, Placement, Rows
+from parallel_backend.requests import Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
+from plain_jobs import PlainJobs
 from point_forward import Boundary
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
@@ -29,6 +27,7 @@ from tiny_flux import write_tiny_flux
 HEADS, TOLERANCE = 2, 1e-5
 SIZES = dict(heads=HEADS, double_blocks=1, single_blocks=2, context_dim=CONTEXT, pooled_dim=POOLED)
 EXACT = 99  # warm-up steps, more than any request has
+FEW_STEPS = request((2, 2), 1.0, 1, positive_tokens=1, steps=8)
 SINGLE_TOKENS = request((2, 2), 1.0, 1, positive_tokens=1, steps=2)  # one of text, one of the image
 
 
@@ -37,25 +36,16 @@ def path(tmp_path_factory):
     return str(write_tiny_flux(tmp_path_factory.mktemp("few_tokens") / "tiny.safetensors", **SIZES))
 
 
-def forward_alone(world, path):
-    """The forward of one rank, in a process that is one of several."""
-    layouts = Layouts(World(rank=0, world_size=1, device=world.device, backend="gloo", store_path=""))
-    model = load_under(ModelSpec(path), layouts, ParallelStrategy())
-    return make_forward(model, layouts, Placement())
-
-
-def forward_under(layouts, path, strategy, compute="off"):
-    model = load_under(ModelSpec(path), layouts, strategy)
-    return make_forward(model, layouts, Placement(strategy, "native", ComputeOptions(compute)))
+def subject_alone(world, path, cache=None):
+    """The calls of one rank, in a process that is one of several."""
+    alone = World(rank=0, world_size=1, device=world.device, backend="gloo", store_path="")
+    return PlainJobs(Layouts(alone)).subject(path, Placement(), cache)
 
 
 def differences(world, path, strategies, case):
     """From one rank's latent, under each strategy."""
-    layouts, expected = Layouts(world), denoise(forward_alone(world, path), case, Boundary())
-    return [
-        relative_difference(denoise(forward_under(layouts, path, strategy), case, Boundary()), expected)
-        for strategy in strategies
-    ]
+    jobs, expected = PlainJobs(Layouts(world)), denoise(subject_alone(world, path), case, Boundary())
+    return [relative_difference(jobs.run(path, strategy, case)[0], expected) for strategy in strategies]
 
 
 def assert_equal_to_one_rank(path, world_size, strategies, case):
@@ -78,9 +68,7 @@ def test_four_ranks_with_two_tokens_under_every_kind_of_split(path):
         ParallelStrategy(ring_degree=2, ulysses_degree=2),
         ParallelStrategy(ring_degree=2, tensor_degree=2),
         ParallelStrategy(ring_degree=4, shard_weights=True),
-        ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, warmup_steps=EXACT),
-        ParallelStrategy(pipefusion_degree=2, ring_degree=2, warmup_steps=EXACT),
-        ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=4, warmup_steps=1),
+        ParallelStrategy(pipefusion_degree=2, cfg_degree=2, num_pipeline_patch=4, warmup_steps=1),
     ]
     assert_equal_to_one_rank(path, 4, strategies, SINGLE_TOKENS)  # the last one too: one token is one patch
 
@@ -90,13 +78,6 @@ def test_four_ranks_with_two_tokens_under_every_kind_of_split(path):
     [
         ParallelStrategy(ulysses_degree=2, device_shares=(1, 1000)),
         ParallelStrategy(ring_degree=2, device_shares=(1000, 1)),
-        ParallelStrategy(
-            pipefusion_degree=2,
-            ring_degree=2,
-            num_pipeline_patch=5,
-            warmup_steps=EXACT,
-            device_shares=(1, 500, 1, 500),
-        ),
     ],
     ids=ParallelStrategy.describe,
 )
@@ -106,52 +87,30 @@ def test_extreme_device_shares(path, strategy):
 
 
 def flowing_patches(world, path, strategy, case):
-    return denoise(forward_under(Layouts(world), path, strategy), case, Boundary())
+    return PlainJobs(Layouts(world)).run(path, strategy, case)[0]
 
 
-def test_pipefusion_2_and_ulysses_2_with_33_patches_on_16_by_16(path, tmp_path):
-    """64 tokens in 33 patches: two ranks share out patches of one token."""
+def test_pipefusion_2_with_33_patches_on_16_by_16(path, tmp_path):
+    """64 tokens in 33 patches, most of two tokens."""
     case = request((16, 16), 1.0, 1, steps=3)
-    strategy = ParallelStrategy(pipefusion_degree=2, ulysses_degree=2, num_pipeline_patch=33, warmup_steps=1)
+    strategy = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=33, warmup_steps=1)
     expected = patchwise_sample(oracle_model(tmp_path, **SIZES), case, 1, (2,) * 31 + (1, 1))
-    for latent in run_ranks(flowing_patches, 4, path, strategy, case, backend=NCCL_STREAMS):
+    for latent in run_ranks(flowing_patches, 2, path, strategy, case, backend=NCCL_STREAMS):
         assert relative_difference(latent, expected) <= TOLERANCE
 
 
-def masked_and_added_to(world, path, strategies):
-    """Differences of a model call with a mask and residuals."""
-    generator = torch.Generator().manual_seed(0)
-    extras = Extras(
-        mask=torch.tensor([[[True, True], [False, True]]]),
-        residuals={0: torch.randn(1, 1, HEADS * 128, generator=generator)},
-    )
-    x = torch.randn(1, 16, 2, 2, generator=generator)
-    rows = [Rows(x, torch.tensor([0.7]), prompt(1, 1), extras)]
-    layouts, (expected,) = Layouts(world), forward_alone(world, path)(rows)
-    return [relative_difference(forward_under(layouts, path, s)(rows)[0], expected) for s in strategies]
-
-
-def test_masks_and_residuals_where_a_rank_has_no_tokens(path):
-    strategies = [
-        ParallelStrategy(ring_degree=4),
-        ParallelStrategy(ring_degree=2, ulysses_degree=2),
-        ParallelStrategy(pipefusion_degree=2, ring_degree=2),
-    ]
-    for found in run_ranks(masked_and_added_to, 4, path, strategies, backend=NCCL_STREAMS):
-        assert max(found) <= TOLERANCE
-
-
 def compiled_and_cached(world, path):
-    """Differences of a run with compiled blocks, and with a step cache; how often a call was reused."""
-    case = request((2, 2), 1.0, 1, positive_tokens=1, steps=6)
-    layouts, alone = Layouts(world), forward_alone(world, path)
-    strategy = ParallelStrategy(ring_degree=3)
-    compiled = forward_under(layouts, path, strategy, "blocks")
-    off = relative_difference(denoise(compiled, case, Boundary()), denoise(alone, case, Boundary()))
-    cached = [CachedForward(forward, 0.6) for forward in (alone, forward_under(layouts, path, strategy))]
-    expected, latent = (denoise(forward, case, Boundary()) for forward in cached)
+    """Differences of compiled blocks and of a step cache, blocks that ran uncompiled, and calls that were reused."""
+    jobs, strategy, case = PlainJobs(Layouts(world)), ParallelStrategy(ring_degree=3), FEW_STEPS
+    alone = subject_alone(world, path)
+    compiled = jobs.subject(path, Placement(strategy, "native", ComputeOptions("blocks")))
+    expected = denoise(alone, case, Boundary())
+    off = relative_difference(denoise(compiled, case, Boundary()), expected)
     uncompiled = compiling.compiler().take().uncompiled
-    return [off, relative_difference(latent, expected), uncompiled, *(forward.reused for forward in cached)]
+    caches = ModuleCache(0.6), ModuleCache(0.6)
+    expected = denoise(subject_alone(world, path, caches[0]), case, Boundary())
+    latent, _, _ = jobs.run(path, strategy, case, cache=caches[1])
+    return [off, relative_difference(latent, expected), uncompiled, *(cache.reused for cache in caches)]
 
 
 def test_compiled_blocks_and_the_step_cache_where_a_rank_has_no_tokens(path, monkeypatch):

@@ -10,12 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.load import load_under
 from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
-from parallel_backend.requests import RESIDENT_SAMPLERS, ModelSpec, Placement
+from parallel_backend.requests import RESIDENT_SAMPLERS
 from parallel_backend.sampling import denoise as loop
 from parallel_backend.strategy import ParallelStrategy
+from plain_jobs import PlainJobs
 from point_forward import Boundary
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
@@ -61,18 +60,23 @@ class AtTheBoundary:
 def count_looks(world, path, strategies):
     found, check = {}, loop.NumbersCheck.__call__
     for strategy in strategies:
-        layouts = Layouts(world)
-        forward = make_forward(load_under(ModelSpec(path), layouts, strategy), layouts, Placement(strategy))
+        jobs = PlainJobs(Layouts(world))
         for sampler in RESIDENT_SAMPLERS:
-            looks, case = Looks(), replace(CASE, sampler=sampler)
+            looks = Looks()
             loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(
                 *arguments
             )
-            on_step = Boundary()
-            on_step.passed = AtTheBoundary(looks, on_step.passed)
-            with looks:
-                loop.denoise(forward, case, on_step)
-            found[f"{strategy.describe()}, {sampler}"] = looks.count
+            counts = []
+            for steps in (3, 4):  # where patches flow, the host decides about them once in a job
+                case = replace(CASE, sampler=sampler, sigmas=torch.linspace(0.95, 0, steps + 1))
+                on_step, before = Boundary(), looks.count
+                on_step.passed = AtTheBoundary(looks, on_step.passed)
+                with looks:
+                    jobs.run(path, strategy, case, boundary=on_step)
+                counts.append(looks.count - before)
+            found[f"{strategy.describe()}, {sampler}"] = counts[1] - counts[0]
+            if strategy.pipefusion_degree == 1:
+                assert counts == [0, 0]
     return found
 
 

@@ -12,14 +12,11 @@ from nccl_semantics import NCCL_SEMANTICS, NCCL_STREAMS, count_connected
 from oracle import oracle_subject
 from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.load import load_under
 from parallel_backend.models.vae.module import load_vae
 from parallel_backend.planner.workload.communicators import count_communicators
 from parallel_backend.rank.work.step_boundary import StepBoundary
-from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
 
@@ -64,8 +61,6 @@ STRATEGIES = {
         strategy(ring=4),
         ParallelStrategy(cfg_degree=2, ring_degree=2, shard_weights=True),
         pipe(4, 0, 6),
-        pipe(2, 0, 6, ulysses_degree=2),
-        pipe(2, 1, 2, ring_degree=2),
         pipe(2, 0, 6, cfg_degree=2),
         pipe(2, 1, 4, data_degree=2),
     ],
@@ -98,12 +93,11 @@ def boundary(world, steps):
 def sample(world, path, strategies):
     results = {}
     for each in strategies:
-        layouts = Layouts(world)  # its own groups, which nobody has used yet
-        forward = make_forward(load_under(ModelSpec(path), layouts, each), layouts, Placement(each))
+        jobs = PlainJobs(Layouts(world))  # its own groups, which nobody has used yet
         for name, case in CASES.items():
-            results[f"{name_of(each)}: {name}"] = denoise(
-                forward, case, boundary(world, len(case.sigmas) - 1)
-            )
+            results[f"{name_of(each)}: {name}"] = jobs.run(
+                path, each, case, boundary=boundary(world, len(case.sigmas) - 1)
+            )[0]
     return results
 
 
@@ -117,7 +111,7 @@ def subject(tmp_path_factory):
 @pytest.mark.parametrize("backend", [NCCL_SEMANTICS, NCCL_STREAMS])
 @pytest.mark.parametrize("world_size", STRATEGIES)
 def test_strategies_communicate_in_an_order_that_nccl_takes(subject, world_size, backend):
-    """Chunks of Flux' stages send ahead while answers are asked for: their communicators must run beside each other."""
+    """Stages send ahead while answers are asked for: their communicators must run beside each other."""
     path, expected = subject
     flows = backend == NCCL_STREAMS
     strategies = [each for each in STRATEGIES[world_size] if (each.pipefusion_degree > 1) == flows]
@@ -133,9 +127,8 @@ def test_strategies_communicate_in_an_order_that_nccl_takes(subject, world_size,
 
 def communicators(world, path, each):
     """Those of this rank that stand after a job, the first of its process."""
-    layouts = Layouts(world)
-    forward = make_forward(load_under(ModelSpec(path), layouts, each), layouts, Placement(each))
-    denoise(forward, replace(CASES["odd sides, cfg 4"], sampler="euler_ancestral"), boundary(world, 2))
+    case = replace(CASES["odd sides, cfg 4"], sampler="euler_ancestral")
+    PlainJobs(Layouts(world)).run(path, each, case, boundary=boundary(world, 2))
     return count_connected()
 
 

@@ -10,13 +10,10 @@ import torch
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.load import load_under
 from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
-from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling import denoise as loop
 from parallel_backend.strategy import ParallelStrategy
-from point_forward import Boundary
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
@@ -40,14 +37,12 @@ def path(tmp_path_factory):
 
 
 def with_like_and_unlike_cards(world, path, strategies):
-    start, found = loop.start_history, []
+    start, found, jobs = loop.start_history, [], PlainJobs(Layouts(world))
     for strategy in strategies:
-        layouts = Layouts(world)
-        forward = make_forward(load_under(ModelSpec(path), layouts, strategy), layouts, Placement(strategy))
         loop.start_history = start
-        alike = loop.denoise(forward, CASE, Boundary())
+        alike, _, _ = jobs.run(path, strategy, CASE)
         loop.start_history = lambda seed, device: start(seed + world.rank, device)
-        found.append([alike, loop.denoise(forward, CASE, Boundary())])
+        found.append([alike, jobs.run(path, strategy, CASE)[0]])
     return found
 
 

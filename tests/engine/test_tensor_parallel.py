@@ -119,8 +119,8 @@ def test_every_layout_and_dtype_is_sliced_alike(tmp_path, layout, stored, wish, 
 
 def parameters_of(world, path, wish):
     model = load_under(ModelSpec(path, weight_dtype=wish), Layouts(world), tensor(2))
-    named = dict(model.transformer.named_parameters())
-    heads = {m.heads for m in model.transformer.modules() if hasattr(m, "to_q")}
+    named = dict(model.module.transformer.named_parameters())
+    heads = {m.heads for m in model.module.transformer.modules() if hasattr(m, "to_q")}
     return {
         "bytes": sum(p.numel() * p.element_size() for p in named.values()),
         "shapes": {name.replace(".inner", ""): list(p.shape) for name, p in named.items()},
@@ -153,7 +153,7 @@ def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_
     ranges = mapped_ranges(path)
     copies = {
         name
-        for name, parameter in model.transformer.named_parameters()
+        for name, parameter in model.module.transformer.named_parameters()
         if ".norm_" not in name and not any(b <= parameter.data_ptr() < e for b, e in ranges)
     }
     assert copies == {f"single_transformer_blocks.{i}.proj_out.weight" for i in range(SINGLE)}

@@ -40,12 +40,12 @@ def test_auto_keeps_tokens_and_layers_inside_a_machine(devices, job, expected):
 def test_by_hand_everything_runs_and_is_remarked_on():
     def notes(strategy, devices):
         settings = StrategySettings("manual", strategy=strategy)
-        return plan_execution(settings, flux_job(BF16), LocalMachine(devices), None).notes
+        return plan_execution(settings, flux_job(BF16, prompts=2), LocalMachine(devices), None).notes
 
     across = ParallelStrategy(ulysses_degree=4)
     assert any(CROSSES in note for note in notes(across, FOUR))
     assert not any(CROSSES in note for note in notes(across, HERE))
-    inside = ParallelStrategy(pipefusion_degree=2, ulysses_degree=2)
+    inside = ParallelStrategy(cfg_degree=2, ulysses_degree=2)
     assert not any(CROSSES in note for note in notes(inside, FOUR))
 
 

@@ -39,7 +39,9 @@ class Failing:
     """A forward that gives `value` from the model call `at` on."""
 
     device = torch.device("cpu")
-    patchwise = None
+
+    def start_flow(self, request, prompts):
+        return None
 
     def __init__(self, at: int, value: float) -> None:
         self.at, self.value, self.calls = at, value, 0

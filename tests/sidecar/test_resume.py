@@ -8,7 +8,6 @@ import torch
 
 from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RankFailed, RequestError, TransportError
 from parallel_backend.requests import LoopState, ModelSpec, Placement, RunInfo, SamplerState
@@ -18,6 +17,7 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.payloads import state_tensors, take_loop_state, take_state
 from parallel_backend.wire.protocol import Progress
 from parallel_backend.wire.transport import pack_tensors, unpack_tensors
+from plain_jobs import PlainSubject
 from point_forward import Boundary, PointForward, point_prompt, point_request
 from ranks import run_ranks
 from scripted import scripted_request
@@ -104,7 +104,7 @@ def pipelines(world, path, cases):
     found = {}
     for name, request in cases.items():
         for warmup in (2, STEPS):
-            forward = make_forward(model, layouts, Placement(strategy.replace(warmup_steps=warmup)))
+            forward = PlainSubject(model, layouts, Placement(strategy.replace(warmup_steps=warmup)))
             whole, states = run_and_keep(forward, request, Boundary())
             # A rank without a sampler has none while patches flow; there, the client hands the state to all ranks.
             sent = [torch.zeros_like(whole) for _ in range(STEPS - 1)]

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from safetensors.torch import load_file
 
-from parallel_backend.models.diffusers.adapter_load import load
+from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
 

@@ -17,14 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dispatch_counter import CPU, DEVICE, Counts, DispatchCounter, counted, world_of_one_process
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.forward import ParallelForward
 from parallel_backend.engine.load import load_under
-from parallel_backend.engine.pipefusion.forward import PipelineForward
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, original_shapes
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows, SampleRequest
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
+from plain_jobs import PlainSubject
 from sparse_checkpoint import write_sparse
 
 
@@ -67,17 +65,12 @@ class _Boundaries:
         assert self.counter is not None, "steps are counted"
         self.counts.append(self.counter.counts)
 
-    passed = __call__
-
-    def is_stopped(self, lag: int) -> bool:
-        return False
-
 
 @contextmanager
-def flux_forward(
+def flux_calls(
     strategy: ParallelStrategy, double: int, single: int, rank: int = 0, size: Size = FLUX_DEV_1024
-) -> Iterator[ParallelForward | PipelineForward]:
-    """The forward of a rank, of a model with so many blocks."""
+) -> Iterator[PlainSubject]:
+    """The calls of a rank, of a model with so many blocks."""
     dims = replace(size.dims, double_blocks=double, single_blocks=single)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,11 +79,11 @@ def flux_forward(
         path = write_sparse(Path(folder) / "flux.safetensors", original_shapes(dims))
         layouts = Layouts(world)
         model = load_under(ModelSpec(str(path)), layouts, strategy)
-        yield make_forward(model, layouts, Placement(strategy))
+        yield PlainSubject(model, layouts, Placement(strategy))
 
 
 def call_counted(
-    forward: ParallelForward | PipelineForward,
+    calls: PlainSubject,
     size: Size = FLUX_DEV_1024,
     began: Callable[[DispatchCounter], None] = lambda counter: None,
 ) -> DispatchCounter:
@@ -98,20 +91,16 @@ def call_counted(
     rows = [Rows(size.empty(*size.latent), size.empty(1), size.prompt())]
     with torch.inference_mode(), counted(size.device) as counter:
         began(counter)
-        forward(rows)
+        calls(rows)
     return counter
 
 
-def step_counted(
-    forward: ParallelForward | PipelineForward, cfg: float = 1.0, size: Size = FLUX_DEV_1024
-) -> Counts:
-    """An Euler step of a job, from boundary to boundary, while patches flow where they do at all."""
-    whole = 0 if forward.patchwise is None else forward.patchwise.warmup_steps
-    steps = whole + 2 if not whole else whole + 4
+def step_counted(calls: PlainSubject, cfg: float = 1.0, size: Size = FLUX_DEV_1024) -> Counts:
+    """An Euler step of whole images of a job, from boundary to boundary."""
     request = SampleRequest(
         noise=size.empty(*size.latent),
         latent=size.empty(*size.latent),
-        sigmas=size.empty(steps + 1),
+        sigmas=size.empty(3),
         positive=size.prompt(),
         negative=size.prompt() if cfg != 1.0 else None,
         cfg=cfg,
@@ -120,9 +109,8 @@ def step_counted(
     )
     boundaries = _Boundaries()
     with counted(size.device) as boundaries.counter:
-        denoise(forward, request, boundaries)
-    after, before = (1, 0) if not whole else (whole + 2, whole + 1)
-    return boundaries.counts[after] - boundaries.counts[before]
+        denoise(calls, request, boundaries)
+    return boundaries.counts[1] - boundaries.counts[0]
 
 
 def diffusers_call(blocks: tuple[int, int], ranks: int = 2) -> Counts:

@@ -1,14 +1,15 @@
 """What PipeFusion's patches should give, from diffusers' whole model in one process; shares no code with the engines.
 
-Per step and patch one forward of the patch's tokens, the text with the first patch. Every attention keeps the keys and
-values of all tokens and replaces those it is given (PipeFusion, section 3).
+Per step and patch one forward of the patch's tokens, of the text as much as of the image. Every attention keeps the
+keys and values of all tokens and replaces those it is given (PipeFusion, section 3).
 """
 
 from __future__ import annotations
 
 import torch
 
-from parallel_backend.models.diffusers.compat_diffusers import attention_arguments, patch_diffusers
+from parallel_backend.layout import slice_of, split_sizes
+from parallel_backend.models.diffusers.compat_diffusers import attention_by, patch_diffusers
 
 
 class _StaleKeys:
@@ -17,14 +18,16 @@ class _StaleKeys:
     def __init__(self, layers: int) -> None:
         self.layers, self.kept, self.layer, self.places = layers, {}, 0, None
 
-    def attend(self, query, key, value):
+    def attend(self, original, query, key, value, heads, **form):
+        """[B, H, n, D] in and out."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         kept = self.kept.setdefault(self.layer, {})
         for n, place in enumerate(self.places):
             kept[place] = key[:, n], value[:, n]
         self.layer = (self.layer + 1) % self.layers
         keys, values = (torch.stack(part, dim=1).transpose(1, 2) for part in zip(*kept.values(), strict=True))
         scores = query.transpose(1, 2) @ keys.transpose(2, 3) / query.shape[-1] ** 0.5
-        return (scores.softmax(dim=-1) @ values).transpose(1, 2)
+        return scores.softmax(dim=-1) @ values
 
 
 @torch.no_grad()
@@ -33,34 +36,34 @@ def patchwise_sample(model, request, warmup_steps, patches):
     rows, columns = (side // 2 for side in request.noise.shape[-2:])
     layers = len(model.transformer_blocks) + len(model.single_transformer_blocks)
     attention, text = _StaleKeys(layers), request.positive.context.shape[1]
-    patch_diffusers()
+    patch_diffusers("cpu")
     ids = torch.tensor([[0.0, r, c] for r in range(rows) for c in range(columns)])
 
     def tokens_of(latent):
         cut = latent.unflatten(3, (columns, 2)).unflatten(2, (rows, 2))
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(1, rows * columns, -1)
 
-    def velocity(x, sigma, part, with_text):
-        words = range(text) if with_text else range(0)
+    def velocity(x, sigma, part, words):
         attention.places = [*(("text", n) for n in words), *(("image", n) for n in part)]
-        (out,) = model(
-            hidden_states=x[:, part],
-            encoder_hidden_states=request.positive.context[:, list(words)],
-            pooled_projections=request.positive.pooled,
-            timestep=sigma.reshape(1),
-            guidance=request.positive.guidance if model.config.guidance_embeds else None,
-            img_ids=ids[part],
-            txt_ids=torch.zeros(len(words), 3),
-            joint_attention_kwargs=attention_arguments(attention),
-            return_dict=False,
-        )
+        with attention_by(attention.attend):
+            (out,) = model(
+                hidden_states=x[:, part],
+                encoder_hidden_states=request.positive.context[:, words],
+                pooled_projections=request.positive.pooled,
+                timestep=sigma.reshape(1),
+                guidance=request.positive.guidance if model.config.guidance_embeds else None,
+                img_ids=ids[part],
+                txt_ids=torch.zeros(len(words), 3),
+                return_dict=False,
+            )
         return out
 
     x = tokens_of(request.sigmas[0] * request.noise + (1 - request.sigmas[0]) * request.latent)
-    everything = list(range(rows * columns))
-    parts = [everything[sum(patches[:i]) : sum(patches[: i + 1])] for i in range(len(patches))]
+    everything, words = list(range(rows * columns)), list(range(text))
+    texts = split_sizes(text, len(patches))
+    parts = [(everything[slice_of(patches, i)], words[slice_of(texts, i)]) for i in range(len(patches))]
     for i, (sigma, following) in enumerate(zip(request.sigmas[:-1], request.sigmas[1:], strict=True)):
-        for p, part in enumerate([everything] if i < warmup_steps else parts):
-            x[:, part] += (following - sigma) * velocity(x, sigma, part, with_text=p == 0)
+        for part, said in [(everything, words)] if i < warmup_steps else parts:
+            x[:, part] += (following - sigma) * velocity(x, sigma, part, said)
     latent = x.reshape(1, rows, columns, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return latent.reshape(1, 16, 2 * rows, 2 * columns)

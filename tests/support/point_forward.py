@@ -13,7 +13,6 @@ class PointForward:
     """A perfect flow model: each prompt's context holds the one latent value that it leads to."""
 
     device = torch.device("cpu")
-    patchwise = None
 
     def __init__(self):
         self.calls = []
@@ -26,6 +25,9 @@ class PointForward:
 
     def from_first(self, tensor):
         return tensor
+
+    def start_flow(self, request, prompts):
+        return None
 
 
 def point_prompt(value):

@@ -18,8 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.factory import make_forward
+
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.load import load_under
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows
 from parallel_backend.strategy import ParallelStrategy

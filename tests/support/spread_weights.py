@@ -5,10 +5,7 @@ from __future__ import annotations
 from flux_requests import CASES_OF_TWO_STEPS, CONTEXT, POOLED
 from oracle import oracle_subject
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.load import load_under
-from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sampling.denoise import denoise
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 from tests.closed_forms.weights_traffic import tensor_bytes
@@ -71,20 +68,15 @@ def results_by_world_size(subjects, strategies):
 
 def sample(world, path, strategies, cases, engine="native", weight_dtype="auto"):
     """{strategy: case: latent}, the bytes sent under {…: bytes}, the notes under {strategy: notes}, on one rank."""
-    layouts, results, loaded = Layouts(world), {}, {}
+    jobs, results = PlainJobs(Layouts(world), weight_dtype), {}
     for strategy in strategies:
-        if strategy.weights not in loaded:
-            loaded.clear()
-            loaded[strategy.weights] = load_under(
-                ModelSpec(path, weight_dtype=weight_dtype), layouts, strategy
-            )
-        forward = make_forward(loaded[strategy.weights], layouts, Placement(strategy, engine))
         for name in cases:
-            before = forward.bytes_sent
-            key = f"{strategy.describe()}: {name}"
-            results[key] = denoise(forward, CASES[name], lambda i, denoised: None)
-            results[f"{key}: bytes"] = forward.bytes_sent - before
-        results[f"{strategy.describe()}: notes"] = [forward.engine, *forward.notes]
+            latent, forward, sent = jobs.run(path, strategy, CASES[name], engine)
+            results |= {
+                f"{strategy.describe()}: {name}": latent,
+                f"{strategy.describe()}: {name}: bytes": sent,
+                f"{strategy.describe()}: notes": [forward.engine, *forward.notes],
+            }
     return results
 
 
@@ -105,7 +97,13 @@ def bytes_by_case(strategy, rank, dims, weights=0):
         layers, latent = DOUBLE + SINGLE, 16 * height * width
         step = weights + tensor_bytes(strategy, rank, dims, **size)
         step += expected_bytes(
-            strategy, rank, layers=layers, hidden=dims.hidden, latent_elements=latent, **size
+            strategy,
+            rank,
+            layers=layers,
+            hidden=dims.hidden,
+            latent_elements=latent,
+            patch_channels=dims.hidden,
+            **size,
         )
         found[name] = step * (len(case.sigmas) - 1)
     return found

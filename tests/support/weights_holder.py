@@ -13,11 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from parallel_backend.models.base import TokenShare
 from parallel_backend.models.diffusers.load import load
-from parallel_backend.models.diffusers.module import FluxModel
-from parallel_backend.models.diffusers.packing import image_ids
-from parallel_backend.requests import Conditioning, ModelSpec
+from parallel_backend.models.diffusers.model import DiffusersModel
+from parallel_backend.requests import ModelSpec
 
 
 def proportional_set(path: str) -> int:
@@ -39,13 +37,15 @@ def say(word: object) -> None:
 
 
 @torch.no_grad()
-def load_and_run(path: str) -> FluxModel:
+def load_and_run(path: str) -> DiffusersModel:
     """A forward reads every weight."""
     model = load(ModelSpec(path), torch.device("cpu"))
-    dims = model.file.dims
-    prompt = Conditioning(torch.randn(1, 3, dims.context_dim), torch.randn(1, dims.pooled_dim))
-    image = torch.randn(1, 4, 64)
-    model.through(0, TokenShare(image, prompt.context, image_ids(4, 4), torch.tensor([0.5]), prompt))
+    config = model.module.transformer.config
+    context, pooled = (
+        torch.randn(1, 3, config.joint_attention_dim),
+        torch.randn(1, config.pooled_projection_dim),
+    )
+    model.module(torch.randn(1, 16, 4, 4), torch.tensor([0.5]), context, pooled)
     return model
 
 
@@ -58,7 +58,7 @@ def main(small: str, large: str) -> None:
     model = load_and_run(large)
     say("loaded")
     say(proportional_set(large) - before)
-    copy = [parameter.clone() for parameter in model.transformer.parameters()]
+    copy = [parameter.clone() for parameter in model.module.parameters()]
     say("copied")
     say(proportional_set(large) - before)
     del copy

@@ -19,7 +19,6 @@ from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Axis, Layout
 from ..comm.traffic_counter import Traffic
-from ..token_split import TokenPlan
 from .compat_xfuser import Xfuser, load_xfuser
 from .kernels import TORCH
 
@@ -31,9 +30,6 @@ _current: Layout | None = None  # xfuser keeps its groups in module globals: one
 
 class XfuserAttention:
     """The engine: attention over the tokens of all ranks of the sequence axis, by USP."""
-
-    name = "xfuser"
-    takes_masks = False
 
     def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
         """Collective: all ranks import xfuser and lay out its groups together."""
@@ -48,18 +44,6 @@ class XfuserAttention:
     def prepare(self) -> None:
         """Makes xfuser's global groups this layout's again, if another strategy ran since."""
         _lay_groups(self._xfuser, self._layout)
-
-    def refusal(self, plan: TokenPlan) -> str | None:
-        if max(plan.lengths) - min(plan.lengths) > 1:
-            return "it needs equal shares, and device_shares asks for others"
-        if min(plan.lengths) == 0:
-            return f"it needs a token for each rank, and {self._axis.size} ranks share {sum(plan.lengths)} tokens"
-        return None
-
-    def of_call(self, plan: TokenPlan, mask: Tensor | None = None) -> UspCall:
-        """The attention of one model call."""
-        assert mask is None, "masks are the native engine's"
-        return self.of_lengths(plan.lengths)
 
     def of_lengths(self, lengths: tuple[int, ...]) -> UspCall:
         """The attention of one model call. `lengths`: tokens of each rank."""

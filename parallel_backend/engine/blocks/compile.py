@@ -10,66 +10,18 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...models.base import Attention, BlockKind, TokenModel
 from ...options import COMPILE_BACKEND, CompileStats
-from ..comm.operators import AttentionOperator
 
 # Versions that are compiled of each kind of block. One image size takes one, all others together one or two more, and
 # images one by one others than several at once; more come from a change of dtype or of the split of the weights.
 MOST_VERSIONS = 12
-
-
-class Blocks(Protocol):
-    """A way to run the blocks of a model."""
-
-    @property
-    def compiles(self) -> bool: ...
-
-    def running(
-        self, model: TokenModel, chunk: int, attention: Attention
-    ) -> AbstractContextManager[Attention]:
-        """Inside, one call of a chunk of `model` runs so; gives the attention to hand to it in place of `attention`."""
-
-
-class PlainBlocks:
-    """Blocks as they are."""
-
-    compiles = False
-
-    def running(
-        self, model: TokenModel, chunk: int, attention: Attention
-    ) -> AbstractContextManager[Attention]:
-        return nullcontext(attention)
-
-
-class CompiledBlocks:
-    """Blocks compiled by `compiler`."""
-
-    compiles = True
-
-    def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
-
-    @contextmanager
-    def running(self, model: TokenModel, chunk: int, attention: Attention) -> Iterator[Attention]:
-        blocks = model.blocks[chunk]
-        for block in blocks:
-            kind = next(kind for kind in model.block_kinds if isinstance(block, kind.module))
-            block.__dict__["forward"] = functools.partial(self._compiler.run, kind, block)
-        try:
-            with self._compiler.attention.of_call(attention, model.device):
-                yield self._compiler.attention
-        finally:
-            for block in blocks:
-                block.__dict__.pop("forward", None)
 
 
 class Compiler:
@@ -86,36 +38,14 @@ class Compiler:
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before 2.7
         setattr(config, limit, MOST_VERSIONS)
         config.suppress_errors = True  # what torch cannot compile runs as it is
-        self.attention = AttentionOperator("attention")
         self.on_begin: Callable[[], None] = lambda: None
         self._backend = torch._dynamo.lookup_backend(backend)
-        self._versions: dict[type[nn.Module], Callable[..., tuple[Tensor, ...]]] = {}
-        # By class, width, dtype and device the shapes of the tokens that were met first.
-        self._first: dict[tuple[type[nn.Module], int, torch.dtype, torch.device], tuple[torch.Size, ...]] = {}
         self._wholes: dict[type[nn.Module], Callable[..., Any]] = {}
         self._problems: dict[type[nn.Module], str] = {}  # why a class cannot be one graph
         self._left_out: dict[type[nn.Module], None] = {}  # of these, what ran since it was asked last
         self._left_out_before: tuple[type[nn.Module], ...] = ()
         self._begun = 0.0
-        self._graphs, self._seconds, self._problem = 0, 0.0, ""
-
-    def run(self, kind: BlockKind, block: nn.Module, **arguments: Any) -> tuple[Tensor, ...]:
-        """The forward of a block of `kind`, with arguments by name."""
-        tokens = [_plain(arguments[name]) for name in kind.tokens]
-        arguments |= dict(zip(kind.tokens, tokens, strict=True))
-        shapes = tuple(tensor.shape for tensor in tokens)
-        first, like = self._first, tokens[0]
-        if shapes != first.setdefault((kind.module, like.shape[-1], like.dtype, like.device), shapes):
-            for tensor in tokens:
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            for name in kind.per_token:
-                for tensor in _tensors(arguments[name]):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            if len(like) > 1:
-                for tensor in (*tokens, *(arguments[name] for name in kind.per_row)):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        self._begun = time.perf_counter()
-        return self._version(kind.module)(block, **arguments)
+        self._graphs, self._seconds, self._uncompiled, self._problem = 0, 0.0, 0, ""
 
     def run_whole(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of a block whose attention is an operator, as one graph. What cannot be one runs as it is.
@@ -136,18 +66,13 @@ class Compiler:
                 self._problems[kind] = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
         if kind in self._problems:
             self._left_out[kind] = None
-        self.attention.uncompiled += 1
+        self._uncompiled += 1
         return kind.forward(block, *args, **kwargs)
-
-    def _version(self, module: type[nn.Module]) -> Callable[..., tuple[Tensor, ...]]:
-        if module not in self._versions:
-            self._versions[module] = torch.compile(module.forward, backend=self._compile)
-        return self._versions[module]
 
     def take(self) -> CompileStats:
         """Takes the counts of what was done since this was asked last."""
-        done = CompileStats(self._graphs, self._seconds, self.attention.uncompiled)
-        self._graphs, self._seconds, self.attention.uncompiled = 0, 0.0, 0
+        done = CompileStats(self._graphs, self._seconds, self._uncompiled)
+        self._graphs, self._seconds, self._uncompiled = 0, 0.0, 0
         self._left_out_before, self._left_out = tuple(self._left_out), {}
         return done
 
@@ -226,10 +151,6 @@ def _beyond_the_most() -> type[Exception]:
     names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # the second one before 2.7
     found: type[Exception] = next(filter(None, (getattr(torch._dynamo.exc, name, None) for name in names)))
     return found
-
-
-def _tensors(argument: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def _alike(argument: Any) -> Any:

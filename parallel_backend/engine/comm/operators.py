@@ -1,6 +1,6 @@
 """Meetings of ranks inside a block as operators of torch: a compiled block calls them, and torch never looks inside.
 
-What is inside cannot be compiled: collectives, notes of where a rank is, keys that PipeFusion keeps. A break of the
+What is inside cannot be compiled: collectives, notes of where a rank is. A break of the
 graph would do too, but would cut each block in many. An operator takes tensors and the name of what does the work,
 which is known here as long as its owner holds it: names, unlike objects, can stand in what is compiled. Each operator
 says that it changes `order`, a tensor that nobody reads: so none is left out, and two in one block keep their order,
@@ -10,50 +10,13 @@ which must be the same on all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ...models.base import Attention
-
-_by_name: WeakValueDictionary[str, AttentionOperator | SliceMeeting] = WeakValueDictionary()
-
-
-class AttentionOperator:
-    """Stands before the attention of each model call (base.Attention), for compiled blocks.
-
-    `uncompiled`: how often a block called it that ran as plain Python: what is compiled calls the operator alone.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.uncompiled = 0
-        self._name = name
-        self._order = _order_on("cpu")
-        self._attention: Attention | None = None
-        _by_name[name] = self
-
-    @contextmanager
-    def of_call(self, attention: Attention, device: torch.device) -> Iterator[None]:
-        """Inside, `attention` computes, on tensors of `device`."""
-        self._attention, self._order = attention, _order_on(device.type)
-        try:
-            yield
-        finally:
-            self._attention = None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, s, H, D] of this rank's tokens in and out."""
-        if not torch.compiler.is_compiling():
-            self.uncompiled += 1
-        return _attend(query, key, value, self._name, self._order)
-
-    def compute(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same outside of what is compiled."""
-        assert self._attention is not None, "blocks run inside of_call"
-        return self._attention.attend(query, key, value)
+_by_name: WeakValueDictionary[str, SliceMeeting] = WeakValueDictionary()
 
 
 class SliceMeeting:
@@ -95,30 +58,12 @@ def _order_on(device_type: str) -> Tensor:
 
 
 @torch.library.custom_op(
-    "parallel_backend::attend",
-    mutates_args=("order",),
-    schema="(Tensor query, Tensor key, Tensor value, str name, Tensor(a!) order) -> Tensor",
-)
-def _attend(query: Tensor, key: Tensor, value: Tensor, name: str, order: Tensor) -> Tensor:
-    operator = _by_name[name]
-    assert isinstance(operator, AttentionOperator)
-    return operator.compute(query, key, value).contiguous()  # as the description below promises
-
-
-@_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, name: str, order: Tensor) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@torch.library.custom_op(
     "parallel_backend::add_up",
     mutates_args=("partial", "order"),
     schema="(Tensor(a!) partial, str name, Tensor(b!) order) -> ()",
 )
 def _add_up(partial: Tensor, name: str, order: Tensor) -> None:
-    meeting = _by_name[name]
-    assert isinstance(meeting, SliceMeeting)
-    meeting.sum(partial)
+    _by_name[name].sum(partial)
 
 
 @torch.library.custom_op(
@@ -127,9 +72,7 @@ def _add_up(partial: Tensor, name: str, order: Tensor) -> None:
     schema="(Tensor columns, int degree, str name, Tensor(a!) order) -> Tensor",
 )
 def _join(columns: Tensor, degree: int, name: str, order: Tensor) -> Tensor:
-    meeting = _by_name[name]
-    assert isinstance(meeting, SliceMeeting)
-    return meeting.joined(columns).contiguous()
+    return _by_name[name].joined(columns).contiguous()
 
 
 @_join.register_fake

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
+from ..base import AttentionCall, ByteSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE
 from .attention_router import attention_by, attention_kernel
@@ -18,7 +18,6 @@ from .attention_router import attention_by, attention_kernel
 class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file."""
 
-    sharding: WeightSharding | None = None
     splits_layers = False
 
     def __init__(
@@ -27,7 +26,7 @@ class ComfyUIModel:
         device: torch.device,
         bytes: int,
         stored_dtype: str,
-        weights: Weights,
+        weights: Any,
         byte_sharding: ByteSharding | None,
     ) -> None:
         self.patcher = patcher

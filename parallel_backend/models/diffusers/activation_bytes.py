@@ -1,6 +1,6 @@
 """The memory of one model call of Flux at its fullest moment on one rank, in closed form.
 
-The moments are those of diffusers' blocks and of engine/attention/native.py: what is alive is counted variable by
+The moments are those of diffusers' blocks and of engine/attention/sequence.py: what is alive is counted variable by
 variable, and the fullest moment decides. A width is one number per token and channel: rows x tokens x hidden in the
 compute dtype. Norms, modulation and log-sum-exps are left out: a hundredth of a width.
 """
@@ -17,8 +17,9 @@ from .keys import FluxDims
 def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Iterator[Moment]:
     """Moments of `block` (numbered doubles first). `cast`: bytes of its largest layer where layers are cast on use."""
     kind = _double_block if block < dims.double_blocks else _single_block
-    # Cosines and sines of all tokens of this rank, kept in float32 through the call.
-    rotary = 2 * call.tokens * dims.head_dim * FP32
+    # Cosines and sines, kept in float32 through the call: of all tokens, and of this rank's where these are fewer.
+    everyone = sum(call.keys) if len(call.keys) > 1 else max(call.group, call.tokens)
+    rotary = 2 * (everyone + call.tokens * (everyone > call.tokens)) * dims.head_dim * FP32
     for moment in kind(call, dims.mlp, cast):
         yield replace(moment, alive=moment.alive + rotary)
 

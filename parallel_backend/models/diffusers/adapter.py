@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import RequestError
 from ..tokens.table import unusual_options
-from .module import PooledAtTime
+from .exact_timestep import PooledAtTime
 from .packing import image_ids, pack, text_ids, unpack
 from .reference_places import reference_places
 

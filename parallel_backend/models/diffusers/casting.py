@@ -7,6 +7,9 @@ copy of the mapped file; these cast into a temporary that is gone after the laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,11 +52,18 @@ class HalvesSwapped(nn.Module):
         return torch.cat([second, first], dim=-1)
 
 
-def cast_on_use(module: nn.Module, compute_dtype: torch.dtype, *, in_fp8: bool = False) -> None:
-    """Turns every linear layer below `module` whose storage differs from `compute_dtype` into a casting one. `in_fp8`:
-    those in fp8 whose sides the product takes multiply in it."""
+def cast_on_use(
+    module: nn.Module,
+    compute_dtype: torch.dtype,
+    kept: Callable[[Tensor], torch.dtype] = attrgetter("dtype"),
+    *,
+    in_fp8: bool = False,
+) -> None:
+    """Turns every linear layer below `module` whose parameters are kept in another dtype than `compute_dtype` into a
+    casting one. `kept`: the dtype that a parameter will be kept in; `in_fp8`: those in fp8 whose sides the product
+    takes multiply in it."""
     for layer in module.modules():
-        if type(layer) is nn.Linear and any(p.dtype != compute_dtype for p in layer.parameters()):
+        if type(layer) is nn.Linear and any(kept(p) != compute_dtype for p in layer.parameters()):
             fits = layer.in_features % _FP8_SIDE == layer.out_features % _FP8_SIDE == 0
-            fp8 = in_fp8 and fits and layer.weight.dtype == torch.float8_e4m3fn
+            fp8 = in_fp8 and fits and kept(layer.weight) == torch.float8_e4m3fn
             layer.__class__ = Fp8Linear if fp8 else CastingLinear

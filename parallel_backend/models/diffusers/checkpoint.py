@@ -80,7 +80,8 @@ class FluxFile:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(self.dims.heads, self.dims.double_blocks + self.dims.single_blocks, self.name)
+        blocks = self.dims.double_blocks + self.dims.single_blocks
+        return ModelShape(self.dims.heads, blocks, self.name, tokens_in_stages=False)
 
     @property
     def family(self) -> Family:
@@ -135,7 +136,7 @@ class FluxFile:
 
     @property
     def stages_take_all_rows(self) -> bool:
-        return False
+        return True
 
     def describe(self) -> str:
         form = "dev" if self.dims.guidance else "schnell"

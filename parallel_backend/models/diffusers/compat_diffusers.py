@@ -5,9 +5,6 @@ What diffusers has for that, context parallelism behind `parallel_config`, works
 divide or cannot combine Ulysses with Ring, and has no CFG split (docs/decisions/002). The name is looked up in the
 processors' module at each call, so a router put there serves every processor without copying one.
 
-Its forward hands `attention_mask` on to each dispatch as it is, so the attention of a call travels there: an argument
-of that call, with nothing to set before it and nothing left behind.
-
 Also, its rotary embedding cannot reshape a tensor without tokens, which is what a rank has where there are fewer tokens
 than ranks.
 """
@@ -17,14 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
+import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..base import Attention, AttentionCall
+from ..base import AttentionCall
 
 _attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
+_kernel: ContextVar[AttentionCall | None] = ContextVar("kernel", default=None)
+_orders: dict[str, Tensor] = {}  # by type of device
 _original = transformer_flux.dispatch_attention_fn
 _rotated = transformer_flux.apply_rotary_emb
 
@@ -34,15 +35,35 @@ def _rotated_where_any(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _routed(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if hasattr(attn_mask, "attend"):
-        return attn_mask.attend(query, key, value)
-    if (attend := _attend.get()) is not None:
-        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        form = {"skip_reshape": True, "skip_output_reshape": True}
-        return attend(_heads_first, *heads_first, query.shape[2], mask=attn_mask, **form).transpose(1, 2)
-    return _original(query, key, value, attn_mask, *args, **kwargs)
+    """[B, S, H, D] in and out."""
+    if torch.compiler.is_compiling():
+        return _attend_unseen(query, key, value, attn_mask, _orders[query.device.type])
+    attend, kernel = _attend.get(), _kernel.get()
+    if attend is None and kernel is None:
+        return _original(query, key, value, attn_mask, *args, **kwargs)
+    original: AttentionCall = _heads_first if kernel is None else partial(kernel, _heads_first)
+    call: AttentionCall = original if attend is None else partial(attend, original)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    form = {"skip_reshape": True, "skip_output_reshape": True}
+    return call(q, k, v, query.shape[2], mask=attn_mask, **form).transpose(1, 2)
+
+
+@torch.library.custom_op(
+    "parallel_backend::diffusers_attention",
+    mutates_args=("order",),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) order) -> Tensor",
+)
+def _attend_unseen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
+    """Attention as an operator: a compiled block calls it, and torch never looks inside, where ranks may meet. `order`:
+    changed in words alone, so that two in one block keep their order, which must be the same on all ranks."""
+    return _routed(query, key, value, mask).contiguous()  # as the description below promises
+
+
+@_attend_unseen.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 def _heads_first(
@@ -64,12 +85,20 @@ def attention_by(attend: AttentionCall) -> Iterator[None]:
         _attend.reset(before)
 
 
-def patch_diffusers() -> None:
-    """Has attention be computed by what a call was given for it; calls that were given nothing are not affected."""
+@contextmanager
+def attention_kernel(kernel: AttentionCall) -> Iterator[None]:
+    """Inside, `kernel(original, q, k, v, heads, …)` stands in place of diffusers' attention, which it is given; what
+    attention_by has comes before."""
+    before = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(before)
+
+
+def patch_diffusers(device_type: str) -> None:
+    """Has attention on devices of this type be computed by what stands around a call; other calls are not affected."""
     transformer_flux.dispatch_attention_fn = _routed
     transformer_flux.apply_rotary_emb = _rotated_where_any
-
-
-def attention_arguments(attention: Attention | None) -> dict[str, object]:
-    """`attention` as diffusers' joint_attention_kwargs."""
-    return {} if attention is None else {"attention_mask": attention}
+    with torch.inference_mode(False):
+        _orders.setdefault(device_type, torch.zeros(1, device=device_type))

@@ -1,10 +1,13 @@
-"""Loading Flux.1: a checked file to diffusers' transformers over the mapped file, whole or the part of one rank."""
+"""Loads Flux.1 for diffusers' module: a checked file to the adapter over the mapped file, all of it or a rank's part.
+
+Every rank has the module with all of its blocks; for the parameters of those that other stages compute there are empty
+ones. On the CPU the parameters are views of the mapped file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import methodcaller
 
 import torch
 from diffusers.hooks.tensor_parallel import TPShardSpec
@@ -14,31 +17,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
-from ...layout import split_blocks
+from ...layout import stage_blocks
 from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
-from ..base import ModelPart, Slices, TokenModel, WeightSharding
-from ..block_list import BlockList
+from ..base import ModelPart, Slices
 from ..cards import halves_of, multiply_fp8
+from ..comfyui.placing import place
 from ..dtypes import FP8, HALVES, Dtypes
 from ..staging import staged_reader
+from ..tokens.table import stage_lists
+from .adapter import DiffusersFlux
 from .casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
+from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
-from .module import ExactTimestep, FluxModel
-from .sending import send_early
+from .model import DiffusersModel
 from .tensor_parallel import slice_layers, take_slice
 from .tensors import diffusers_part
 from .weight_bytes import is_kept_in_compute_dtype
-from .weights import FluxWeights, HeldParameter
-
-
-class _Unchanged(nn.Module):
-    """Stands where a chunk has no such layer: gives back its first argument."""
-
-    def forward(self, hidden_states: Tensor, *rest: Tensor) -> Tensor:
-        return hidden_states
 
 
 def load(
@@ -46,46 +43,41 @@ def load(
     device: torch.device,
     part: ModelPart | None = None,
     peers: Sequence[torch.device] = (),
-) -> TokenModel:
-    """Loads `spec` for one rank: the whole model, or this rank's part of it, in a dtype that all `peers` compute in.
-
-    On the CPU the parameters are views of the mapped file: no copy, but for shares that `part.sharding` has made. On an
-    accelerator each tensor goes there by large reads of the file (models/staging.py). Raises CheckpointError for a file
-    that is refused.
-    """
+) -> DiffusersModel:
+    """Loads `spec` for one rank, in a dtype that all `peers` compute in. Raises CheckpointError for a refused file."""
     part = part or ModelPart()
-    patch_diffusers()
+    patch_diffusers(device.type)
     file = inspect_flux(spec.path)
     dtypes, as_stored = choose_dtypes(spec.weight_dtype, file.dtype, device, halves_of(peers or (device,)))
     compute = getattr(torch, dtypes.compute)
     opened = open_mapped(file)
     in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
     parameters = Parameters(file, opened, dtypes, as_stored, part.slices, in_fp8)
-    dims = file.dims
-    stage = split_blocks(dims.double_blocks, dims.single_blocks, part.stage_shares)[part.stage]
-    chunks: list[FluxTransformer2DModel] = []
-    held: list[HeldParameter] = []
-
-    def progress(done: float) -> None:
-        heartbeat.loading((len(chunks) + done) / len(stage))
-
+    with torch.device("meta"), no_init_weights():
+        blocks = range(file.dims.double_blocks + file.dims.single_blocks)
+        transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
+    specs = parameters.slice_layers(transformer)
+    mapped = {name: parameters.mapped(name, specs.get(name)) for name in transformer.state_dict()}
+    transformer.load_state_dict(mapped, strict=True, assign=True)
+    names = {parameter: name for name, parameter in transformer.named_parameters()}
+    if file.layout == "original":
+        transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
+    kept: dict[Tensor, torch.dtype] = {p: parameters.dtype(name, p.dtype) for p, name in names.items()}
+    cast_on_use(transformer, compute, kept.__getitem__, in_fp8=in_fp8)
+    transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
+    module = DiffusersFlux(transformer.requires_grad_(False).eval(), compute)
+    dtypes_by_path = {path: kept[parameter] for path, parameter in module.named_parameters()}
+    absent = _absent(module, part)
+    heartbeat.loading(0.0)
     with staged_reader(file.path, opened, device) or nullcontext() as staged:
-        to_device = staged.to_device if staged is not None else methodcaller("to", device)
-        for blocks in stage:
-            chunk, own = _build(parameters, blocks, device, part.sharding, to_device, progress)
-            if chunks:  # the embedding of time and text is every chunk's: one copy will do
-                chunk.time_text_embed = chunks[0].time_text_embed
-                own = [parameter for parameter in own if not parameter.name.startswith("time_text_embed.")]
-            chunks.append(chunk)
-            held += own
-    weights = FluxWeights(
-        file, held, device, read=parameters.read, mapped=parameters.mapped, cut=parameters.cut
-    )
-    return FluxModel(tuple(chunks), stage, file, compute, device, weights, part.sharding)
+        holder = nn.ModuleDict({"diffusion_model": module})
+        place(holder, device, dtypes_by_path, part.byte_sharding, absent, staged)
+    module.requires_grad_(False)
+    return DiffusersModel(module, device, file.tensor_bytes, file.dtype, compute, part.byte_sharding)
 
 
 def open_mapped(file: FluxFile) -> safe_open:
-    """The mapped file; it stays open as long as the model, which reads it again when a LoRA goes."""
+    """The mapped file, which stays open as long as the model has views of it."""
     try:
         return safe_open(file.path, framework="pt", device="cpu")
     except (SafetensorError, OSError):  # its header was sound a moment ago
@@ -143,108 +135,6 @@ class Parameters:
         return stored if self._as_stored else getattr(torch, self._dtypes.storage)
 
 
-def _build(
-    parameters: Parameters,
-    blocks: range,
-    device: torch.device,
-    sharding: WeightSharding | None,
-    to_device: Callable[[Tensor], Tensor],
-    progress: Callable[[float], None],
-) -> tuple[FluxTransformer2DModel, list[HeldParameter]]:
-    """A transformer of the blocks `blocks` (doubles first), with embedders and last layer where they belong, and what
-    its parameters are in the whole model."""
-    file = parameters.file
-    with torch.device("meta"), no_init_weights():
-        transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
-    if blocks.start > 0:
-        transformer.x_embedder = transformer.context_embedder = _Unchanged()
-    if blocks.stop < file.dims.double_blocks + file.dims.single_blocks:
-        transformer.norm_out = transformer.proj_out = _Unchanged()
-    specs = parameters.slice_layers(transformer)
-    names = _stored_names(file, transformer, blocks)
-    if sharding is None:
-        origins = _fill(transformer, parameters, names, specs, to_device, progress)
-    else:
-        origins = _outline(transformer, parameters, names)
-    transformer = _finished(transformer, parameters)
-    origin_of = {path: origins[parameter] for path, parameter in transformer.named_parameters()}
-    blocks_of = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-    shares = {} if sharding is None else sharding.shard(transformer, blocks_of)
-    held: list[HeldParameter] = []
-    for path, own in origin_of.items():
-        name, spec = names[own], specs.get(own)
-        original, rows = None, None
-        if path in shares:
-            share, rows = shares[path]
-            share.copy_(to_device(parameters.mapped(name, spec, rows)))
-            progress(len(held) / len(origin_of))
-        elif device.type == "cpu":
-            original = transformer.get_parameter(path).data
-        held.append(HeldParameter(name, transformer, path, spec, rows, original))
-    return transformer, held
-
-
-def _fill(
-    transformer: FluxTransformer2DModel,
-    parameters: Parameters,
-    names: dict[str, str],
-    specs: dict[str, TPShardSpec],
-    to_device: Callable[[Tensor], Tensor],
-    progress: Callable[[float], None],
-) -> dict[nn.Parameter, str]:
-    """Gives every parameter its value, on the CPU a view of the mapping wherever the dtype allows, and returns their
-    names."""
-    values = {}
-    for own, name in names.items():
-        mapped = parameters.mapped(name, specs.get(own))
-        values[own] = to_device(mapped).to(parameters.dtype(own, mapped.dtype))
-        progress(len(values) / len(names))
-    transformer.load_state_dict(values, strict=True, assign=True)
-    return {parameter: own for own, parameter in transformer.named_parameters()}
-
-
-def _outline(
-    transformer: FluxTransformer2DModel, parameters: Parameters, names: dict[str, str]
-) -> dict[nn.Parameter, str]:
-    """Gives every parameter its dtype, still on the meta device, and returns their names: layers are replaced later."""
-    outlines = {}
-    for own, empty in transformer.state_dict().items():
-        kept = parameters.dtype(own, parameters.mapped(names[own], None).dtype)
-        outlines[own] = nn.Parameter(torch.empty_like(empty, dtype=kept), requires_grad=False)
-    transformer.load_state_dict(outlines, strict=True, assign=True)
-    return {parameter: own for own, parameter in transformer.named_parameters()}
-
-
-def _finished(transformer: FluxTransformer2DModel, parameters: Parameters) -> FluxTransformer2DModel:
-    """Replaces the layers that compute otherwise than diffusers' own."""
-    if parameters.file.layout == "original" and not isinstance(transformer.norm_out, _Unchanged):
-        transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
-    cast_on_use(transformer, parameters.compute, in_fp8=parameters.multiplied_in_fp8)
-    send_early(transformer)
-    transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
-    transformer.transformer_blocks = BlockList(transformer.transformer_blocks)
-    transformer.single_transformer_blocks = BlockList(transformer.single_transformer_blocks)
-    return transformer.requires_grad_(False).eval()
-
-
-def _stored_names(file: FluxFile, transformer: FluxTransformer2DModel, blocks: range) -> dict[str, str]:
-    """diffusers' name in the whole model of each parameter of a transformer that begins at block `blocks.start`."""
-    doubles = file.dims.double_blocks
-    first = {
-        "transformer_blocks": min(blocks.start, doubles),
-        "single_transformer_blocks": max(blocks.start - doubles, 0),
-    }
-    names = {}
-    for name in transformer.state_dict():
-        kind, _, rest = name.partition(".")
-        if kind in first:
-            index, _, rest = rest.partition(".")
-            names[name] = f"{kind}.{int(index) + first[kind]}.{rest}"
-        else:
-            names[name] = name
-    return names
-
-
 def transformer_config(dims: FluxDims, blocks: range) -> dict[str, object]:
     doubles = range(blocks.start, min(blocks.stop, dims.double_blocks))
     return {
@@ -272,3 +162,14 @@ def choose_dtypes(
     dtypes = Dtypes.of(wish, file_dtype, on_cpu, halves)
     # A dtype that was asked for is every layer's on an accelerator, also of those few that the file keeps otherwise.
     return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8, FP8_FAST))
+
+
+def _absent(module: nn.Module, part: ModelPart) -> set[str]:
+    """Parameters that only blocks of other stages of a pipeline have."""
+    lists = stage_lists(type(module).__name__)
+    blocks = [
+        f"{path}.{n}." for path in lists for n in range(len(list(module.get_submodule(path).children())))
+    ]
+    own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
+    elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
+    return {path for path, _ in module.named_parameters() if elsewhere and path.startswith(elsewhere)}

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..base import AttentionCall, ByteSharding, Weights, WeightSharding
+from ..base import AttentionCall, ByteSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
-from .compat_diffusers import attention_by
+from .compat_diffusers import attention_by, attention_kernel
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,8 @@ class DiffusersModel:
     bytes: int
     stored_dtype: str
     compute_dtype: torch.dtype
-    weights: Weights
     byte_sharding: ByteSharding | None = None
 
-    sharding: ClassVar[WeightSharding | None] = None
     attention: ClassVar[str] = "pytorch"
     splits_layers: ClassVar[bool] = True
     rows_together: ClassVar[bool] = False
@@ -49,3 +47,6 @@ class DiffusersModel:
 
     def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
         return attention_by(attend)
+
+    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
+        return attention_kernel(kernel)

@@ -6,9 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...requests import Rows
-from ..base import ImageTokens
-
 PATCH = 2
 
 
@@ -37,19 +34,6 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 def token_grid(height: int, width: int) -> tuple[int, int]:
     """Rows and columns of tokens of a latent of [height, width]."""
     return -(-height // PATCH), -(-width // PATCH)
-
-
-def image_tokens(rows: Rows) -> ImageTokens:
-    """All image tokens of rows with the same references, those of the references after the image's own."""
-    device = rows.x.device
-    places = (None,) if rows.extras.places is None else rows.extras.places.unbind()
-    tokens, ids = [], []
-    for latent, place in zip((rows.x, *rows.extras.references), places, strict=True):
-        latent = latent.expand(len(rows.x), *latent.shape[1:]).to(device, rows.x.dtype)
-        tokens.append(pack(latent))
-        height, width = latent.shape[-2:]
-        ids.append(image_ids(height, width, device, place))
-    return ImageTokens(torch.cat(tokens, dim=1), torch.cat(ids), tokens[0].shape[1])
 
 
 def image_ids(

@@ -1,13 +1,13 @@
 """The bytes of a Flux model's weights that each rank of a strategy holds, and where. Pure functions.
 
-Mirrors models/diffusers/module.py and engine/fsdp.py, which do it; the tests compare the two.
+Mirrors models/diffusers/load.py and engine/sharding.py, which do it; the tests compare the two.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from ...layout import RankCoordinates, split_blocks
+from ...layout import RankCoordinates, stage_blocks
 from ...strategy import ParallelStrategy
 from ..dtypes import FP8, ITEMSIZE, Dtypes
 from ..footprint import HeldWeights, WeightPart
@@ -49,13 +49,8 @@ def _parts(
     dims: FluxDims, dtypes: Dtypes, blocks: frozenset[int], tensor_degree: int, shares: int, on_cpu: bool
 ) -> tuple[WeightPart, ...]:
     """`shares`: among how many ranks each parameter is shared out, 0 where none is."""
-    last = dims.double_blocks + dims.single_blocks - 1
     parts: dict[int | None, list[int]] = {None: [0, 0, 0, 0]} | {block: [0, 0, 0, 0] for block in blocks}
     for name, block, shape in _parameters(dims):
-        if name.startswith(("x_embedder", "context_embedder")) and 0 not in blocks:
-            continue
-        if name.startswith(("norm_out", "proj_out")) and last not in blocks:
-            continue
         if block not in parts:
             continue
         kept = kept_dtype(name, dtypes)
@@ -78,7 +73,7 @@ def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates
     """The rank's chunks of blocks, numbered doubles first."""
     if strategy.pipefusion_degree == 1:
         return (range(dims.double_blocks + dims.single_blocks),)
-    return split_blocks(dims.double_blocks, dims.single_blocks, place.stage_shares(strategy))[place.stage]
+    return (stage_blocks(dims.double_blocks + dims.single_blocks, place.stage_shares(strategy))[place.stage],)
 
 
 def _blocks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> frozenset[int]:

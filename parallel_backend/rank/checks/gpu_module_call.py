@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.comm.groups import Layouts, World
-from ...engine.factory import make_forward
 from ...engine.load import load_under
+from ...engine.module_forward import make_module_forward
+from ...engine.plain_calls import answers_to
 from ...models.registry import inspect_model
 from ...options import ComputeOptions
 from ...requests import Conditioning, ModelSpec, Placement, Rows
@@ -77,12 +78,12 @@ class ModelCalls:
         """One model call that gives its velocity, warmed up."""
         layouts = Layouts(self._world)
         model = load_under(ModelSpec(self._subject.model), layouts, self._strategy)
-        forward = make_forward(model, layouts, Placement(self._strategy, compute_options=options))
+        forward = make_module_forward(model, layouts, Placement(self._strategy, compute_options=options))
         rows = self._rows()
 
         @torch.inference_mode()
         def call() -> Tensor:
-            (velocity,) = forward([rows])
+            (velocity,) = answers_to([rows], model.module, forward)
             return velocity
 
         for _ in range(_WARM_UP):

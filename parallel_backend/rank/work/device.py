@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ...devices import local_name
 from ...errors import DeviceError
+from ...options import THREADS_ALONE
 from ...requests import Conditioning
 from ...wire.heartbeat import heartbeat
 
@@ -78,3 +80,18 @@ def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
     # What stands for an absent weight has its shape, and one number in memory.
     taken = min(local.nbytes, local.untyped_storage().nbytes())
     return taken if local.device.type == device.type else 0
+
+
+@contextmanager
+def all_threads(device: torch.device) -> Iterator[None]:
+    """Inside, torch computes on the CPU with as many threads as a rank has that is not one of several."""
+    alone = int(os.environ.get(THREADS_ALONE, "0"))
+    before = torch.get_num_threads()
+    if device.type != "cpu" or alone <= before:
+        yield
+        return
+    torch.set_num_threads(alone)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

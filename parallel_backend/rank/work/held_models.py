@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...errors import RequestError
-from ...requests import Conditioning, InputShapes, ModelSpec, Placement
-from ...wire.protocol import Predict, RankModels
+from ...requests import InputShapes, ModelSpec, Placement
+from ...wire.protocol import RankModels
 from ..lora_worker import LoraWorker
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ...engine.factory import AnyForward
     from ...engine.module_forward import ModuleForward
-    from ...models.base import TokenModel
+    from ...models.base import ModuleModel
 
 
 class HeldModel:
@@ -28,34 +26,13 @@ class HeldModel:
     that sleep in host memory; `all_good`: as LoraWorker's."""
 
     def __init__(
-        self, model: TokenModel, inputs: InputShapes | None, all_good: Callable[[Exception | None], bool]
+        self, model: ModuleModel, inputs: InputShapes | None, all_good: Callable[[Exception | None], bool]
     ) -> None:
         self.model = model
         self.inputs = inputs
         self.patches = LoraWorker(all_good)
         self.moved_out: list[torch.nn.Module] = []
-        self.forwards: dict[Placement, AnyForward] = {}
-        self.module_forwards: dict[Placement, ModuleForward] = {}
-        self.prompts: dict[int, Conditioning] = {}
-        self.masks: dict[int, Tensor] = {}
-
-    def take_inputs(
-        self, call: Predict, prompt: Conditioning | None, mask: Tensor | None, device: torch.device
-    ) -> tuple[Conditioning, Tensor | None]:
-        """The prompt and the mask of `call` on the device. `prompt`, `mask`: those that it brings, which are kept; they
-        lie in memory that the parent writes again. Raises RequestError for ones that were never sent."""
-        for key in call.forget:
-            self.prompts.pop(key, None)
-            self.masks.pop(key, None)
-        if prompt is not None:
-            self.prompts[call.conditioning] = _on_device(prompt, device)
-        if mask is not None:
-            self.masks[call.mask] = mask.to(device, copy=True)
-        if call.conditioning not in self.prompts:
-            raise RequestError(f"no prompt was sent under the key {call.conditioning}.")
-        if call.mask and call.mask not in self.masks:
-            raise RequestError(f"no attention mask was sent under the key {call.mask}.")
-        return self.prompts[call.conditioning], self.masks[call.mask] if call.mask else None
+        self.forwards: dict[Placement, ModuleForward] = {}
 
     def move_out(self, device: torch.device) -> None:
         """Notes which chunks are to leave the device, but for those that have. Weights that are offloaded lie in host
@@ -67,11 +44,6 @@ class HeldModel:
             for chunk in self.model.chunks
             if id(chunk) in gone or next(chunk.parameters()).device.type == device.type
         ]
-
-
-def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    guidance = None if prompt.guidance is None else prompt.guidance.to(device, copy=True)
-    return Conditioning(prompt.context.to(device, copy=True), prompt.pooled.to(device, copy=True), guidance)
 
 
 class HeldModels:

@@ -138,7 +138,7 @@ class Jobs:
         world = self._layouts.world
         forward = forward_under(placement.strategy)
         sent = forward.bytes_sent
-        switching: Switching[ModuleForward] | None = None
+        switching: Switching | None = None
         if message.trials:
             trials = TrialRun(placement.strategy, message.trials, message.steps)
             switching = Switching(world, trials, forward_under, on_step)

@@ -17,7 +17,6 @@ from ...engine.blocks.block_calls import AttentionBypassed
 from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.collectives import broadcast
 from ...engine.comm.groups import Layouts
-from ...engine.lead import all_threads
 from ...engine.module_forward import ModuleForward
 from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, row_count
@@ -27,6 +26,7 @@ from ..outcome.agreement import RanksApart, agree, agree_on_call
 from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
+from .device import all_threads
 
 if TYPE_CHECKING:
     from ..pipefusion.job_flow import JobFlow

@@ -11,13 +11,10 @@ from ...wire.heartbeat import heartbeat
 from ...wire.protocol import RankRun
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ...engine.factory import AnyForward
     from ...engine.module_forward import ModuleForward
 
 
-def run_record(
-    forward: AnyForward | ModuleForward, placement: Placement, begun: float, sent_before: int
-) -> RankRun:
+def run_record(forward: ModuleForward, placement: Placement, begun: float, sent_before: int) -> RankRun:
     """Of a request that began at `begun` (time.perf_counter), when `sent_before` bytes were sent."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
@@ -45,7 +42,7 @@ def as_one_step(run: RankRun) -> RankRun:
     return replace(run, inside_seconds=tuple(round(seconds, 6) for seconds in heartbeat.inside_seconds(1)))
 
 
-def _why_other_kernel(forward: AnyForward | ModuleForward) -> str:
+def _why_other_kernel(forward: ModuleForward) -> str:
     if forward.engine == "xfuser":
         return "engine xfuser does not have it"
     return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"

@@ -5,26 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.comm.groups import World
-from ...engine.factory import AnyForward
 from ...engine.module_forward import ModuleForward
-from ...requests import Rows
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.heartbeat import heartbeat
 from ...wire.protocol import RankRun
 from .step_boundary import StepBoundary
 
-AForward = TypeVar("AForward", bound=AnyForward | ModuleForward)
 
-
-class Switching(Generic[AForward]):
+class Switching:
     """`current`: the forward of the strategy that the next step runs under.
 
     `make_forward` is collective. Rank 0's clock decides, and the others learn of it after each step until all is
@@ -35,7 +30,7 @@ class Switching(Generic[AForward]):
         self,
         world: World,
         trials: TrialRun,
-        make_forward: Callable[[ParallelStrategy], AForward],
+        make_forward: Callable[[ParallelStrategy], ModuleForward],
         on_step: StepBoundary,
     ) -> None:
         self._world = world
@@ -73,19 +68,3 @@ class Switching(Generic[AForward]):
             with heartbeat.inside("the agreement on a strategy", range(self._world.world_size)):
                 dist.broadcast(decided, 0, group=self._world.control)
             trials.follow(int(decided[0]), bool(decided[1]))
-
-
-class SwitchingForward(Switching[AnyForward]):
-    """As the forward of the strategy that the next step runs under (sampling.denoise.Forward)."""
-
-    patchwise = None  # only exact strategies are tried
-
-    @property
-    def device(self) -> torch.device:
-        return self.current.device
-
-    def __call__(self, rows: list[Rows]) -> list[Tensor]:
-        return self.current(rows)
-
-    def from_first(self, tensor: Tensor) -> Tensor:
-        return self.current.from_first(tensor)

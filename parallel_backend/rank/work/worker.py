@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,17 @@ from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
 from ...errors import RequestError
 from ...options import AUTO, check_step_cache
-from ...requests import InputShapes, LoadInfo, ModelSpec, Placement, Rows, SleepInfo
+from ...requests import InputShapes, LoadInfo, ModelSpec, Placement, SamplerState, SleepInfo
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.calibration import Calibration
 from ...wire.heartbeat import heartbeat
-from ...wire.payloads import Tensors, predict_parts, sample_request, take_state
+from ...wire.payloads import Tensors, sample_request, take_state
 from ...wire.protocol import (
     ApplyPatches,
     Calibrate,
     KeepModels,
     Load,
-    Predict,
     RankAndModel,
     RankModels,
     RankPatch,
@@ -39,19 +38,17 @@ from ..outcome.errors import PeerFailed, is_out_of_memory
 from ..vae_worker import VaeWorker
 from .device import MemoryMeter, allocated, device_of, weight_bytes
 from .held_models import HeldModel, HeldModels, collect, import_for
-from .run_record import as_one_step, run_record
+from .run_record import run_record
 from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ...engine.factory import AnyForward
+    from ...engine.blocks.step_cache import ModuleCache
     from ...engine.module_forward import ModuleForward
-    from ...models.base import ModuleModel, TokenModel
+    from ...models.base import ModuleModel
     from ...models.comfyui.model import ComfyUIModel
     from .job import Jobs
-    from .switching import SwitchingForward
 
 OnCompile = Callable[[], None]
-F = TypeVar("F", "AnyForward", "ModuleForward")
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -101,7 +98,7 @@ class RankWorker:
         self.models.add(message.model, held)
         self._record_weights()
         model = held.model
-        shares = getattr(model, "byte_sharding", None) or model.sharding
+        shares = model.byte_sharding
         return LoadInfo(
             seconds=time.perf_counter() - begun,
             bytes=model.bytes,
@@ -137,9 +134,10 @@ class RankWorker:
     ) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
         are compiled."""
-        from ...engine.first_block_cache import CachedForward
-        from ...sampling.denoise import Keep, denoise
-        from .switching import SwitchingForward
+        from ...engine.blocks.step_cache import ModuleCache
+        from ...sampling.denoise import denoise
+        from .plain_forward import PlainForward
+        from .switching import Switching
 
         begun = time.perf_counter()
         state = take_state(tensors)
@@ -147,40 +145,43 @@ class RankWorker:
             heartbeat.steps_done(state.step)
         request = sample_request(message, tensors)
         held, placement = self.models.get(message.model), message.placement
-        forward = self._forward(held, placement, on_compile)
+        forward = _watched(self._forward(held, placement), on_compile)
         sent = forward.bytes_sent
-        switching: SwitchingForward | None = None
+        switching: Switching | None = None
         if message.trials:
             trials = TrialRun(placement.strategy, message.trials, len(request.sigmas) - 1)
-            switching = SwitchingForward(
+            switching = Switching(
                 self.world,
                 trials,
-                lambda s: self._kept_forward(held, replace(placement, strategy=s)),
+                lambda s: self._forward(held, replace(placement, strategy=s)),
                 on_step,
             )
-        cached: CachedForward | None = None
-        keep: Keep = on_step.keep
+        cache: ModuleCache | None = None
         if request.cache_threshold > 0:
             check_step_cache(request.cache_threshold, placement.strategy)
-            from ...engine.forward import ParallelForward
-
-            assert isinstance(forward, ParallelForward), "only PipeFusion has another, and was refused"
-            cached = CachedForward(forward, request.cache_threshold, state)
-            keep = cached.kept_by(on_step.keep)
+            calls, reused = (0, 0) if state is None else (state.calls, state.reused)
+            cache = ModuleCache(request.cache_threshold, calls, reused)
+        plain = PlainForward((lambda: forward) if switching is None else (lambda: switching.current), cache)
         boundary = on_step if switching is None else switching.on_step
-        latent = denoise(cached or switching or forward, request, boundary, state=state, keep=keep)
+        keep = on_step.keep if cache is None else kept_with_counts(on_step.keep, cache)
+        latent = denoise(plain, request, boundary, state=state, keep=keep)
         on_step.finish()
         result = {
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
         run = run_record(forward if switching is None else switching.current, placement, begun, sent)
-        run = replace(run, inside_seconds=on_step.inside_seconds)
+        run = replace(
+            run,
+            inside_seconds=on_step.inside_seconds,
+            notes=(*run.notes, *plain.notes),
+            exact=run.exact and plain.is_exact,
+        )
         if switching is not None:
             run = switching.told(run)
-        if cached is not None:
-            exact = run.exact and not cached.reused
-            run = replace(run, exact=exact, model_calls=cached.calls, reused_calls=cached.reused)
+        if cache is not None:
+            exact = run.exact and not cache.reused
+            run = replace(run, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
         return result, run if state is None else replace(run, exact=run.exact and state.exact)
 
     @torch.inference_mode()
@@ -189,9 +190,11 @@ class RankWorker:
     ) -> tuple[Tensors, RankRun]:
         """Runs a job that was shipped whole; the latent is the first rank's."""
         held = self.models.get(message.model)
+        if not hasattr(held.model, "patcher"):
+            raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
 
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
-            return self._module_forward(held, replace(message.placement, strategy=strategy))
+            return self._forward(held, replace(message.placement, strategy=strategy))
 
         _watched(forward_under(message.placement.strategy), on_compile)
         self._jobs = self._jobs or self._make_jobs()
@@ -201,21 +204,6 @@ class RankWorker:
         from .job import Jobs
 
         return Jobs(self._layouts)
-
-    @torch.inference_mode()
-    def predict(self, message: Predict, tensors: Tensors, on_compile: OnCompile) -> tuple[Tensors, RankRun]:
-        """One model call; the velocity is the same on every rank."""
-        begun = time.perf_counter()
-        x, sigma, conditioning, extras = predict_parts(tensors)
-        device, held = self.world.device, self.models.get(message.model)
-        prompt, mask = held.take_inputs(message, conditioning, extras.mask, device)
-        extras = replace(extras, mask=mask)
-        forward = self._forward(held, message.placement, on_compile)
-        sent = forward.bytes_sent
-        x, sigma = (t.to(device, copy=True) for t in (x, sigma))  # the parent's memory is read-only here
-        (velocity,) = forward([Rows(x, sigma, prompt, extras)])
-        result = {"velocity": velocity.float().cpu()}
-        return result, as_one_step(run_record(forward, message.placement, begun, sent))
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -279,31 +267,15 @@ class RankWorker:
             return error
         return None
 
-    def _kept_forward(self, held: HeldModel, placement: Placement) -> AnyForward:
-        if placement not in held.forwards:
-            held.forwards[placement] = self._make_forward(held.model, placement)
-        return held.forwards[placement]
-
-    def _forward(self, held: HeldModel, placement: Placement, on_compile: OnCompile) -> AnyForward:
-        return _watched(self._kept_forward(held, placement), on_compile)
-
-    def _module_forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
+    def _forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
+        """The forward of a held model under `placement`, kept. Collective where it is new."""
         from ...engine.module_forward import make_module_forward
 
-        if not hasattr(held.model, "module"):
-            raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
-        if placement not in held.module_forwards:
-            model = cast("ModuleModel", held.model)
+        if placement not in held.forwards:
             if placement.compute_options.attention != AUTO:
-                self._agree_on_kernel(model.compute_dtype, placement)
-            held.module_forwards[placement] = make_module_forward(model, self._layouts, placement)
-        return held.module_forwards[placement]
-
-    def _make_forward(self, model: TokenModel, placement: Placement) -> AnyForward:
-        from ...engine.factory import make_forward
-
-        self._agree_on_kernel(model.compute_dtype, placement)
-        return make_forward(model, self._layouts, placement)
+                self._agree_on_kernel(held.model.compute_dtype, placement)
+            held.forwards[placement] = make_module_forward(held.model, self._layouts, placement)
+        return held.forwards[placement]
 
     def _agree_on_kernel(self, dtype: torch.dtype, placement: Placement) -> None:
         """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
@@ -338,7 +310,7 @@ class RankWorker:
 
         return inspect_model(spec.path, spec.family).inputs
 
-    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> TokenModel:
+    def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> ModuleModel:
         from ...engine.load import load_under
 
         return load_under(spec, self._layouts, strategy)
@@ -355,6 +327,23 @@ class RankWorker:
         return int(flag.item())
 
 
+def kept_with_counts(
+    keep: Callable[[Callable[[], SamplerState]], None], cache: ModuleCache
+) -> Callable[[Callable[[], SamplerState]], None]:
+    """`keep` (sampling.denoise.Keep) of states that also say what was reused until then."""
+
+    def kept(make: Callable[[], SamplerState]) -> None:
+        calls, reused = cache.calls, cache.reused
+
+        def state() -> SamplerState:
+            made = make()
+            return replace(made, exact=made.exact and not reused, calls=calls, reused=reused)
+
+        keep(state)
+
+    return kept
+
+
 def _seen_from(setup: Setup) -> tuple[str, ...]:
     """The devices of all ranks. Those of other machines cannot be looked at from here, and are taken to be of the kind
     of this rank's own."""
@@ -362,7 +351,7 @@ def _seen_from(setup: Setup) -> tuple[str, ...]:
     return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
 
 
-def _watched(forward: F, on_compile: OnCompile) -> F:
+def _watched(forward: ModuleForward, on_compile: OnCompile) -> ModuleForward:
     """The forward, whose compiling is told and counted from here on."""
     if forward.compiles:
         from ...engine.blocks.compile import compiler

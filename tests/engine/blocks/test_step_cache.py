@@ -14,8 +14,6 @@ from comfy_modules import CASES, import_comfyui_here
 from comfy_weight_files import inputs, spec, write
 from parallel_backend.engine.blocks.step_cache import Meeting, ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.first_block_cache import CachedForward
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
@@ -26,11 +24,9 @@ from parallel_backend.requests import (
     BLOCK,
     ROWS,
     STAY,
-    Conditioning,
     ModelSpec,
     ModuleCall,
     Placement,
-    Rows,
 )
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -230,33 +226,30 @@ def test_without_its_first_block_nothing_is_left_out():
         assert _difference(answers, expected) <= EXACT
 
 
-def _by_both_engines(world, path):
+def _by_both_providers(world, path):
     """Answers to calls a little apart: of ComfyUI's Flux.1 and of diffusers', each with its step cache; how often each
     reused, and the ratios that it saw."""
-    layouts, ratios, largest = Layouts(world), ([], []), Meeting.largest
-    theirs = make_forward(load_under(ModelSpec(path), layouts, ULYSSES_2), layouts, Placement(ULYSSES_2))
-    ours = make_module_forward(load_under(spec(path), layouts, ULYSSES_2), layouts, Placement(ULYSSES_2))
-    cached = CachedForward(theirs, THRESHOLD)
-    of_all = cached._largest
-    cached._largest = lambda sums: ratios[0].append(of_all(sums)) or ratios[0][-1]
-    Meeting.largest = lambda *args: ratios[1].append(largest(*args)) or ratios[1][-1]
-    cache, pairs = ModuleCache(THRESHOLD), []
+    layouts, largest, found = Layouts(world), Meeting.largest, []
     (first, times), kwargs = inputs(rows=2)
-    prompt = Conditioning(kwargs["context"], kwargs["y"], kwargs["guidance"])
-    with torch.inference_mode():
-        for far in (0.0, 0.05, 0.1, 0.4, 0.42, 0.44):
-            x = first + far * random(*first.shape, seed=9)
-            one = ours(ModuleCall((x, times), dict(kwargs), 2, STAY), cache)
-            (other,) = cached([Rows(x, times, prompt)])
-            pairs.append((one, other))
-    return pairs, (cache.reused, cached.reused), ratios
+    for each in (spec(path), ModelSpec(path)):
+        forward = make_module_forward(load_under(each, layouts, ULYSSES_2), layouts, Placement(ULYSSES_2))
+        cache, ratios, answers = ModuleCache(THRESHOLD), [], []
+        Meeting.largest = lambda *args, ratios=ratios: ratios.append(largest(*args)) or ratios[-1]
+        with torch.inference_mode():
+            for far in (0.0, 0.05, 0.1, 0.4, 0.42, 0.44):
+                x = first + far * random(*first.shape, seed=9)
+                answers.append(forward(ModuleCall((x, times), dict(kwargs), 2, STAY), cache))
+        found.append((answers, cache.reused, ratios))
+    return found
 
 
 def test_comfyuis_flux_and_diffusers_flux_skip_the_same_calls_alike(tmp_path):
     path = str(write(tmp_path / "flux.safetensors", "fp32"))
-    for pairs, (ours, theirs), (ratios_theirs, ratios_ours) in run_ranks(_by_both_engines, 2, path):
-        assert 0 < ours == theirs < len(pairs) - 1
-        assert ratios_ours[1:] == pytest.approx(ratios_theirs, rel=1e-4)
+    for ours, theirs in run_ranks(_by_both_providers, 2, path):
+        (answers, reused, ratios), (others, reused_there, ratios_there) = ours, theirs
+        assert 0 < reused == reused_there < len(answers) - 1
+        assert ratios[1:] == pytest.approx(ratios_there[1:], rel=1e-4)
+        pairs = zip(answers, others, strict=True)
         assert max(_difference([[one]], [[other]]) for one, other in pairs) <= EXACT
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parallel_backend.engine.rows import take
 
 from parallel_backend.engine.comm.groups import rank_groups
-from parallel_backend.engine.rows import take
 from parallel_backend.layout import ROW_AXES, slice_of, split_sizes
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV

@@ -13,10 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from jobs import file_of
+from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.first_block_cache import CachedForward
-from parallel_backend.engine.load import load_under
 from parallel_backend.models.base import Slices
 from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
@@ -29,10 +27,9 @@ from parallel_backend.planner.workload.communicators import COMMUNICATOR_BYTES
 from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.rank_memory import fullest_rank
 from parallel_backend.planner.workload.workload import Job
-from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, ModelSpec, Placement, SampleRequest
-from parallel_backend.sampling.denoise import denoise
+from parallel_backend.requests import WEIGHT_DTYPES, Conditioning, Placement, SampleRequest
 from parallel_backend.strategy import ParallelStrategy
-from point_forward import Boundary
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 from waiting import wait_until
@@ -79,20 +76,20 @@ def test_what_patches_hold_lies_whole_on_each_rank():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_the_stages_of_a_pipeline_hold_the_model_once_but_for_the_time_embedding(stages):
+def test_the_stages_of_a_pipeline_hold_all_blocks_once_and_what_is_around_them_each(stages):
     held = weights_of(ParallelStrategy(pipefusion_degree=stages))
-    embedding = 2 * sum(
+    around = 2 * sum(
         torch.Size(shape).numel()
         for name, shape in diffusers_shapes(FLUX_DEV).items()
-        if name.startswith("time_text_embed.")
+        if "transformer_blocks." not in name
     )
-    assert sum(held) == 2 * numbers(FLUX_DEV) + (stages - 1) * embedding
-    assert max(held) < 1.15 * 2 * numbers(FLUX_DEV) / stages
+    assert sum(held) == 2 * numbers(FLUX_DEV) + (stages - 1) * around
+    assert max(held) == held[0]  # double blocks come first, each twice as large as a single one
 
 
 def test_larger_shares_mean_more_blocks():
     large, small = weights_of(ParallelStrategy(pipefusion_degree=2, device_shares=(2.0, 1.0)))
-    assert 1.7 < large / small < 2.3
+    assert large > 2 * small  # the first stage has the double blocks, each twice as large as a single one
     # A share of tokens changes activations, not weights.
     uneven = ParallelStrategy(ulysses_degree=2, device_shares=(2.0, 1.0))
     first, second = predict_memory(DEV, uneven, SQUARE)
@@ -243,13 +240,12 @@ def sample_request(job: Job, context_dim: int) -> SampleRequest:
 def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     layouts, held = Layouts(world), []
     dist.all_gather, dist.broadcast = let_go(dist.all_gather), let_go(dist.broadcast)
+    request = sample_request(job, inspect_flux(path).dims.context_dim)
     for weight_dtype in weight_dtypes:
-        model = load_under(ModelSpec(path, weight_dtype=weight_dtype), layouts, strategy)
-        forward = make_forward(model, layouts, Placement(strategy, "native"))
-        if job.step_cache:
-            forward = CachedForward(forward, threshold=0.0)
-        request = sample_request(job, model.file.dims.context_dim)
-        held.append(live_bytes(lambda: denoise(forward, request, Boundary())))  # noqa: B023, it runs here
+        jobs = PlainJobs(layouts, weight_dtype)
+        cache = ModuleCache(0.0) if job.step_cache else None
+        jobs.subject(path, Placement(strategy), cache)
+        held.append(live_bytes(lambda: jobs.run(path, strategy, request, cache=cache)))  # noqa: B023, it runs here
     return held
 
 
@@ -267,11 +263,11 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
         (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2),
         (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, batch=3, steps=2), 2),
         (
-            ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5, warmup_steps=0),
+            ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5),
             job_of(32, 48, 300, steps=3),
             4,
         ),
-        (ParallelStrategy(pipefusion_degree=2, ring_degree=2), job_of(32, 48, 64, prompts=2, steps=3), 3),
+        (ParallelStrategy(cfg_degree=2, pipefusion_degree=2), job_of(32, 48, 64, prompts=2, steps=3), 3),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
@@ -283,4 +279,4 @@ def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
     for i, dtype in enumerate(dtypes):
         predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
         for measured, rank in zip(held, predicted, strict=True):
-            assert rank.activations + rank.buffers == pytest.approx(measured[i], rel=0.05), rank.fullest
+            assert rank.activations + rank.buffers == pytest.approx(measured[i], rel=0.1), rank.fullest

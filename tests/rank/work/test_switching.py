@@ -12,22 +12,21 @@ import torch
 from differences import relative_difference
 from fault_injection import fault
 from flux_requests import TOLERANCE, request
-from lora_patches import lora, merge
 from parallel_backend.engine.comm.groups import Layouts, World
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.lead import all_threads
-from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled, StrategyError
 from parallel_backend.observability.timeline import timeline
 from parallel_backend.options import THREADS_ALONE
-from parallel_backend.rank.work.switching import SwitchingForward
-from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.rank.work.device import all_threads
+from parallel_backend.rank.work.plain_forward import PlainForward
+from parallel_backend.rank.work.switching import Switching
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sampling.denoise import denoise
 from parallel_backend.sidecar.group.events import Stepped, listen
 from parallel_backend.sidecar.process.environment import rank_environment
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan, TrialRun
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
@@ -70,31 +69,24 @@ class Boundary:
         self.told.append(self.strategy)
 
 
-def switched_and_alone(world, path, merged, patches):
-    layouts, found = Layouts(world), {}
-    model = load_under(ModelSpec(path), layouts, ULYSSES)
-    by_itself = Layouts(World(rank=0, world_size=1, device=world.device, backend="gloo", store_path=""))
-    oracles = {file: load_under(ModelSpec(file), by_itself, ONE) for file in (path, merged)}
-    for name, asked in (*CASES.items(), ("a LoRA", CASES["everything"])):
-        if name == "a LoRA":
-            model.weights.apply(patches.patches, patches.tensors)
-        alone = make_forward(oracles[merged if name == "a LoRA" else path], by_itself, Placement())
+def switched_and_alone(world, path):
+    jobs, found = PlainJobs(Layouts(world)), {}
+    by_itself = PlainJobs(
+        Layouts(World(rank=0, world_size=1, device=world.device, backend="gloo", store_path=""))
+    )
+    for name, asked in CASES.items():
         boundary, trials = Boundary(), ScriptedTrials(world.rank, ULYSSES, TRIALS, STEPS)
-        forward = SwitchingForward(
-            world, trials, lambda s: make_forward(model, layouts, Placement(s)), boundary
-        )
-        latent = denoise(forward, asked, forward.on_step)
-        found[name] = (latent, denoise(alone, asked, lambda i, d: None), torch.tensor(boundary.told))
+        switching = Switching(world, trials, lambda s: jobs.subject(path, Placement(s)).ran, boundary)
+        latent = denoise(PlainForward(lambda: switching.current), asked, switching.on_step)  # noqa: B023, now
+        alone, _, _ = by_itself.run(path, ONE, asked)
+        found[name] = (latent, alone, torch.tensor(boundary.told))
     return found
 
 
 def test_a_job_that_changed_four_times_gives_what_one_device_gives(tmp_path):
     path = str(write_tiny_flux(tmp_path / "tiny.safetensors"))
-    patches, deltas = lora()
-    results = run_ranks(
-        switched_and_alone, 2, path, merge(path, tmp_path / "merged.safetensors", deltas), patches
-    )
-    for name in (*CASES, "a LoRA"):
+    results = run_ranks(switched_and_alone, 2, path)
+    for name in CASES:
         for latent, alone, numbers in (rank[name] for rank in results):
             assert relative_difference(latent, alone) <= TOLERANCE, name
             assert numbers.tolist() == [0] * 4 + [1] * 3 + [2] * 3 + [3] * 2 + [0] * 7, name
@@ -102,25 +94,22 @@ def test_a_job_that_changed_four_times_gives_what_one_device_gives(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flux")
-    base = write_tiny_flux(folder / "tiny.safetensors")
-    return ModelSpec(str(base)), ModelSpec(merge(base, folder / "merged.safetensors", lora()[1]))
+def spec(tmp_path_factory):
+    return ModelSpec(str(write_tiny_flux(tmp_path_factory.mktemp("flux") / "tiny.safetensors")))
 
 
 def sample(ranks, spec, **more):
     return ranks.sample(spec, CASES["everything"], Placement(ULYSSES), **more)
 
 
-def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, files):
-    spec, merged = files
+def test_each_step_tells_its_strategy(two_real_ranks, spec):
     heard, phases = [], []
     stop = listen(heard.append)
     try:
-        tried = sample(two_real_ranks, spec, trials=TRIALS, patches=lora()[0], on_phase=phases.append)
+        tried = sample(two_real_ranks, spec, trials=TRIALS, on_phase=phases.append)
     finally:
         stop()
-    assert relative_difference(tried.latent, sample(two_real_ranks, merged).latent) <= TOLERANCE
+    assert relative_difference(tried.latent, sample(two_real_ranks, spec).latent) <= TOLERANCE
     steps = [event.strategy for event in heard if isinstance(event, Stepped)]
     assert len(steps) == len(tried.info.step_seconds) == STEPS
     assert steps[:5] == [ULYSSES] * 4 + [RING] and steps[-1] == tried.info.strategy
@@ -137,8 +126,7 @@ def test_each_step_tells_its_strategy_and_a_lora_stays_in_place(two_real_ranks, 
     assert plain.info.trials == () and plain.info.strategy == ULYSSES
 
 
-def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_leaks, files, tmp_path):
-    spec, _ = files
+def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_leaks, spec, tmp_path):
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     try:
         with fault("kill", "the agreement on a strategy", step=5, once=tmp_path / "crashed"):
@@ -153,8 +141,7 @@ def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_lea
     assert "no other strategies were tried after that" in survived.info.notes
 
 
-def test_memory_that_ends_in_a_trial_ends_the_trials_and_not_the_job(no_leaks, files, tmp_path):
-    spec, _ = files
+def test_memory_that_ends_in_a_trial_ends_the_trials_and_not_the_job(no_leaks, spec, tmp_path):
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     try:
         with fault("oom", "the agreement on a strategy", step=5, once=tmp_path / "ended"):
@@ -166,8 +153,7 @@ def test_memory_that_ends_in_a_trial_ends_the_trials_and_not_the_job(no_leaks, f
     assert all(not trial.seconds for trial in found.info.trials)
 
 
-def test_a_cancel_in_the_middle_of_a_trial_leaves_warm_ranks(two_real_ranks, files):
-    spec, _ = files
+def test_a_cancel_in_the_middle_of_a_trial_leaves_warm_ranks(two_real_ranks, spec):
 
     def cancel(step, steps, preview):
         if step == 6:
@@ -178,12 +164,8 @@ def test_a_cancel_in_the_middle_of_a_trial_leaves_warm_ranks(two_real_ranks, fil
     assert two_real_ranks.state is State.READY
 
 
-def test_one_device_of_two_is_the_first_one(two_real_ranks, files):
-    spec, _ = files
+def test_one_device_of_two_is_the_first_one(two_real_ranks, spec):
     asked = CASES["plain"]
-    call = PredictRequest(asked.noise, torch.tensor([0.5]), asked.positive)
-    (one, info), (two, _) = (two_real_ranks.predict(spec, call, Placement(s)) for s in (ONE, ULYSSES))
-    assert relative_difference(one, two) <= TOLERANCE and info.strategy == ONE
     latents = [two_real_ranks.sample(spec, asked, Placement(s)).latent for s in (ONE, ULYSSES)]
     assert relative_difference(*latents) <= TOLERANCE
 

@@ -9,11 +9,8 @@ from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
 from flux_requests import CASES_OF_TWO_STEPS as CASES
 from oracle import oracle_subject
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.models.diffusers.load import load
-from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
+from plain_jobs import PlainJobs
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 
@@ -47,15 +44,11 @@ ENGINES = ("native", "xfuser")
 
 def sample(world, paths, strategies, engine, cases):
     """{strategy, case: (latent, engine that ran, bytes sent)} on one rank, strategies on the same warm weights."""
-    layouts, results = Layouts(world), {}
-    models = {heads: load(ModelSpec(path), world.device) for heads, path in paths.items()}
+    jobs, results = PlainJobs(Layouts(world)), {}
     for strategy in strategies:
-        forward = make_forward(models[heads_of(strategy)], layouts, Placement(strategy, engine))
         for name in cases:
-            before = forward.bytes_sent
-            latent = denoise(forward, CASES[name], lambda i, denoised: None)
-            key = f"{strategy.describe()}: {name}"
-            results[key] = (latent, forward.engine, forward.bytes_sent - before)
+            latent, forward, sent = jobs.run(paths[heads_of(strategy)], strategy, CASES[name], engine)
+            results[f"{strategy.describe()}: {name}"] = (latent, forward.engine, sent)
     return results
 
 
@@ -128,15 +121,15 @@ def test_bytes_sent_equal_the_closed_form(all_results, strategy):
                 layers=2 * BLOCKS,
                 hidden=heads_of(strategy) * 128,
                 latent_elements=16 * height * width,
+                patch_channels=heads_of(strategy) * 128,  # tokens are gathered before the last layer
             )
             sent = results[f"{strategy.describe()}: {name}"][2]
             assert sent == per_step * (len(case.sigmas) - 1), f"rank {rank}, {name}"
 
 
 def sample_twice(world, path, strategy):
-    forward = make_forward(load(ModelSpec(path), world.device), Layouts(world), Placement(strategy, "native"))
-    case = CASES["odd sides, cfg 4, batch 3"]
-    return [denoise(forward, case, lambda i, denoised: None) for _ in range(2)]
+    jobs, case = PlainJobs(Layouts(world)), CASES["odd sides, cfg 4, batch 3"]
+    return [jobs.run(path, strategy, case)[0] for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -153,18 +146,14 @@ def test_run_to_run_and_rank_to_rank_are_bit_identical(subject, strategy):
 
 def sample_without_a_neighbours_keys(world, path):
     """The negative control: a ring that forgets what it received."""
-    from parallel_backend.engine.attention import native
+    from parallel_backend.engine.attention import sequence
 
     def forgetful(mine, sizes, axis, traffic):
         yield mine
 
-    native.ring_shares = forgetful
-    forward = make_forward(
-        load(ModelSpec(path), world.device),
-        Layouts(world),
-        Placement(ParallelStrategy(ring_degree=2), "native"),
-    )
-    return denoise(forward, CASES["odd sides, cfg 1, batch 1"], lambda i, denoised: None)
+    sequence.ring_shares = forgetful
+    strategy = ParallelStrategy(ring_degree=2)
+    return PlainJobs(Layouts(world)).run(path, strategy, CASES["odd sides, cfg 1, batch 1"])[0]
 
 
 def test_dropping_a_neighbours_keys_is_seen(subject):
@@ -175,13 +164,12 @@ def test_dropping_a_neighbours_keys_is_seen(subject):
 
 def sample_after_another_strategy_with_idle_ranks(world, path):
     """Two strategies in turns on warm weights; the third request has one row for two groups of ranks."""
-    layouts, model = Layouts(world), load(ModelSpec(path), world.device)
+    jobs = PlainJobs(Layouts(world))
     pair, row = ParallelStrategy(cfg_degree=2, ulysses_degree=2), ParallelStrategy(ulysses_degree=4)
-    forwards = [make_forward(model, layouts, Placement(strategy, "xfuser")) for strategy in (pair, row)]
     names = ("odd sides, cfg 4, batch 1", *["odd sides, cfg 1, batch 1"] * 3)
     return [
-        denoise(forward, CASES[name], lambda i, denoised: None)
-        for forward, name in zip((*forwards, *forwards), names, strict=True)
+        jobs.run(path, strategy, CASES[name], "xfuser")[0]
+        for strategy, name in zip((pair, row, pair, row), names, strict=True)
     ]
 
 

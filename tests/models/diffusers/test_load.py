@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.models.base import TokenShare
 from parallel_backend.models.diffusers.casting import CastingLinear
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import diffusers_sources
 from parallel_backend.models.diffusers.load import load
-from parallel_backend.models.diffusers.module import FluxModel
-from parallel_backend.models.diffusers.packing import image_ids
-from parallel_backend.requests import Conditioning, ModelSpec
+from parallel_backend.models.diffusers.model import DiffusersModel
+from parallel_backend.models.diffusers.packing import image_ids, pack, unpack
+from parallel_backend.requests import ModelSpec
 from tiny_flux import tiny_flux_config, write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,16 +37,15 @@ def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
     """Two rows of a model call."""
     g = torch.Generator().manual_seed(seed)
     return {
-        "img_tokens": torch.randn(2, HEIGHT * WIDTH // 4, 64, generator=g),
+        "x": torch.randn(2, 16, HEIGHT, WIDTH, generator=g),
         "context": torch.randn(2, TEXT, SIZES["context_dim"], generator=g),
         "pooled": torch.randn(2, SIZES["pooled_dim"], generator=g),
         "sigma": torch.tensor([0.8123, 0.3331]),
         "guidance": torch.tensor([4.0, 2.0]),  # times 1000 exact in bf16, so that only arithmetic rounds
-        "img_ids": image_ids(HEIGHT, WIDTH),
     }
 
 
-def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -> FluxModel:
+def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -> DiffusersModel:
     return load(ModelSpec(str(path), weight_dtype=weight_dtype), device)
 
 
@@ -58,24 +56,26 @@ def judged(folder: Path, stored: torch.dtype, *, guidance: bool = True) -> torch
     model = FluxTransformer2DModel(**tiny_flux_config(guidance=guidance, **SIZES)).eval()
     model.load_state_dict({key: t.to(stored).float() for key, t in load_file(path).items()})
     given = inputs()
-    return model(
-        hidden_states=given["img_tokens"],
+    tokens = model(
+        hidden_states=pack(given["x"]),
         encoder_hidden_states=given["context"],
         pooled_projections=given["pooled"],
         timestep=given["sigma"],
         guidance=given["guidance"] if guidance else None,
-        img_ids=given["img_ids"],
+        img_ids=image_ids(HEIGHT, WIDTH),
         txt_ids=torch.zeros(TEXT, 3),
         return_dict=False,
     )[0]
+    return unpack(tokens, HEIGHT, WIDTH)
 
 
 @torch.no_grad()
-def velocity(model: FluxModel, **changes) -> torch.Tensor:
+def velocity(model: DiffusersModel, **changes) -> torch.Tensor:
     given = {**inputs(), **changes}
-    prompt = Conditioning(given["context"], given["pooled"], given["guidance"])
-    share = TokenShare(given["img_tokens"], prompt.context, given["img_ids"], given["sigma"], prompt)
-    return model.through(0, share)[0].float()
+    answer = model.module(
+        given["x"], given["sigma"], given["context"], given["pooled"], guidance=given["guidance"]
+    )
+    return answer.float()
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -104,7 +104,7 @@ def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefi
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=FP8, layout=layout, prefix=prefix, **SIZES)
     model = loaded(path)
     assert model.compute_dtype == BF16
-    assert model.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
+    assert model.module.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
     result = velocity(model)
     assert error(result, judged(tmp_path, FP8)) < 0.03  # bf16 has 8 bits: measured 0.01
     # The same weights stored as bf16 compute exactly the same.
@@ -182,11 +182,11 @@ def test_weight_dtype_decides_storage_and_arithmetic(
 ):
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=stored, **SIZES)
     model = loaded(path, wish, device)
-    parameters = dict(model.transformer.named_parameters())
+    parameters = dict(model.module.transformer.named_parameters())
     assert model.compute_dtype == compute
     assert [parameters[name].dtype for name in (LARGE, SMALL, BIAS, NORM)] == [large, small, bias, compute]
     assert {p.device.type for p in parameters.values()} == {device.type}
-    casting = type(model.transformer.get_submodule(LARGE.removesuffix(".weight"))) is CastingLinear
+    casting = type(model.module.transformer.get_submodule(LARGE.removesuffix(".weight"))) is CastingLinear
     assert casting == (large != compute)
     if device is CPU:
         rounded = judged(tmp_path, FP8 if FP8 in (stored, large) else stored)
@@ -217,13 +217,14 @@ def test_an_unknown_weight_dtype_is_refused(tmp_path):
 
 
 def test_the_model_is_whole_and_ready(tmp_path):
-    model = loaded(write_tiny_flux(tmp_path / "x.safetensors", **SIZES))
-    tensors = [*model.transformer.parameters(), *model.transformer.buffers()]
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+    model = loaded(path)
+    tensors = [*model.module.transformer.parameters(), *model.module.transformer.buffers()]
     assert {t.device.type for t in tensors} == {"cpu"}
     assert not any(t.requires_grad for t in tensors)
-    assert not any(module.training for module in model.transformer.modules())
+    assert not any(module.training for module in model.module.transformer.modules())
     assert sum(t.numel() * t.element_size() for t in tensors) == model.bytes
-    assert len(tensors) == len(diffusers_sources(model.file.dims))
+    assert len(tensors) == len(diffusers_sources(inspect_flux(path).dims))
 
 
 def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
@@ -233,7 +234,7 @@ def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
     # diffusers' own forward would give the same for both.
     assert not torch.equal(velocity(model, sigma=sigma), velocity(model, sigma=rounded))
     seen = []
-    model.transformer.time_text_embed.inner.time_proj.register_forward_pre_hook(
+    model.module.transformer.time_text_embed.inner.time_proj.register_forward_pre_hook(
         lambda module, args: seen.append(args[0].clone())
     )
     velocity(model, sigma=sigma, guidance=torch.tensor([3.5, 3.3]))
@@ -253,7 +254,7 @@ def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):
     dev = loaded(write_tiny_flux(tmp_path / "dev.safetensors", **SIZES))
     disabled = velocity(dev, guidance=None)
     assert error(velocity(dev, guidance=torch.full((2,), 3.5)), disabled) > 1e-3
-    embedder = dev.transformer.time_text_embed.inner.guidance_embedder
+    embedder = dev.module.transformer.time_text_embed.inner.guidance_embedder
     for parameter in embedder.linear_2.parameters():
         parameter.data = torch.zeros_like(parameter)  # an embedding that adds nothing
     assert torch.equal(velocity(dev, guidance=torch.full((2,), 3.5)), disabled)
@@ -304,7 +305,7 @@ def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, layout,
     ranges = mapped_ranges(path)
     copies = [
         name
-        for name, parameter in model.transformer.named_parameters()
+        for name, parameter in model.module.transformer.named_parameters()
         if ".norm_" not in name and not any(b <= parameter.data_ptr() < e for b, e in ranges)
     ]
     assert not copies

@@ -1,1 +1,0 @@
-"""PipeFusion: stages of blocks, patches that flow through them, and the messages between them."""

@@ -1,0 +1,54 @@
+"""The prompts of a plain job as calls of a module with ComfyUI's signature: those that are alike go into one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.tokens.table import token_mode
+from ..requests import Conditioning, ModuleCall, Rows
+
+Compute = Callable[[ModuleCall], Any]
+
+
+def answers_to(rows: list[Rows], module: torch.nn.Module, compute: Compute) -> list[Tensor]:
+    """The module's answers [r, C, h, w] float32 to each entry: entries whose prompts have the same form go into one
+    call, one behind the other."""
+    found: list[Tensor] = []
+    first = 0
+    while first < len(rows):
+        stop = first + 1
+        while stop < len(rows) and _form(rows[stop]) == _form(rows[first]):
+            stop += 1
+        together = rows[first:stop]
+        answer: Tensor = compute(_call(together, module, tuple(range(first, stop))))
+        found += answer.float().split([len(entry.x) for entry in together])
+        first = stop
+    return found
+
+
+def _form(entry: Rows) -> tuple[torch.Size, bool]:
+    prompt = entry.conditioning
+    return prompt.context.shape[1:], prompt.guidance is None
+
+
+def _call(rows: Sequence[Rows], module: torch.nn.Module, prompts: tuple[int, ...]) -> ModuleCall:
+    def joined(of: Callable[[Rows], Tensor]) -> Tensor:
+        return torch.cat([of(entry).expand(len(entry.x), *of(entry).shape[1:]) for entry in rows])
+
+    kwargs = {
+        "context": joined(lambda r: r.conditioning.context),
+        "y": joined(lambda r: r.conditioning.pooled),
+    }
+    if rows[0].conditioning.guidance is not None:
+        kwargs["guidance"] = joined(lambda r: _guidance(r.conditioning))
+    args = joined(lambda r: r.x), joined(lambda r: r.sigma)
+    return ModuleCall(args, kwargs, len(args[0]), token_mode(type(module).__name__, kwargs), prompts)
+
+
+def _guidance(prompt: Conditioning) -> Tensor:
+    assert prompt.guidance is not None, "prompts of one call are alike"
+    return prompt.guidance
