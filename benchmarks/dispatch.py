@@ -6,7 +6,7 @@ Each strategy runs Euler steps of Flux.1-dev at 1024 x 1024 in its true sizes on
 device, which stands for a GPU), as rank 0, and beside it one call of the same model under diffusers' own context
 parallelism (`enable_parallelism`). A block's counts are the difference between a model of more blocks and one of fewer,
 in Flux.1-dev's mix of kinds; a step's are those of its 57 blocks and of what is around them. `sharded_ulysses_2` is of
-a small model on the CPU, since FSDP refuses tensors without data: every read of a tensor counts as a synchronisation
+a small model on the CPU, since shares of weights are bytes: every read of a tensor counts as a synchronisation
 there. With ComfyUI at COMFYUI_PATH, a tiny model of its own (Wan) is counted too: tokens that stay apart
 from block to block, and tokens that each block gathers.
 
@@ -25,7 +25,6 @@ from subject import finish
 from counted_flux import FLUX_DEV_1024, Size, diffusers_call, flux_calls, step_counted
 from dispatch_counter import Counts
 from parallel_backend.models.diffusers.keys import FLUX_DEV
-from parallel_backend.options import OVERLAP
 from parallel_backend.strategy import ParallelStrategy
 
 FEW, MANY = (1, 2), (2, 4)  # double and single blocks, in Flux.1-dev's mix
@@ -35,7 +34,6 @@ FLUX_BLOCKS = sum((FLUX_DEV.double_blocks, FLUX_DEV.single_blocks))
 class Case(NamedTuple):
     strategy: ParallelStrategy
     cfg: float = 1.0
-    overlap: str = "off"
     size: Size = FLUX_DEV_1024
     few: tuple[int, int] = FEW
     many: tuple[int, int] = MANY
@@ -45,7 +43,6 @@ ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
 CASES = {
     "one": Case(ParallelStrategy()),
     "ulysses_2": Case(ULYSSES_2),
-    "ulysses_2_overlapped": Case(ULYSSES_2, overlap="on"),
     "ulysses_4": Case(ParallelStrategy(ulysses_degree=4)),
     "ring_2": Case(ParallelStrategy(ring_degree=2)),
     "usp_2x2": Case(ParallelStrategy(ring_degree=2, ulysses_degree=2)),
@@ -77,7 +74,6 @@ def main() -> None:
 
 
 def _of_strategy(case: Case) -> dict:
-    os.environ[OVERLAP] = case.overlap
     stages, counts = case.strategy.pipefusion_degree, []
     for blocks in (case.few, case.many):
         with flux_calls(case.strategy, *blocks, size=case.size) as forward:

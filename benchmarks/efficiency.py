@@ -2,7 +2,7 @@
 
 `inside`: ms of a step that rank 0 of two is inside exchanges, moving bytes or waiting for the other.
 PipeFusion's number is of its steady state: steps with flowing patches but the one that fills the pipeline; its exact
-warm-up step, where one rank works while the other waits, is told apart. `overlapped`: exchanges run beside computing.
+warm-up step, where one rank works while the other waits, is told apart.
 
 python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--only ulysses_2 …] [--json]
 """
@@ -10,12 +10,10 @@ python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--only ul
 from __future__ import annotations
 
 import argparse
-import os
 from statistics import median
 
 from subject import SIZES, finish, random_flux, sample_request
 
-from parallel_backend.options import OVERLAP
 from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -26,8 +24,6 @@ CASES = {
     "cfg_2": (ParallelStrategy(cfg_degree=2), 4.0),
     "pipefusion_2": (ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=4), 1.0),
 }
-# The same strategies by ranks that were started with PARALLEL_SAMPLING_OVERLAP=on.
-OVERLAPPED = {"ulysses_2_overlapped": CASES["ulysses_2"]}
 WARM_UP = "pipefusion_2_warmup"
 
 
@@ -39,18 +35,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engine", default="auto")
-    parser.add_argument("--only", nargs="+", choices=[*CASES, *OVERLAPPED], default=[*CASES, *OVERLAPPED])
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     result: dict[str, dict[str, float]] = {}
     one = Sidecar(("cpu:0",))
-    two, overlapped = (_ranks(overlap) for overlap in ("off", "on"))
-    twos = dict.fromkeys(CASES, two) | dict.fromkeys(OVERLAPPED, overlapped)
+    two = Sidecar(("cpu:0", "cpu:1"))
     try:
         with random_flux() as spec:
             for tokens in args.tokens:
-                times, inside = _measure(one, twos, spec, tokens, args)
+                times, inside = _measure(one, two, spec, tokens, args)
                 result[str(tokens)] = {
                     name: round(median(single) / (2 * median(double)), 3)
                     for name, (single, double) in times.items()
@@ -62,30 +57,22 @@ def main() -> None:
                         + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
                     )
     finally:
-        for sidecar in (one, two, overlapped):
+        for sidecar in (one, two):
             sidecar.stop()
     finish(result, args.json)
 
 
-def _ranks(overlap: str) -> Sidecar:
-    """Two ranks that overlap or do not, as long as they live."""
-    os.environ[OVERLAP] = overlap
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    sidecar.start()
-    return sidecar
-
-
-def _measure(one, twos, spec, tokens, args):
+def _measure(one, two, spec, tokens, args):
     """Per case, the step times on one rank and on two, taken in turns so that both see the same machine; and what
     rank 0 of two was inside exchanges in each step, where steps end together."""
-    cases = {name: case for name, case in (CASES | OVERLAPPED).items() if name in args.only}
+    cases = {name: case for name, case in CASES.items() if name in args.only}
     times = {name: ([], []) for name in (*cases, *([WARM_UP] if "pipefusion_2" in cases else []))}
     inside = {name: [] for name in cases}
     for round_number in range(args.rounds + 1):
         for name, (strategy, cfg) in cases.items():
             request = sample_request(tokens, args.steps, cfg)
             single = one.sample(spec, request, Placement(engine=args.engine))
-            double = twos[name].sample(spec, request, Placement(strategy, args.engine))
+            double = two.sample(spec, request, Placement(strategy, args.engine))
             if round_number:  # the first round warms up
                 times[name][0].extend(single.info.step_seconds)
                 begin = 0

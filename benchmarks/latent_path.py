@@ -1,4 +1,4 @@
-"""The files that a resident job passes on warm ranks, traced: those that are given the latent, and all that run.
+"""The files that a plain job passes on warm ranks, traced: those that are given the latent, and all that run.
 
     python benchmarks/latent_path.py [--json]
 

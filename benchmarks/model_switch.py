@@ -2,8 +2,8 @@
 
     python benchmarks/model_switch.py [--runs 40] [--json]
 
-switch_ms: what the report tells, from the request until the other model is in use; call_ms: what a stepwise model call
-that switches takes beyond compute, and beyond one of the same model right after it; load_ms: a call beyond compute
+switch_ms: what the report tells, from the request until the other model is in use; job_ms: what a job of one step
+that switches takes beyond compute, and beyond one of the same model right after it; load_ms: a job beyond compute
 where the ranks hold one model at a time, so that each turn loads a file (which is in the page cache). Two random Flux
 models of 6 blocks of width 512, 128 tokens, 2 ranks, Ulysses 2.
 """
@@ -15,9 +15,9 @@ import time
 from contextlib import ExitStack
 from statistics import median
 
-from subject import finish, predict_request, random_flux
+from subject import finish, random_flux, sample_request
 
-from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
@@ -26,10 +26,10 @@ TWO = Placement(ParallelStrategy(ulysses_degree=2))
 GOAL_MS = 50
 
 
-def beyond_compute(sidecar: Sidecar, spec: ModelSpec, call: PredictRequest) -> tuple[float, float]:
-    """Seconds of one model call, a switch or a load before it included, and of what came before it alone."""
+def beyond_compute(sidecar: Sidecar, spec: ModelSpec, request: SampleRequest) -> tuple[float, float]:
+    """Seconds of a job of one step, a switch or a load before it included, and of what came before it alone."""
     begin = time.perf_counter()
-    _, info = sidecar.predict(spec, call, TWO)
+    info = sidecar.sample(spec, request, TWO).info
     return time.perf_counter() - begin - sum(info.step_seconds), info.load.seconds
 
 
@@ -40,29 +40,29 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    call, switches, calls, loads = predict_request(TOKENS), [], [], []
+    request, switches, jobs, loads = sample_request(TOKENS, steps=1), [], [], []
     with ExitStack() as files:
         models = [files.enter_context(random_flux()) for _ in range(2)]
         sidecar = Sidecar(("cpu:0", "cpu:1"))
         try:
             for turn in range(args.runs + 4):
-                with_switch, switch = beyond_compute(sidecar, models[turn % 2], call)
-                without, _ = beyond_compute(sidecar, models[turn % 2], call)
+                with_switch, switch = beyond_compute(sidecar, models[turn % 2], request)
+                without, _ = beyond_compute(sidecar, models[turn % 2], request)
                 switches.append(switch)
-                calls.append(with_switch - without)
+                jobs.append(with_switch - without)
             for turn in range(4):
                 sidecar.drop(models[(turn + 1) % 2])
                 sidecar.drop(models[turn % 2])
-                loads.append(beyond_compute(sidecar, models[turn % 2], call)[0])
+                loads.append(beyond_compute(sidecar, models[turn % 2], request)[0])
         finally:
             sidecar.stop()
     result = {
         "switch_ms": round(median(switches[4:]) * 1e3, 3),
-        "call_ms": round(median(calls[4:]) * 1e3, 2),
+        "job_ms": round(median(jobs[4:]) * 1e3, 2),
         "load_ms": round(median(loads) * 1e3, 1),
     }
     print(f"a switch between two warm models: {result['switch_ms']} ms (goal: {GOAL_MS} ms)")
-    print(f"a model call that switches: {result['call_ms']} ms more than one that does not")
+    print(f"a job that switches: {result['job_ms']} ms more than one that does not")
     print(f"where each turn loads its file instead: {result['load_ms']} ms")
     finish(result, args.json)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -25,10 +25,9 @@ from torch import Tensor
 from comfy_modules import CASES, import_comfyui_here
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts, World
-from parallel_backend.engine.factory import make_forward
-from parallel_backend.engine.first_block_cache import CachedForward
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.plain_calls import answers_to
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.options import DEFAULT_THRESHOLD
@@ -155,20 +154,21 @@ def _scaled(times: Any, level: float) -> Any:
 
 def _trained(layouts: Layouts) -> Callable[[float], tuple[Parts, Answer, Answer]]:
     strategy = ParallelStrategy()
-    forward = make_forward(load_under(DEMO, layouts, strategy), layouts, Placement(strategy))
+    forward = make_module_forward(load_under(DEMO, layouts, strategy), layouts, Placement(strategy))
     request = demo_request(["a red circle left of a blue square"])
 
-    def rows(x: Sequence[Tensor], level: float) -> list[Rows]:
-        return [Rows(x[0], torch.tensor([level]), request.positive)]
+    def answer(x: Parts, level: float, cache: ModuleCache | None) -> Parts:
+        rows = [Rows(x[0], torch.tensor([level]), request.positive)]
+        return answers_to(rows, forward.model.module, lambda call: forward(call, cache))
 
     def subject(threshold: float) -> tuple[Parts, Answer, Answer]:
-        cache = CachedForward(forward, threshold)
+        cache = ModuleCache(threshold)
 
         def cached(x: Parts, level: float) -> tuple[Parts, bool]:
             reused = cache.reused
-            return list(cache(rows(x, level))), cache.reused > reused
+            return answer(x, level, cache), cache.reused > reused
 
-        return [request.noise], cached, lambda x, level: (list(forward(rows(x, level))), False)
+        return [request.noise], cached, lambda x, level: (answer(x, level, None), False)
 
     return subject
 

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from parallel_backend.requests import Conditioning, ModelSpec, PredictRequest, SampleRequest  # noqa: E402
+from parallel_backend.requests import Conditioning, ModelSpec, SampleRequest  # noqa: E402
 from tiny_flux import write_tiny_flux  # noqa: E402
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
@@ -63,12 +63,6 @@ def sample_request(tokens: int, steps: int, cfg: float = 1.0) -> SampleRequest:
         sampler="euler",
         seed=0,
     )
-
-
-def predict_request(tokens: int) -> PredictRequest:
-    height, width = SIZES[tokens]
-    x = torch.randn(1, 16, height, width, generator=torch.Generator().manual_seed(0))
-    return PredictRequest(x=x, sigma=torch.tensor([0.7]), conditioning=prompt(1))
 
 
 def machine() -> str:

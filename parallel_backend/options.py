@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError, StrategyError
@@ -22,8 +20,6 @@ THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
 # CUDA's own: kernels of streams that share a queue wait for each other. Each communicator of NCCL's has a stream, and a
 # stage of PipeFusion sends on one what another rank wants before it answers on the other. 8 are CUDA's default.
 DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-# A variable, `on` or `off`: whether ranks send what attention needs while they compute the rest. Results are the same.
-OVERLAP = "PARALLEL_SAMPLING_OVERLAP"
 APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values
 
 
@@ -58,15 +54,6 @@ class CompileStats:
     graphs: int
     seconds: float
     uncompiled: int
-
-
-def overlaps(device_type: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether exchanges run beside computing. Where nobody says, on GPUs: on the CPU both take the same cores
-    (docs/decisions/035)."""
-    wish = environ.get(OVERLAP, "")
-    if wish not in ("", "on", "off"):
-        raise RequestError(f"{OVERLAP} is {wish!r}; it can be on, off or unset.")
-    return wish == "on" if wish else device_type == "cuda"
 
 
 STEP_CACHES = ("off", "first_block")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
     import torch
 
 # Samplers of the pack's own loop (sampling/), and how often a step of each calls the model (heun's last step once).
-RESIDENT_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
+PLAIN_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
 # The same of ComfyUI's samplers that do so more than once, in most of their steps.
 SEVERAL_CALLS = {
     **dict.fromkeys(("heun", "exp_heun_2_x0", "exp_heun_2_x0_sde", "dpm_2", "dpm_2_ancestral"), 2),
@@ -73,11 +73,6 @@ class InputShapes:
     text_encoders: str
     latents: str
 
-    def velocity_shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Of the model's answer to x [R, channels_in, h, w]; what Fill, Canny and Depth take in beside the latent does
-        not come out."""
-        return (len(x), self.channels_out, *x.shape[2:])
-
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -103,7 +98,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A whole sampling job for the resident loop.
+    """A plain sampling job, which needs no ComfyUI.
 
     noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
     sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
@@ -163,49 +158,13 @@ class SamplerState:
 
 
 @dataclass(frozen=True)
-class Extras:
-    """The inputs that a model call may have beside latent, sigma and prompt. Rows: 1 or R.
-
-    references: latents [rows, C, h, w] whose tokens the image attends to (Flux Kontext). places: [1 + references, 5]
-    float32, where the image's tokens lie and those of each reference: (index, row, column) of the first one, and how
-    far rows and columns are apart; None for an image alone at its usual place. mask: [rows, S, S], boolean or added to
-    the scores of attention, over text, image and references in this order. residuals: of a ControlNet, by block
-    (doubles first), [rows, n, hidden] added to the first n image tokens after it; blocks may share one tensor, which
-    then travels once.
-    """
-
-    references: tuple[torch.Tensor, ...] = ()
-    places: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    residuals: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.references or self.residuals) or self.mask is not None or self.places is not None
-
-
-@dataclass(frozen=True)
 class Rows:
     """Images of one model call that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or
-    r. `extras`: rows 1 or r, still where they arrived: a rank moves what it needs of them."""
+    r."""
 
     x: torch.Tensor
     sigma: torch.Tensor
     conditioning: Conditioning
-    extras: Extras = field(default_factory=Extras)
-
-
-@dataclass(frozen=True)
-class PredictRequest:
-    """One model call for the stepwise way: R rows (cond and uncond arrive as one batch).
-
-    x: [R, C, H/8, W/8] float, C of the model's input (16, and more for Fill, Canny and Depth); sigma: [R] float32
-    (Flux's timestep is its sigma); conditioning rows: 1 or R.
-    """
-
-    x: torch.Tensor
-    sigma: torch.Tensor
-    conditioning: Conditioning
-    extras: Extras = field(default_factory=Extras)
 
 
 # How a call shares out the tokens of one image or video over a sequence axis: they stay apart from the first block to
@@ -277,32 +236,17 @@ class SleepInfo:
 
 
 @dataclass(frozen=True)
-class PatchInfo:
-    """The outcome of changing weights (LoRAs). seconds: slowest rank, with sending; weights: tensors that now differ
-    from the file; touched: of those computed or restored for it; bytes_sent: factors that the ranks did not have yet;
-    cached: these changes were in place already."""
-
-    seconds: float
-    weights: int
-    touched: int
-    bytes_sent: int
-    cached: bool
-
-
-@dataclass(frozen=True)
 class LoadInfo:
     """The outcome of loading. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
-    patched: what was changed in the weights after that, None where no rank has been asked to; inputs: None for a
-    VAE; model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its shares in host
-    memory, of which whole weights, being the mapped file, take none; switched: it was held while another one was in
-    use, and seconds has what the change took; notes: the models that were dropped for it, in words."""
+    inputs: None for a VAE; model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its
+    shares in host memory, of which whole weights, being the mapped file, take none; switched: it was held while another
+    one was in use; notes: the models that were dropped for it, in words."""
 
     seconds: float
     bytes: int
     cached: bool
     dtype: str
     compute_dtype: str
-    patched: PatchInfo | None = None
     inputs: InputShapes | None = None
     model: str = ""
     device_bytes: int = 0

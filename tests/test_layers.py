@@ -57,7 +57,6 @@ UPWARDS_WITHIN = {
     ("nodes.model.named_file", "nodes.demo_loader"),
     ("nodes.model.named_file", "nodes.prompt_links"),
     ("parallel_backend.rank.joined.joined_worker", "parallel_backend.rank.vae_worker"),
-    ("parallel_backend.rank.work.held_models", "parallel_backend.rank.lora_worker"),
     ("parallel_backend.rank.work.worker", "parallel_backend.rank.vae_worker"),
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
@@ -65,13 +64,12 @@ MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LARGE_FOLDERS = {
     "nodes": 23,
     "parallel_backend/commands/doctor": 13,
-    "parallel_backend/commands/gpu_check": 13,
-    "parallel_backend/models": 15,
-    "parallel_backend/models/comfyui": 15,
-    "parallel_backend/models/diffusers": 15,
+    "parallel_backend/models": 13,
+    "parallel_backend/models/comfyui": 14,
+    "parallel_backend/models/diffusers": 14,
     "parallel_backend/observability": 15,
-    "parallel_backend/sidecar": 17,
-    "parallel_backend/wire": 21,
+    "parallel_backend/sidecar": 13,
+    "parallel_backend/wire": 15,
 }
 LONG_FILES: set[str] = set()
 # The first three stay: a process's door, a table of colours, and what must load nothing first.
@@ -87,9 +85,7 @@ SHORT_FILES = {
     "parallel_backend/commands/gpu_check/groups.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/models/cards.py",
-    "parallel_backend/sidecar/sent_tensor.py",
     "parallel_backend/wire/self_test.py",
-    "parallel_backend/wire/tensor_state.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms that know no family of models: what is one family's lives in its folder below models/.

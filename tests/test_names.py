@@ -20,8 +20,6 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 SEVERAL_MEANINGS = {
     "Answer": 2,
     "AssigningPatcher": 2,
-    "BlockList": 2,
-    "Blocks": 2,
     "ByteSharding": 2,
     "Comparison": 2,
     "HeldModel": 2,
@@ -49,7 +47,6 @@ SPEAK_DIALECT = {
     "Kept",
     "KEPT",
     "kept",
-    "kept_by",
     "kept_dtype",
     "KEPT_FILES",
     "KEPT_KINDS",
@@ -80,11 +77,8 @@ SPEAK_DIALECT = {
     "told",
     "told_beside",
     "wanted",
-    "wanted_kernel",
     "whole",
     "WHOLE",
-    "whole_order",
-    "whole_steps",
     "why_whole",
 }
 

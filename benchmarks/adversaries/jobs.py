@@ -18,10 +18,8 @@ from parallel_backend.errors import ParallelError, RankFailed
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.requests import (
     Conditioning,
-    Extras,
     ModelSpec,
     Placement,
-    PredictRequest,
     SampleRequest,
 )
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -56,21 +54,6 @@ def random_request(draw: random.Random) -> SampleRequest:
         sampler=draw.choice(SAMPLERS),
         seed=draw.choice((0, 1, 2**63, 2**64 - 1)),
     )
-
-
-def random_call(draw: random.Random) -> PredictRequest:
-    """A model call with an attention mask, and a reference latent with a chance of one half."""
-    x, words = _random_latent(draw), _random_prompt(draw)
-    rows, _, height, width = x.shape
-    generator = torch.Generator().manual_seed(draw.randrange(2**32))
-    references = (torch.randn(1, 16, 6, 4, generator=generator),) if draw.random() < 0.5 else ()
-    tokens = words.context.shape[1] + -(-height // 2) * -(-width // 2) + 6 * len(references)
-    mask = torch.randn(draw.choice((1, rows)), tokens, tokens, generator=generator)
-    hidden = torch.rand(mask.shape, generator=generator) < draw.choice((0.0, 0.3, 0.9))
-    hidden[:, :, 0] = False  # every query sees something
-    places = torch.tensor([[0.0, 0, 0, 1, 1], *([1.0, 0, 3, 1, 1] for _ in references)])
-    extras = Extras(references, places, mask.masked_fill(hidden, float("-inf")))
-    return PredictRequest(x, torch.full((rows,), 0.7), words, extras)
 
 
 def _random_latent(draw: random.Random) -> Tensor:
@@ -137,14 +120,10 @@ def _compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None
 def _difference(
     draw: random.Random, spec: ModelSpec, one: Sidecar, several: Sidecar, placement: Placement
 ) -> float:
-    """Of a random job or call by one rank and by several, of the largest value."""
-    if draw.random() < 0.3:
-        call = random_call(draw)
-        expected, found = one.predict(spec, call, Placement())[0], several.predict(spec, call, placement)[0]
-    else:
-        request = random_request(draw)
-        expected = one.sample(spec, request, Placement()).latent
-        found = several.sample(spec, request, placement).latent
+    """Of a random job by one rank and by several, of the largest value."""
+    request = random_request(draw)
+    expected = one.sample(spec, request, Placement()).latent
+    found = several.sample(spec, request, placement).latent
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 

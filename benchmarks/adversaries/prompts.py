@@ -41,7 +41,7 @@ class Fuzzed:
 
     def __init__(self, draw: random.Random, unet: str) -> None:
         graph = Graph()
-        resident = draw.random() < 0.5
+        is_plain = draw.random() < 0.5
         positive, negative, latent = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
         sizes = draw.random()
         if sizes < 0.1:
@@ -50,7 +50,7 @@ class Fuzzed:
             graph.prompt[latent[0]]["inputs"]["channels"] = draw.choice((1, 4, 128))
         elif sizes < 0.3:
             graph.prompt[latent[0]]["inputs"] |= {"width": draw.choice((1, 2, 3)), "height": 1}
-        if resident:
+        if is_plain:
             loader = graph.parallel_loader(unet, "cpu:2")
             result = graph.parallel_sampler(loader, positive, negative, latent, steps=2)
         else:

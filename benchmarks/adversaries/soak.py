@@ -127,9 +127,9 @@ class _Mixed:
                 {"ulysses": 2, "shard_weights": True},
             )
         ):
-            yield str(choice), self._running(self._resident(seed, number, choice))
+            yield str(choice), self._running(self._sampled(seed, number, choice))
         for sampler in ("dpmpp_sde", "euler"):
-            yield f"stepwise {sampler}", self._running(self._stepwise(seed, sampler))
+            yield f"stock sampler, {sampler}", self._running(self._stock_sampled(seed, sampler))
         for kind, choice in (
             ("wan_t2v", {"ulysses": 2}),
             ("sd3", {"ring": 2}),
@@ -146,7 +146,7 @@ class _Mixed:
     def _refused(self, seed: int) -> Callable[[], object]:
         def run() -> None:
             try:
-                self._comfy.run(self._resident(seed, 0, {"ulysses": 2}, width=32).prompt, timeout=DEADLINE)
+                self._comfy.run(self._sampled(seed, 0, {"ulysses": 2}, width=32).prompt, timeout=DEADLINE)
             except PromptFailed:
                 return
             raise PromptError("a prompt of another width was not refused")
@@ -157,7 +157,7 @@ class _Mixed:
         def run() -> None:
             client = self._comfy.client
             with client.listen() as events:
-                name = client.queue(self._resident(seed, 1, {"ulysses": 2}, steps=2000).prompt)
+                name = client.queue(self._sampled(seed, 1, {"ulysses": 2}, steps=2000).prompt)
                 deadline = time.monotonic() + DEADLINE
                 while not events.progress and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -170,7 +170,7 @@ class _Mixed:
 
         return run
 
-    def _resident(self, seed: int, number: int, choice: dict, width: int = 64, steps: int = 2) -> Graph:
+    def _sampled(self, seed: int, number: int, choice: dict, width: int = 64, steps: int = 2) -> Graph:
         graph = Graph()
         latent = graph.latent(width=(8, 14, 9)[number % 3], height=(6, 11)[number % 2], batch=1 + number % 2)
         sampler = ("euler", "heun", "dpmpp_2m", "euler_ancestral")[number % 4]
@@ -182,7 +182,7 @@ class _Mixed:
         graph.save(result, "soak.safetensors")
         return graph
 
-    def _stepwise(self, seed: int, sampler: str) -> Graph:
+    def _stock_sampled(self, seed: int, sampler: str) -> Graph:
         graph = Graph()
         request = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
         model = graph.model("ours", self._unet, ulysses=2)

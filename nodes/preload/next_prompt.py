@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's
 
 _LOOK_AGAIN = 0.02  # s; a small picture is decoded in twice that
-_COMPUTING = ("sample", "predict", "decode", "encode")  # requests after which the tail may have begun
+_COMPUTING = ("sample", "decode", "encode")  # requests after which the tail may have begun
 
 log = logging.getLogger(__name__)
 

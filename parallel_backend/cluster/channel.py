@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..errors import TransportError
 from ..wire.protocol import MAX_MESSAGE_BYTES, Envelope, decode
 from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed
-from .payload import Extents, IncomingPayload, extents_of
+from .payload import IncomingPayload
 
 _HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
 _CHUNK = 64 * 1024  # bytes given to TLS at once
@@ -53,11 +53,13 @@ class Frame:
 
 @dataclass
 class _Outgoing:
-    """What is left to send of a frame. `descriptor`: of the payload, -1 for none; closed once it is sent."""
+    """What is left to send of a frame. `descriptor`: of the payload, -1 for none, of which the bytes from `offset` to
+    `size` are left; closed once it is sent."""
 
     head: memoryview
     descriptor: int
-    extents: Extents
+    size: int
+    offset: int = 0
 
 
 DATAGRAMS = frozenset({Kind.MESSAGE, Kind.CARRYING, Kind.AGAIN})
@@ -86,25 +88,21 @@ class Channel:
         """Frames that are not sent yet."""
         return len(self._outgoing)
 
-    def send(
-        self, kind: Kind, rank: int = 0, text: bytes = b"", descriptor: int = -1, extents: Extents = ()
-    ) -> None:
-        """Puts a frame behind those that wait; `flush` sends them. `descriptor`: where the payload's `extents` lie,
-        which stays the caller's."""
-        size = sum(length for _, length in extents)
+    def send(self, kind: Kind, rank: int = 0, text: bytes = b"", descriptor: int = -1) -> None:
+        """Puts a frame behind those that wait; `flush` sends them. `descriptor`: of its payload, which stays the
+        caller's."""
+        size = os.fstat(descriptor).st_size if descriptor >= 0 else 0
         head = memoryview(_HEADER.pack(kind, rank, len(text), size) + text)
-        self._outgoing.append(_Outgoing(head, os.dup(descriptor) if size else -1, extents))
+        self._outgoing.append(_Outgoing(head, os.dup(descriptor) if size else -1, size))
 
     def flush(self) -> None:
         """Sends as much as the connection takes. Raises LinkClosed."""
         while self._outgoing:
             first = self._outgoing[0]
-            if not first.head and first.extents:
-                (offset, length), *rest = first.extents
-                size = min(length, _CHUNK)
-                first.head = memoryview(os.pread(first.descriptor, size, offset))
-                left = ((offset + size, length - size),) if length > size else ()
-                first.extents = (*left, *rest)
+            if not first.head and first.offset < first.size:
+                count = min(first.size - first.offset, _CHUNK)
+                first.head = memoryview(os.pread(first.descriptor, count, first.offset))
+                first.offset += count
             if first.head:
                 try:
                     sent = self._socket.send(first.head)
@@ -113,7 +111,7 @@ class Channel:
                 except OSError as error:
                     raise LinkClosed(f"the connection ended ({error})") from None
                 first.head = first.head[sent:]
-            if not first.head and not first.extents:
+            if not first.head and first.offset == first.size:
                 self._drop_first()
 
     def _drop_first(self) -> None:
@@ -171,7 +169,7 @@ class Channel:
             envelope = decode(text, int(kind is not Kind.MESSAGE))
         self._frame = Frame(kind, rank, text, envelope)
         if kind is Kind.CARRYING and envelope is not None:
-            self._incoming = IncomingPayload(extents_of(envelope.message, size))
+            self._incoming = IncomingPayload(size)
         return taken
 
     def close(self) -> None:

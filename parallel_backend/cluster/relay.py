@@ -19,7 +19,6 @@ from ..wire import deadlines
 from ..wire.protocol import encode
 from ..wire.transport import Link, LinkClosed, LinkFull, close_all
 from .channel import DATAGRAMS, Channel, Frame, Kind
-from .payload import extents_of, placed_bytes
 
 _MOST_WAITING = 4  # frames that wait to be sent, beyond which no more are taken from the ranks
 
@@ -139,9 +138,7 @@ class Relay:
                 self.channel.send(Kind.AGAIN, rank, text)
                 return
             self._forget()
-            size = placed_bytes(envelope.message, descriptors[0])
-            extents = extents_of(envelope.message, size)
-            self.channel.send(Kind.CARRYING, rank, text, descriptors[0], extents)
+            self.channel.send(Kind.CARRYING, rank, text, descriptors[0])
             self._sent = (text, os.dup(descriptors[0]))
         finally:
             close_all(descriptors)

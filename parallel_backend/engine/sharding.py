@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RequestError
 from ..models.tensor_pieces import as_built, take_apart
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import all_gather_single
@@ -41,7 +40,6 @@ class ByteSharding:
         self._host = offload and device.type != "cpu"
         self.shares = nn.ParameterList()
         self._around: _Part | None = None
-        self._part_of: dict[str, _Part] = {}
         self._order: list[_Part] = []  # in which the call before gathered blocks
         self._taken: list[_Part] = []  # in which this one did so far
         self._ahead: tuple[_Part, _Arrival] | None = None
@@ -79,18 +77,11 @@ class ByteSharding:
                 pinned=self._host,
             )
             self.shares.append(part.share)
-            self._part_of |= dict.fromkeys(parameters, part)
             if whole is module:
                 self._around = part
             else:
                 whole.register_forward_pre_hook(partial(self._enter, part))
                 whole.register_forward_hook(partial(self._leave, part), always_call=True)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def replace(self, name: str, value: Tensor) -> None:
-        """Keeps this rank's share of a parameter's new value, which is made up as the one before."""
-        self._part_of[name].replace(name, value)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -233,22 +224,6 @@ class _Part:
     def drop(self) -> None:
         for shared in self._shared.values():
             shared.put(shared.absent)
-
-    def replace(self, name: str, value: Tensor) -> None:
-        shared = self._shared[name]
-        tensors, put_together = take_apart(value)
-        made_of = [(tensor.dtype, tensor.nbytes) for tensor in tensors]
-        room = [(dtype, math.prod(shape) * dtype.itemsize) for dtype, shape, _ in shared.pieces]
-        if made_of != room:
-            raise RequestError(
-                f"The LoRA makes {name} another format than the file's, which shard_weights cannot hold; turn "
-                f"shard_weights and offload_weights off, or do without the LoRA."
-            )
-        begins = [begin for *_, begin in shared.pieces]
-        for tensor, begin in zip(tensors, begins, strict=True):
-            self._keep(tensor, begin)
-        shared.pieces = [(t.dtype, t.shape, begin) for t, begin in zip(tensors, begins, strict=True)]
-        shared.put_together = put_together
 
     def _keep(self, tensor: Tensor, begin: int) -> None:
         """Of a tensor whose first byte is `begin`, the bytes that fall into this rank's share; no others are read."""

@@ -54,8 +54,8 @@ def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topolo
 
 @functools.cache
 def visible_topology() -> Topology:
-    """As read_visible, asked for once: devices do not change while a process lives, NVML takes a while, and every model
-    call of the stepwise way comes by here."""
+    """As read_visible, asked for once: devices do not change while a process lives, NVML takes a while, and every job
+    comes by here."""
     return read_visible()
 
 

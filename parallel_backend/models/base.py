@@ -52,9 +52,6 @@ class ByteSharding(Protocol):
         to have, by name, where not the file's.
         """
 
-    def replace(self, name: str, value: Tensor) -> None:
-        """Keeps this rank's share of a parameter's new value, which is made up as the one before."""
-
     def call(self) -> AbstractContextManager[None]:
         """Around every call of the module, of whichever method."""
 

@@ -37,11 +37,7 @@ from .gauges import Gauge
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "parallel_sampling_"
-JOBS = (
-    "sample",
-    "decode",
-    "encode",
-)  # requests that a person sees as one job; "predict" is one model call of the stepwise way
+JOBS = ("sample", "decode", "encode")  # requests that a person sees as one job
 RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 # s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
@@ -77,10 +73,6 @@ class Metrics:
             "job_seconds", "Jobs that were done, from their turn to their end", "request", "strategy"
         )
         self._step_seconds = seconds("step_seconds", "Steps of sampling jobs", "strategy")
-        self._calls = counter("model_calls_total", "Model calls for ComfyUI's own samplers", "result")
-        self._call_seconds = seconds(
-            "model_call_seconds", "Model calls for ComfyUI's own samplers, on the ranks", "strategy"
-        )
         self._device_seconds = counter(
             "device_seconds_total",
             "Devices times the seconds that requests held them",
@@ -117,7 +109,6 @@ class Metrics:
         registry.register(_Devices(statuses, gauges))
         # What never happened stands at 0, or the first time would look like no change.
         for result in RESULTS:
-            self._calls.labels(result)
             for request in JOBS:
                 self._jobs.labels(request, result)
 
@@ -159,12 +150,9 @@ class Metrics:
     def _ended(self, event: Ended) -> None:
         if event.cancel_s is not None:
             self._cancel_seconds.observe(event.cancel_s)
-        if event.request == "predict":
-            self._calls.labels(event.result).inc()
-        elif event.request in JOBS:
-            self._jobs.labels(event.request, event.result).inc()
-        else:
+        if event.request not in JOBS:
             return
+        self._jobs.labels(event.request, event.result).inc()
         if event.result == "refused":
             return
         # A decode or encode has no strategy: its rows are shared out.
@@ -173,11 +161,8 @@ class Metrics:
         self._device_seconds.labels(event.request, strategy, model, event.result).inc(device_seconds(event))
         if event.result != "done":
             return
-        if event.request != "predict":
-            self._job_seconds.labels(event.request, strategy).observe(event.seconds)
-            self._images.labels(event.request, strategy, model).inc(event.images)
-        elif event.info is not None:
-            self._call_seconds.labels(strategy).observe(sum(event.info.step_seconds))
+        self._job_seconds.labels(event.request, strategy).observe(event.seconds)
+        self._images.labels(event.request, strategy, model).inc(event.images)
 
     def _model_label(self, event: Ended) -> str:
         if event.spec is None:

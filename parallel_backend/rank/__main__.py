@@ -12,13 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ..wire.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # what takes a second to import comes later
-    from ..wire.arena import ArenaReader, ArenaWriter
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
     from ..wire.transport import Link
@@ -158,32 +156,20 @@ def _receive(
 
 def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
     """Answers each request with exactly one terminal message; ends with LinkClosed."""
-    from ..wire.arena import ArenaReader, ArenaWriter
-
-    requests, answers = ArenaReader(), ArenaWriter()  # of model calls
-    try:
-        while True:
-            _serve_one(link, epoch, worker, requests, answers)
-    finally:
-        requests.release()
-        answers.release()
+    while True:
+        _serve_one(link, epoch, worker)
 
 
-def _serve_one(
-    link: Link, epoch: int, worker: RankWorker, requests: ArenaReader, answers: ArenaWriter
-) -> None:
+def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from ..wire.deadlines import SEND
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         Cancel,
-        Done,
         Envelope,
         KeepModels,
-        Predict,
         RunJob,
         Sample,
-        Sleep,
     )
     from ..wire.transport import close_all, pack_tensors
     from .work.held_models import release_cache
@@ -195,19 +181,12 @@ def _serve_one(
     envelope, descriptors = _receive(link, epoch, give_back)
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
-    answer, result = _answer(link, envelope, descriptors, worker, requests)
+    answer, result = _answer(link, envelope, descriptors, worker)
     if isinstance(envelope.message, (Sample, RunJob, Decode, Encode, KeepModels)):
-        # Before ComfyUI goes on, to a VAE of its own perhaps. After a model call comes the next one, and after the last
-        # KeepModels (pool.release_cache).
+        # Before ComfyUI goes on, to a VAE of its own perhaps.
         give_back()
-    if isinstance(envelope.message, Sleep) and envelope.message.only is None:
-        requests.release()
-        answers.empty()
     if result is None or worker.world.rank != 0:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
-    elif isinstance(answer, Done) and isinstance(envelope.message, Predict):
-        answer = replace(answer, placed=answers.place(result))
-        link.send(Envelope(epoch, envelope.request, answer), (answers.descriptor,), SEND)
     else:
         payload = (pack_tensors(result),)
         try:
@@ -217,7 +196,7 @@ def _serve_one(
 
 
 def _answer(
-    link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker, requests: ArenaReader
+    link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker
 ) -> tuple[Done | Failed, Tensors | None]:
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
@@ -225,16 +204,13 @@ def _answer(
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
-        ApplyPatches,
         Calibrate,
         Compiling,
         Done,
         Envelope,
-        KeepFactors,
         KeepModels,
         Load,
         LoadVae,
-        Predict,
         RunJob,
         Sample,
         Sleep,
@@ -266,10 +242,7 @@ def _answer(
 
     try:
         try:
-            if isinstance(message, Predict):
-                tensors = requests.read(descriptors[0], message.placed)
-            else:
-                tensors = unpack_tensors(descriptors[0]) if descriptors else {}
+            tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
         match message:
@@ -286,14 +259,6 @@ def _answer(
                 on_step = boundary(message.steps, message.previews, message.states)
                 result, run = worker.run_job(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
-            case Predict():
-                result, run = worker.predict(message, tensors, report_compiling)
-                return Done(run=run), result
-            case KeepFactors():
-                worker.models.get(message.model).patches.keep(tensors)
-                return Done(), None
-            case ApplyPatches():
-                return Done(patch=worker.apply_patches(message, tensors)), None
             case LoadVae():
                 return Done(load=worker.vae.load(message, tensors)), None
             case Decode():

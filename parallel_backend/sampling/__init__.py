@@ -1,1 +1,1 @@
-"""The denoise loop of a resident request: samplers as pure functions over a model that hides all parallelism."""
+"""The denoise loop of a plain job: samplers as pure functions over a model that hides all parallelism."""

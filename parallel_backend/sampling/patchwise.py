@@ -136,7 +136,7 @@ class _Ended:
 
 
 class PatchSampling:
-    """Samples `x` [B, C, h, w] from step `first` on, as engine/pipefusion/schedule.py asks for it."""
+    """Samples `x` [B, C, h, w] from step `first` on, as rank/pipefusion/patch_flow.py asks for it."""
 
     def __init__(
         self,

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
-from ..errors import Cancelled, CheckpointError, OutOfMemory, RequestError
+from ..errors import CheckpointError, OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.file_identity import FileIdentity, check_same, read_identity
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
-from ..wire.weight_patches import WeightPatches
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
@@ -83,26 +82,13 @@ class RankHoldings:
             self._wake(lease)
         return 0.0
 
-    def ensure_ready(
-        self, spec: ModelSpec, strategy: ParallelStrategy, patches: WeightPatches, lease: Lease
-    ) -> LoadInfo:
-        """Has the model loaded and in use, its weights changed by `patches` and by nothing else. It is of the lease's
-        file, and of the one that is there now where the lease has none yet."""
+    def ensure_ready(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
+        """Has the model loaded and in use. It is of the lease's file, and of the one that is there now where the lease
+        has none yet."""
         begun = time.perf_counter()
         info = self._ensure_loaded(spec, strategy, lease, lease.file)
-        held = self.current
-        lease.file = held.identity
-        try:
-            patched = held.loras.ensure(lease.exchange, patches, info.bytes, lease.on_phase)
-        except (RequestError, Cancelled):
-            raise  # the weights are known, or made known by the next request
-        except BaseException:
-            self._held = [model for model in self._held if model is not held]
-            self._certain = False
-            raise
-        if info.switched:
-            info = replace(info, seconds=time.perf_counter() - begun)
-        return replace(info, patched=patched)
+        lease.file = self.current.identity
+        return replace(info, seconds=time.perf_counter() - begun) if info.switched else info
 
     def _ensure_loaded(
         self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
@@ -311,7 +297,6 @@ class RankHoldings:
         info, dropped = self._move(Sleep(level), lease)
         self.asleep = level
         self.start = object()
-        self._ranks.release_arenas()
         self.vae.forget()
         self.vae_encoder.forget()
         if level == 2:

@@ -1,4 +1,4 @@
-"""The requests that compute with the model that the ranks hold: a whole sampling job, and one model call."""
+"""The requests that compute with the model that the ranks hold: sampling jobs, and calls of a network."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from ..requests import (
     LoadInfo,
     ModelSpec,
     Placement,
-    PredictRequest,
     RunInfo,
     SampleRequest,
     SampleResult,
 )
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
-from ..wire.payloads import Tensors, check_inputs, predict_tensors
-from ..wire.protocol import Done, Message, Predict, Progress, RunJob, Sample
-from ..wire.weight_patches import WeightPatches
+from ..wire.payloads import Tensors, check_inputs
+from ..wire.protocol import Done, Message, Progress, RunJob, Sample
 from .compile_progress import CompileWatch, image_size
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
@@ -65,18 +63,17 @@ class ModelRequests:
         spec: ModelSpec,
         job: SamplingJob,
         message: Sample | RunJob,
-        patches: WeightPatches,
         lease: Lease,
     ) -> SampleResult:
         """The job from where it is to its end."""
         trials = job.trials
         strategies = (message.placement.strategy, *trials.strategies)
         if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
-            load = self._holdings.ensure_ready(spec, message.placement.strategy, patches, lease)
+            load = self._holdings.ensure_ready(spec, message.placement.strategy, lease)
             size = _latent_in_words(job.request.noise)
         else:
             size = image_size(job.shape)
-            load, _ = self._ensure_ready(spec, job.request, message.placement, patches, lease)
+            load, _ = self._ensure_ready(spec, job.request, message.placement, lease)
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
@@ -131,44 +128,6 @@ class ModelRequests:
         info = _run_info(done, load, step_seconds=tuple(seconds))
         return SampleResult(parts[0], job.merged(info), tuple(parts), denoised)
 
-    def predict(
-        self,
-        spec: ModelSpec,
-        request: PredictRequest,
-        placement: Placement,
-        patches: WeightPatches,
-        lease: Lease,
-    ) -> tuple[Tensor, RunInfo]:
-        """As Sidecar.predict."""
-        load, inputs = self._ensure_ready(spec, request, placement, patches, lease)
-        held = self._holdings.current
-        known, prompt, mask = held.known, request.conditioning, request.extras.mask
-        key, is_new = known.prompts.find((prompt.context, prompt.pooled, prompt.guidance))
-        mask_key, mask_is_new = (0, False) if mask is None else known.masks.find((mask,))
-        times = held.call_seconds[placement, tuple(request.x.shape)]
-        try:
-            tensors = predict_tensors(request, with_conditioning=is_new, with_mask=mask_is_new)
-            exchange = lease.exchange()
-            message = Predict(placement, key, known.take_forgotten(), held.number, mask_key)
-            exchange.send_call(message, tensors)
-            compiling = CompileWatch(image_size(request.x.shape), lease.on_phase)
-
-            def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
-                if not compiling.took(answer):
-                    expect(rank, answer, Done)
-
-            done = exchange.wait(lambda: compiling.budget(self._step_budget(times, request.x)), on_message)
-            velocity = _result(exchange, {"velocity": inputs.velocity_shape(request.x)})["velocity"]
-        except BaseException:
-            if is_new:  # who knows whether the ranks have it
-                known.prompts.drop(key)
-            if mask_is_new:
-                known.masks.drop(mask_key)
-            raise
-        seconds = reports(done, lambda answer: answer.run)[0].seconds
-        times.append(seconds)
-        return velocity, _run_info(done, load, step_seconds=(seconds,))
-
     def _step_budget(self, earlier: Sequence[float], sampled: object = None) -> float:
         """Seconds for the next step; `sampled`: the latent, or its parts."""
         usual = deadlines.step_budget(earlier)
@@ -179,14 +138,13 @@ class ModelRequests:
     def _ensure_ready(
         self,
         spec: ModelSpec,
-        request: SampleRequest | PredictRequest,
+        request: SampleRequest,
         placement: Placement,
-        patches: WeightPatches,
         lease: Lease,
     ) -> tuple[LoadInfo, InputShapes]:
         """The model is held and takes what `request` has: on the ranks, another width would only be an error of torch
         half-way through a collective."""
-        load = self._holdings.ensure_ready(spec, placement.strategy, patches, lease)
+        load = self._holdings.ensure_ready(spec, placement.strategy, lease)
         if load.inputs is None:
             raise TransportError("the ranks loaded a model without saying what it takes")
         check_inputs(request, load.inputs)

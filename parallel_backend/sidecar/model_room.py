@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..host_memory import available_memory, host_memory
-from ..requests import LoadInfo, ModelSpec, Placement
+from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire.file_identity import FileIdentity
 from ..wire.protocol import RankModels
-from .lora_client import LorasOnRanks
-from .prompt_cache import KnownOfModel
 
 # Models that take no memory of their own, since on the CPU whole weights are the mapped file: their modules take some,
 # and pages of a file that nobody uses only push out others. An expert and its partner, a base and its refiner.
@@ -22,7 +19,6 @@ MOST_MAPPED = 4
 # image or a short video takes in a call. For one that takes more, the others give way then (RankHoldings.give_way).
 FREE_FOR_CALLS = 0.1
 LACK_OF_MEMORY = "for lack of memory"
-_CALLS_REMEMBERED = 20  # whose times give the next one's deadline
 
 
 @dataclass(frozen=True)
@@ -69,22 +65,13 @@ class Room:
 @dataclass(eq=False)
 class HeldModel:
     """A model under the `number` that the ranks know it by. `takes`: of their memory; `given_back`: the ranks whose
-    part lies in host memory for now; `call_seconds`: of earlier model calls by placement and shape of x, for the next
-    one's deadline."""
+    part lies in host memory for now."""
 
     number: int
     key: ModelKey
     info: LoadInfo
     takes: Room
     given_back: frozenset[int] = frozenset()
-    loras: LorasOnRanks = field(init=False)
-    known: KnownOfModel = field(default_factory=KnownOfModel)
-    call_seconds: dict[tuple[Placement, tuple[int, ...]], collections.deque[float]] = field(
-        default_factory=lambda: collections.defaultdict(lambda: collections.deque(maxlen=_CALLS_REMEMBERED))
-    )
-
-    def __post_init__(self) -> None:
-        self.loras = LorasOnRanks(self.number)
 
     @property
     def identity(self) -> FileIdentity:

@@ -7,16 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from ..errors import Cancelled, OutOfMemory, RankFailed, RequestError, StrategyError
 from ..options import check_step_cache
 from ..requests import (
     LoadInfo,
     ModelSpec,
     Placement,
-    PredictRequest,
-    RunInfo,
     SampleRequest,
     SampleResult,
     SleepInfo,
@@ -27,7 +23,6 @@ from ..wire import deadlines
 from ..wire.calibration import Calibration
 from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate
-from ..wire.weight_patches import NO_PATCHES, WeightPatches
 from .group.exchange import reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, ShouldCancel, State
@@ -118,18 +113,16 @@ class Sidecar(VaeRequests):
         strategy: ParallelStrategy | None = None,
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
-        patches: WeightPatches = NO_PATCHES,
     ) -> LoadInfo:
-        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default, changed by `patches`;
-        beside the models that they hold, where there is room for all.
+        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default; beside the models that
+        they hold, where there is room for all.
 
-        Other requests do so by themselves. Raises CheckpointError for a file they refuse, RequestError for changes that
-        do not fit it, which leave the weights as they were; the group stays usable.
+        Other requests do so by themselves. Raises CheckpointError for a file they refuse; the group stays usable.
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
             lease.spec = spec
             return self._with_room(
-                lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), patches, lease),
+                lambda: self._holdings.ensure_ready(spec, strategy or ParallelStrategy(), lease),
                 spec,
                 lease,
             )
@@ -155,7 +148,6 @@ class Sidecar(VaeRequests):
         on_step: OnStep | None = None,
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
-        patches: WeightPatches = NO_PATCHES,
         trials: TrialPlan = NO_TRIALS,
         file: FileIdentity | None = None,
     ) -> SampleResult:
@@ -178,11 +170,11 @@ class Sidecar(VaeRequests):
 
             def attempt() -> SampleResult:
                 try:
-                    return self._requests.sample(spec, job, message, patches, lease)
+                    return self._requests.sample(spec, job, message, lease)
                 except OutOfMemory:
                     if not job.give_up_trials():  # which may need more than was foreseen
                         raise
-                return self._requests.sample(spec, job, message, patches, lease)
+                return self._requests.sample(spec, job, message, lease)
 
             try:
                 result = self._with_room(attempt, spec, lease, job.survive)
@@ -192,50 +184,6 @@ class Sidecar(VaeRequests):
             notes = (*result.info.notes, change) if change else result.info.notes
             lease.info = replace(result.info, notes=notes, held_seconds=lease.seconds)
             return replace(result, info=lease.info)
-
-    def predict(
-        self,
-        spec: ModelSpec,
-        request: PredictRequest,
-        placement: Placement,
-        on_phase: ShowPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
-        patches: WeightPatches = NO_PATCHES,
-        file: FileIdentity | None = None,
-    ) -> tuple[Tensor, RunInfo]:
-        """One model call: the velocity [R, C, h, w] float32 on the CPU, and how it ran, a load before it included."""
-        return self._model_call(
-            spec,
-            lambda lease: self._requests.predict(spec, request, placement, patches, lease),
-            placement,
-            on_phase,
-            should_cancel,
-            file,
-        )
-
-    def _model_call(
-        self,
-        spec: ModelSpec,
-        call: Callable[[Lease], tuple[Tensor, RunInfo]],
-        placement: Placement,
-        on_phase: ShowPhase | None,
-        should_cancel: ShouldCancel | None,
-        file: FileIdentity | None,
-    ) -> tuple[Tensor, RunInfo]:
-        """One call of the model, made again when a rank crashes in it. `file`: as for `sample`, of the job that the
-        call belongs to."""
-        self._check_placement(placement)
-        with self._ranks.lease("predict", should_cancel, on_phase) as lease:
-            lease.strategy, lease.spec, lease.file = placement.strategy, spec, file
-            notes: list[str] = []
-
-            def survive(error: RankFailed, device: str | None) -> str:
-                notes.append(f"{error.who(device)} failed; a model call was made again")
-                return notes[-1]
-
-            answer, info = self._with_room(lambda: call(lease), spec, lease, survive)
-            lease.info = replace(info, notes=(*info.notes, *notes), held_seconds=lease.seconds)
-            return answer, lease.info
 
     def calibrate(
         self,

@@ -5,26 +5,20 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError, TransportError
 from ..options import check_threshold
 from ..requests import (
     Conditioning,
-    Extras,
     InputShapes,
     LoopState,
-    PredictRequest,
     SampleRequest,
     SamplerState,
     is_finite,
 )
 from .protocol import Sample
-from .tensor_state import SeenTensor
 
 Tensors = dict[str, torch.Tensor]
-
-_finite: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that were found so, as they were then
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
@@ -118,64 +112,6 @@ def take_state(tensors: Tensors) -> SamplerState | None:
     )
 
 
-def predict_tensors(request: PredictRequest, with_conditioning: bool, with_mask: bool = True) -> Tensors:
-    """The tensors of one model call, on any device; prompt and mask only when the ranks do not know them yet."""
-    check_predict(request, is_new=with_conditioning)
-    tensors = {"x": request.x, "sigma": request.sigma} | _extra_tensors(request.extras)
-    if not with_mask:
-        tensors.pop("mask", None)
-    return tensors | (conditioning_tensors(request.conditioning, "prompt") if with_conditioning else {})
-
-
-def predict_parts(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, Conditioning | None, Extras]:
-    """(x, sigma, conditioning or None, extras) of a model call's payload. Raises TransportError for other tensors."""
-    left = dict(tensors)
-    x, sigma, extras = _take(left, "x"), _take(left, "sigma"), _take_extras(left)
-    conditioning = _take_conditioning(left, "prompt") if left else None
-    _refuse_rest(left)
-    return x, sigma, conditioning, extras
-
-
-def _extra_tensors(extras: Extras) -> Tensors:
-    tensors = {f"reference.{i}": latent for i, latent in enumerate(extras.references)}
-    if extras.residuals:
-        unique = {id(residual): residual for residual in extras.residuals.values()}
-        tensors |= {f"residual.{i}": residual for i, residual in enumerate(unique.values())}
-        number = {identity: i for i, identity in enumerate(unique)}
-        tensors["residual_of"] = torch.tensor(
-            [[block, number[id(r)]] for block, r in extras.residuals.items()]
-        )
-    if extras.places is not None:
-        tensors["places"] = extras.places
-    return tensors if extras.mask is None else tensors | {"mask": extras.mask}
-
-
-def _take_extras(tensors: Tensors) -> Extras:
-    numbered: dict[str, dict[int, torch.Tensor]] = {"reference": {}, "residual": {}}
-    for name in [name for name in tensors if name.startswith(("reference.", "residual."))]:
-        kind, _, number = name.partition(".")
-        if not number.isdecimal() or len(number) > 4:
-            raise TransportError(f"a payload has an unknown tensor: {name[:80]!r}")
-        numbered[kind][int(number)] = tensors.pop(name)
-    references, residuals = numbered["reference"], numbered["residual"]
-    residual_of = tensors.pop("residual_of", torch.zeros(0, 2, dtype=torch.int64))
-    if residual_of.dtype != torch.int64 or residual_of.ndim != 2 or residual_of.shape[1] != 2:
-        raise TransportError("a payload does not say which block has which residual")
-    blocks = residual_of.tolist()
-    if {number for _, number in blocks} != set(residuals) or len({block for block, _ in blocks}) < len(
-        blocks
-    ):
-        raise TransportError("a payload's residuals do not belong to one block each, or more")
-    if sorted(references) != list(range(len(references))):
-        raise TransportError("a payload lacks a reference latent")
-    return Extras(
-        references=tuple(references[i] for i in range(len(references))),
-        places=tensors.pop("places", None),
-        mask=tensors.pop("mask", None),
-        residuals={block: residuals[number] for block, number in blocks},
-    )
-
-
 def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
     tensors = {f"{name}.context": conditioning.context, f"{name}.pooled": conditioning.pooled}
     if conditioning.guidance is not None:
@@ -207,26 +143,10 @@ def check_sample(request: SampleRequest) -> None:
     check_threshold(request.cache_threshold)
 
 
-def check_predict(request: PredictRequest, is_new: bool = True) -> None:
-    """Raises RequestError, naming the tensor and the shape it must have. `is_new`: the prompt, whose numbers were not
-    looked at before."""
-    _expect(
-        request.x.ndim == 4 and request.x.numel() > 0, "x", request.x, "[rows, channels, height/8, width/8]"
-    )
-    rows = request.x.shape[0]
-    _expect(tuple(request.sigma.shape) == (rows,), "sigma", request.sigma, f"[{rows}]")
-    _check_conditioning(request.conditioning, rows, is_new)
-    _check_extras(request)
-
-
-def check_inputs(request: SampleRequest | PredictRequest, shapes: InputShapes) -> None:
+def check_inputs(request: SampleRequest, shapes: InputShapes) -> None:
     """Raises RequestError for a prompt or a latent that was made for another model."""
-    if isinstance(request, SampleRequest):
-        latent = request.latent
-        prompts = dict(zip(("positive", "negative"), request.prompts, strict=False))
-    else:
-        latent, prompts = request.x, {"the prompt": request.conditioning}
-    for name, prompt in prompts.items():
+    latent = request.latent
+    for name, prompt in zip(("positive", "negative"), request.prompts, strict=False):
         for part, tensor, wanted in (
             ("", prompt.context, shapes.context),
             ("pooled ", prompt.pooled, shapes.pooled),
@@ -264,7 +184,7 @@ def _wrong_latent(latent: torch.Tensor, shapes: InputShapes) -> RequestError:
     )
 
 
-def _check_conditioning(conditioning: Conditioning, rows: int, is_new: bool = True) -> None:
+def _check_conditioning(conditioning: Conditioning, rows: int) -> None:
     context, pooled, guidance = conditioning.context, conditioning.pooled, conditioning.guidance
     some = f"1 or {rows}" if rows > 1 else "1"
     _expect(
@@ -273,64 +193,18 @@ def _check_conditioning(conditioning: Conditioning, rows: int, is_new: bool = Tr
     _expect(pooled.ndim == 2 and pooled.shape[0] in (1, rows), "pooled", pooled, f"[{some}, width]")
     if guidance is not None:
         _expect(guidance.ndim == 1 and guidance.shape[0] in (1, rows), "guidance", guidance, f"[{some}]")
-    for name in ("context", "pooled", "guidance") if is_new else ():
+    for name in ("context", "pooled", "guidance"):
         check_finite(name, getattr(conditioning, name))
-
-
-def _check_extras(request: PredictRequest) -> None:
-    extras, rows = request.extras, len(request.x)
-    some = f"1 or {rows}" if rows > 1 else "1"
-    image = _tokens(request.x)
-    for latent in extras.references:
-        fits = latent.ndim == 4 and latent.shape[0] in (1, rows) and latent.shape[1] == request.x.shape[1]
-        _expect(
-            fits and latent.numel() > 0,
-            "a reference latent",
-            latent,
-            f"[{some}, {request.x.shape[1]}, height/8, width/8]",
-        )
-        image += _tokens(latent)
-        check_finite("a reference latent", latent)
-    if extras.references or extras.places is not None:
-        count = len(extras.references)
-        if extras.places is None or tuple(extras.places.shape) != (1 + count, 5):
-            raise RequestError(
-                f"An image and {count} reference latents need {1 + count} places of 5 numbers."
-            )
-        check_finite("the places of the image's tokens", extras.places)
-    tokens = request.conditioning.context.shape[1] + image
-    if extras.mask is not None:
-        fits = extras.mask.ndim == 3 and extras.mask.shape[0] in (1, rows)
-        _expect(
-            fits and tuple(extras.mask.shape[1:]) == (tokens, tokens),
-            "the attention mask",
-            extras.mask,
-            f"[{some}, {tokens}, {tokens}], the tokens of text and image (and references)",
-        )
-    for block, residual in {id(r): (block, r) for block, r in extras.residuals.items()}.values():
-        fits = residual.ndim == 3 and residual.shape[0] in (1, rows) and 0 < residual.shape[1] <= image
-        name = f"what the ControlNet adds after block {block}"
-        _expect(fits, name, residual, f"[{some}, at most {image} tokens, width]")
-        check_finite(name, residual)
-
-
-def _tokens(latent: torch.Tensor) -> int:
-    """Of 2 x 2 latent pixels; odd sides are padded."""
-    return -(-latent.shape[-2] // 2) * -(-latent.shape[-1] // 2)
 
 
 def check_finite(name: str, tensor: torch.Tensor | None) -> None:
     """Numbers that are none would come out as a black image, after all the time of a good one."""
     if tensor is None or not tensor.is_floating_point():
         return
-    seen = _finite.get(tensor)
-    if seen is not None and seen.is_still(tensor):
-        return
     if not is_finite(tensor.float() if tensor.itemsize == 1 else tensor):  # torch cannot add up fp8
         raise RequestError(
             f"{name} has values that are NaN or infinite, which no step can mend; look at the node that made it."
         )
-    _finite[tensor] = SeenTensor(tensor)
 
 
 def _expect(fits: bool, name: str, tensor: torch.Tensor, shape: str) -> None:

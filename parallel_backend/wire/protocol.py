@@ -2,7 +2,7 @@
 
 One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
 `request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors are
-a sealed memfd beside the datagram (transport.py), or lie in the sender's arena (arena.py).
+a sealed memfd beside the datagram (transport.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .calibration import Calibration
 from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 11
+VERSION = 12
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchrun's store
@@ -91,34 +91,6 @@ class RankModels:
 
 
 @dataclass(frozen=True)
-class KeepFactors:
-    """Parent to all ranks: keep the tensors in the payload, factors of a model's LoRAs by digest, until no recent set
-    of changes uses them (weight_patches.RecentSets)."""
-
-    model: int
-
-
-@dataclass(frozen=True)
-class ApplyPatches:
-    """Parent to all ranks: make a model's weights the file's own with the changes described in the payload and no
-    others.
-
-    `identity` names the set. All ranks do it or none.
-    """
-
-    model: int
-    identity: str
-
-
-@dataclass(frozen=True)
-class RankPatch:
-    """The work of one rank for ApplyPatches: tensors computed or restored, in `seconds`."""
-
-    seconds: float
-    touched: int
-
-
-@dataclass(frozen=True)
 class Sample:
     """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
     resumed. `previews`: send denoised latents; `states`: send the sampler's states; `cache_threshold`: as in
@@ -146,32 +118,6 @@ class RunJob:
     states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
-
-
-@dataclass(frozen=True)
-class PlacedTensor:
-    """A tensor in the sender's arena. `dtype`: one of transport.DTYPES; `offset`: of its first byte."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
-class Predict:
-    """Parent to all ranks: one call of the model held under the number `model`.
-
-    `conditioning`, `mask`: keys of the prompt and of the attention mask, 0 for none, whose tensors come the first time
-    the key is used; `forget`: keys that will not be used again. A model has keys of its own.
-    """
-
-    placement: Placement
-    conditioning: int
-    forget: tuple[int, ...]
-    model: int
-    mask: int = 0
-    placed: tuple[PlacedTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,7 +208,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Done:
-    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors, as payload or `placed`.
+    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors.
     `models`: where the request may have changed which ones are held."""
 
     load: LoadInfo | None = None
@@ -271,8 +217,6 @@ class Done:
     calibration: Calibration | None = None
     decode: RankDecode | None = None
     sleep: SleepInfo | None = None
-    patch: RankPatch | None = None
-    placed: tuple[PlacedTensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -298,11 +242,8 @@ Message = (
     | Ready
     | Load
     | KeepModels
-    | KeepFactors
-    | ApplyPatches
     | Sample
     | RunJob
-    | Predict
     | Calibrate
     | LoadVae
     | Decode
@@ -316,9 +257,9 @@ Message = (
     | Failed
 )
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
-# How many payloads or arenas (file descriptors) may come with each message; none where it is not listed.
+# How many payloads (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((KeepFactors, ApplyPatches, Sample, RunJob, Predict), (1,)),
+    **dict.fromkeys((Sample, RunJob), (1,)),
     **dict.fromkeys((LoadVae, Decode, Encode), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }

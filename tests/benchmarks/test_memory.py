@@ -43,7 +43,8 @@ def test_the_host_holds_one_copy_of_a_file_that_four_ranks_load(result):
 
 
 def test_a_stage_holds_its_part(result):
-    assert 0.4 < result["private_bytes_per_rank"]["pipefusion_2"] / result["file_bytes"] <= 0.6
+    """The fullest: the first has the double blocks, each twice as large as a single one."""
+    assert 0.4 < result["private_bytes_per_rank"]["pipefusion_2"] / result["file_bytes"] <= 0.7
 
 
 def test_a_job_takes_about_what_is_predicted(result):

@@ -13,9 +13,7 @@ from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.cluster.channel import DATAGRAMS, Channel, Kind
 from parallel_backend.cluster.relay import Relay
 from parallel_backend.cluster.tls import make_context, secure
-from parallel_backend.requests import Placement
-from parallel_backend.wire.arena import ArenaReader, ArenaWriter
-from parallel_backend.wire.protocol import Done, Envelope, LoadVae, Predict, Wake
+from parallel_backend.wire.protocol import Done, Envelope, LoadVae, Wake
 from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
 
 WAIT = 30.0
@@ -98,25 +96,3 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
         assert envelope == Envelope(3, 5, Done())
         assert_same(unpack_tensors(*descriptors), expected)
         close_all(descriptors)
-
-
-def test_arenas_arrive_as_they_are_at_each_message(folder, no_leaks):
-    """The file is the same from call to call and its contents are not."""
-    writer, reader = ArenaWriter(), ArenaReader()
-    with relayed(folder, 1) as (pairs, _):
-        for request in (1, 2):
-            placed = tensors(100 * request)
-            message = Predict(Placement(), 0, (), 0, placed=writer.place(placed))
-            pairs[0][0].send(Envelope(1, request, message), (writer.descriptor,))
-            envelope, descriptors = pairs[0][1].receive(WAIT)
-            assert envelope.message == message
-            assert_same(reader.read(descriptors[0], envelope.message.placed), placed)
-            close_all(descriptors)
-        nothing = Predict(Placement(), 0, (), 0)
-        pairs[0][0].send(Envelope(1, 3, nothing), (writer.descriptor,))
-        envelope, descriptors = pairs[0][1].receive(WAIT)
-        assert envelope.message == nothing and len(descriptors) == 1
-        assert reader.read(descriptors[0], ()) == {}
-        close_all(descriptors)
-        reader.release()
-    writer.release()

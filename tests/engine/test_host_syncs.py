@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
-from parallel_backend.requests import RESIDENT_SAMPLERS
+from parallel_backend.requests import PLAIN_SAMPLERS
 from parallel_backend.sampling import denoise as loop
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
@@ -61,7 +61,7 @@ def count_looks(world, path, strategies):
     found, check = {}, loop.NumbersCheck.__call__
     for strategy in strategies:
         jobs = PlainJobs(Layouts(world))
-        for sampler in RESIDENT_SAMPLERS:
+        for sampler in PLAIN_SAMPLERS:
             looks = Looks()
             loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(
                 *arguments
@@ -90,4 +90,4 @@ def path(tmp_path_factory):
 def test_no_sampler_under_no_strategy_looks_at_a_devices_numbers_within_a_step(path):
     for found in run_ranks(count_looks, 2, path, STRATEGIES, backend="gloo"):
         assert found == dict.fromkeys(found, 0)
-        assert len(found) == len(STRATEGIES) * len(RESIDENT_SAMPLERS)
+        assert len(found) == len(STRATEGIES) * len(PLAIN_SAMPLERS)

@@ -88,8 +88,8 @@ def test_flux_multiplies_in_fp8_where_it_was_asked_for_and_can_be(tmp_path, monk
     monkeypatch.setattr(flux, "multiply_fp8", lambda devices: can)
     path = write_tiny_flux(tmp_path / "flux.safetensors")
     for weight_dtype, expected in ((wish, layer), ("float8_e4m3fn", CastingLinear)):
-        (chunk,) = flux.load(ModelSpec(path, weight_dtype=weight_dtype), torch.device("cpu")).chunks
-        assert type(chunk.transformer_blocks[0].ff.net[2]) is expected
+        model = flux.load(ModelSpec(path, weight_dtype=weight_dtype), torch.device("cpu"))
+        assert type(model.module.transformer.transformer_blocks[0].ff.net[2]) is expected
 
 
 def test_ranks_load_flux_in_what_the_least_card_computes_in(tmp_path, monkeypatch):

@@ -26,6 +26,5 @@ def test_a_provider_tells_of_a_file_what_it_loads(tmp_path):
     file, model = inspect_model(path), load_model(ModelSpec(path), torch.device("cpu"))
     assert (file.shape.heads, file.shape.blocks) == (2, 3)
     assert model.bytes == file.tensor_bytes and model.stored_dtype == file.dtype == "float32"
-    assert [len(blocks) for blocks in model.blocks] == [3]
-    assert model.latent_channels == 16 and model.width == 256
-    assert all(isinstance(block, tuple(k.module for k in model.block_kinds)) for block in model.blocks[0])
+    transformer = model.module.transformer
+    assert (len(transformer.transformer_blocks), len(transformer.single_transformer_blocks)) == (1, 2)

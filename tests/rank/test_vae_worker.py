@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from comfy_modules import import_comfyui_here
 from fault_injection import fault
+from flux_requests import flux_request
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, RankFailed, RequestError
@@ -19,7 +20,7 @@ from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import decoding_tensors, encoding_tensors, told_beside
 from parallel_backend.rank.vae_worker import VaeWorker
-from parallel_backend.requests import ComfyUISource, Conditioning, ModelSpec, Placement, PredictRequest
+from parallel_backend.requests import ComfyUISource, ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.decode_messages import VaeWeights
@@ -243,9 +244,7 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     assert not ranks.load(spec).cached
     pids = ranks.pids
     # An engine whose import changes what it finds of torch must not change how a VAE decodes.
-    prompt = Conditioning(torch.ones(1, 3, 64), torch.ones(1, 32), torch.tensor([3.5]))
-    call = PredictRequest(torch.ones(1, 16, 4, 4), torch.tensor([0.5]), prompt)
-    ranks.predict(spec, call, Placement(ParallelStrategy(ring_degree=2), engine="xfuser"))
+    ranks.sample(spec, flux_request(), Placement(ParallelStrategy(ring_degree=2), engine="xfuser"))
     vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
     assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
     assert ranks.load(spec).cached and ranks.pids == pids

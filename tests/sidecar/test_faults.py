@@ -23,7 +23,7 @@ from fault_injection import (
 )
 from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
-from parallel_backend.requests import ModelSpec, Placement, PredictRequest
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -32,7 +32,6 @@ from scripted import (
     SLOW,
     is_running,
     ranks_of,
-    scripted_prompt,
     scripted_request,
     scripted_sidecar,
     scripted_weights,
@@ -351,19 +350,6 @@ def test_a_job_resumed_by_a_scripted_rank_gives_the_same_bits(no_leaks, weights,
     (note,) = result.info.notes
     assert "rank 0 on cpu:0 failed (killed by SIGKILL" in note and "goes on after step" in note
     assert not result.info.load.cached  # new ranks loaded the weights again, which the report tells
-
-
-def test_a_model_call_of_the_stepwise_way_is_made_again(no_leaks, weights, tmp_path):
-    sidecar, x = scripted_sidecar(resumes=True), torch.randn(1, 4, 6, 6)
-    request = PredictRequest(x, torch.tensor([0.5]), scripted_prompt())
-    try:
-        with fault("kill", "an all-reduce", once=tmp_path / "fired"):
-            velocity, info = sidecar.predict(weights, request, two_ranks())
-        assert torch.equal(velocity, x * 0.5)
-        assert info.notes == ("rank 1 on cpu:1 failed; a model call was made again",)
-        assert sidecar.predict(weights, request, two_ranks())[1].notes == ()
-    finally:
-        sidecar.stop()
 
 
 def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights):

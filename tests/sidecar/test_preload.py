@@ -14,7 +14,7 @@ from parallel_backend.sidecar.group.events import Ended, Loaded, listen
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from scripted import CRASH, SLOW, predict_request, scripted_request, scripted_weights, two_ranks
+from scripted import CRASH, SLOW, call_model, scripted_request, scripted_weights, two_ranks
 from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
@@ -41,7 +41,7 @@ def make(tmp_path):
 
 def scale_of(sidecar, spec):
     """What the ranks multiply by, and whether the model was there already."""
-    velocity, info = sidecar.predict(spec, predict_request(x=X), two_ranks())
+    velocity, info = call_model(sidecar, spec, X)
     return velocity[0, 0, 0, 0].item(), info.load.cached
 
 

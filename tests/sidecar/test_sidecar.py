@@ -20,10 +20,9 @@ from parallel_backend.requests import Placement
 from parallel_backend.sidecar.group import exchange as client
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.arena import ArenaWriter
 from scripted import (
+    call_model,
     is_running,
-    predict_request,
     scripted_prompt,
     scripted_request,
     scripted_sidecar,
@@ -78,62 +77,21 @@ def test_a_group_stays_warm_between_requests(sidecar, weights):
     assert not any(map(is_running, pids))
 
 
-def test_a_model_call_gives_the_velocity(sidecar, weights):
-    request = predict_request()
-    velocity, info = sidecar.predict(weights, request, two_ranks())
-    assert torch.allclose(velocity, request.x * 0.5)
-    assert len(info.step_seconds) == 1 and info.bytes_sent == (4, 4)
-
-
-def test_a_prompt_is_sent_once_and_again_when_it_changes(sidecar, weights, monkeypatch):
-    sent = []
-    place = ArenaWriter.place
-    monkeypatch.setattr(
-        ArenaWriter, "place", lambda arena, tensors: sent.append(set(tensors)) or place(arena, tensors)
-    )
-    x = torch.ones(1, 4, 6, 6)
-    for scale in (1.0, 1.0, 3.0, 1.0, 3.0):
-        prompt = replace(scripted_prompt(), context=torch.full((1, 3, 4), scale))
-        velocity, _ = sidecar.predict(
-            weights, replace(predict_request(x=x), conditioning=prompt), two_ranks()
-        )
-        assert torch.allclose(velocity, x * 0.5 * scale)
-    assert ["prompt.context" in names for names in sent] == [True, False, True, False, False]
-
-
-def test_more_prompts_than_are_remembered_still_come_out_right(sidecar, weights):
-    x = torch.ones(1, 4, 6, 6)
-    for scale in (*range(1, 12), *range(1, 12)):
-        prompt = replace(scripted_prompt(), context=torch.full((1, 3, 4), float(scale)))
-        velocity, _ = sidecar.predict(
-            weights, replace(predict_request(x=x), conditioning=prompt), two_ranks()
-        )
-        assert torch.allclose(velocity, x * 0.5 * scale)
-
-
-def test_a_prompt_that_its_owner_overwrites_is_sent_again(sidecar, weights):
-    x, prompt = torch.ones(1, 4, 6, 6), scripted_prompt()
-    sidecar.predict(weights, replace(predict_request(x=x), conditioning=prompt), two_ranks())
-    prompt.context.mul_(2)
-    velocity, _ = sidecar.predict(weights, replace(predict_request(x=x), conditioning=prompt), two_ranks())
-    assert torch.allclose(velocity, x)
-
-
 def test_another_model_is_loaded_into_the_same_ranks(sidecar, weights, tmp_path):
     sidecar.start()
     pids = sidecar.pids
     x = torch.ones(1, 4, 6, 6)
-    sidecar.predict(weights, predict_request(x=x), two_ranks())
+    call_model(sidecar, weights, x)
     other = scripted_weights(tmp_path / "other.safetensors", "good 2.0")
-    assert torch.allclose(sidecar.predict(other, predict_request(x=x), two_ranks())[0], x * 2)
+    assert torch.allclose(call_model(sidecar, other, x)[0], x * 2)
     assert sidecar.pids == pids
 
 
 def test_a_file_that_was_overwritten_is_loaded_again(sidecar, weights, tmp_path):
     x = torch.ones(1, 4, 6, 6)
-    sidecar.predict(weights, predict_request(x=x), two_ranks())
+    call_model(sidecar, weights, x)
     scripted_weights(tmp_path / "good.safetensors", "good 2.00")
-    assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 2)
+    assert torch.allclose(call_model(sidecar, weights, x)[0], x * 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -148,7 +106,7 @@ def test_a_file_that_one_rank_refuses_is_held_by_none_and_the_old_model_stays(
         sidecar.load(refused)
     assert sidecar.state is State.READY
     assert sidecar.load(weights).cached
-    assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 0.5)
+    assert torch.allclose(call_model(sidecar, weights, x)[0], x * 0.5)
     assert sidecar.pids == pids
 
 
@@ -200,7 +158,7 @@ def test_requests_of_several_threads_are_served_one_after_another(sidecar, weigh
 
     def work(number):
         x = torch.full((1, 4, 6, 6), float(number))
-        results[number] = sidecar.predict(weights, predict_request(x=x), two_ranks())[0].mean().item()
+        results[number] = call_model(sidecar, weights, x)[0].mean().item()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -244,15 +202,7 @@ def test_inputs_of_another_model_are_refused_again_and_again_and_the_ranks_stay(
         with pytest.raises(RequestError, match=words):
             sidecar.sample(weights, replace(scripted_request(), **changes), two_ranks())
     assert sidecar.state is State.READY
-    prompt = changes.get("positive", changes.get("negative", PROMPT))
-    call = replace(predict_request(x=changes.get("latent", torch.ones(1, 4, 6, 6))), conditioning=prompt)
-    for _ in range(3):
-        with pytest.raises(
-            RequestError, match=words.replace("positive", "the prompt").replace("negative", "the prompt")
-        ):
-            sidecar.predict(weights, call, two_ranks())
-    assert sidecar.state is State.READY
-    sidecar.predict(weights, predict_request(), two_ranks())
+    call_model(sidecar, weights)
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
 
@@ -268,8 +218,8 @@ def test_two_sidecars_side_by_side_do_not_disturb_each_other(sidecar, weights, t
         x = torch.ones(1, 4, 6, 6)
         double = scripted_weights(tmp_path / "double.safetensors", "good 2.0")
         for _ in range(2):
-            assert torch.allclose(sidecar.predict(weights, predict_request(x=x), two_ranks())[0], x * 0.5)
-            assert torch.allclose(other.predict(double, predict_request(x=x), two_ranks())[0], x * 2)
+            assert torch.allclose(call_model(sidecar, weights, x)[0], x * 0.5)
+            assert torch.allclose(call_model(other, double, x)[0], x * 2)
         os.kill(other.pids[0], signal.SIGKILL)
         sidecar.sample(weights, scripted_request(), two_ranks())
     finally:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.requests import ModelSpec
-from parallel_backend.wire.weight_patches import Factor, WeightPatch, digest
 
 CPU = torch.device("cpu")
 HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of what quantised kernels want (convrot: 256)
@@ -107,14 +106,3 @@ def inputs(rows: int = 2, height: int = 10, width: int = 6, dtype=torch.float32)
     args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows).to(dtype))
     prompt = {"context": random(rows, 7, CONTEXT), "y": random(rows, POOLED)}
     return args, {**prompt, "guidance": torch.full((rows,), 3.5).to(dtype), "transformer_options": {}}
-
-
-def patch(tensors: dict[str, Tensor], key: str, kind: str, strength: float, /, **options) -> WeightPatch:
-    """One change; its factors (tensors among `options`) go into `tensors`."""
-    factors = {role: found for role, found in options.items() if isinstance(found, Tensor)}
-    named = {role: digest(found) for role, found in factors.items()}
-    tensors |= {named[role]: found for role, found in factors.items()}
-    rest = {name: found for name, found in options.items() if name not in factors}
-    return WeightPatch(
-        key, kind, tuple(Factor(role, found) for role, found in named.items()), strength, **rest
-    )

@@ -21,7 +21,6 @@ from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.requests import SamplerState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
 from parallel_backend.wire.payloads import (
-    predict_parts,
     sample_request,
     sample_tensors,
     state_tensors,
@@ -101,10 +100,7 @@ def parse_payload(data: bytes) -> None:
         os.close(descriptor)
     if tensors is None:
         return
-    for reader in (
-        lambda: (take_state(copy := dict(tensors)), sample_request(MESSAGE, copy)),
-        lambda: predict_parts(dict(tensors)),
-    ):
+    for reader in (lambda: (take_state(copy := dict(tensors)), sample_request(MESSAGE, copy)),):
         _allowing((TransportError, RequestError), reader)
 
 

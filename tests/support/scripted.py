@@ -11,7 +11,6 @@ from parallel_backend.requests import (
     InputShapes,
     ModelSpec,
     Placement,
-    PredictRequest,
     SampleRequest,
 )
 from parallel_backend.sidecar import pool
@@ -92,6 +91,18 @@ def ranks_of(parent: int) -> list[int]:
     return [pid for pid in found if is_running(pid)]
 
 
-def predict_request(behaviour=0, x=None):
+def call_model(ranks, spec, x=None, behaviour=0, *, conditioning=None, placement=None, **options):
+    """(the velocity that the model gives to x at sigma 1, from a job of one step; how that ran)"""
     x = torch.randn(2, 4, 6, 6) if x is None else x
-    return PredictRequest(x=x, sigma=torch.full((x.shape[0],), 0.5), conditioning=scripted_prompt(behaviour))
+    request = SampleRequest(
+        noise=x,
+        latent=torch.zeros_like(x),
+        sigmas=torch.tensor([1.0, 0.0]),
+        positive=conditioning or scripted_prompt(behaviour),
+        negative=None,
+        cfg=1.0,
+        sampler="euler",
+        seed=0,
+    )
+    result = ranks.sample(spec, request, placement or two_ranks(), **options)
+    return x - result.latent, result.info

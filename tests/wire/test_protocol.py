@@ -15,7 +15,6 @@ from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
 from parallel_backend.wire.decode_messages import Encode, RankDecode
 from parallel_backend.wire.protocol import (
     MAX_MESSAGE_BYTES,
-    ApplyPatches,
     Calibrate,
     Cancel,
     Compiling,
@@ -24,14 +23,11 @@ from parallel_backend.wire.protocol import (
     Envelope,
     Failed,
     Hello,
-    KeepFactors,
     KeepModels,
     Load,
     LoadVae,
-    Predict,
     Progress,
     RankModels,
-    RankPatch,
     RankRun,
     Ready,
     Sample,
@@ -51,6 +47,7 @@ CALIBRATION = Calibration(
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
 )
 # (message, payloads it may come with)
+SAMPLING = Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True)
 MESSAGES = [
     (Hello(pid=7, protocol=1, python="3.11.7", torch="2.13.0"), 0),
     (
@@ -69,8 +66,7 @@ MESSAGES = [
         ),
         0,
     ),
-    (Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True), 1),
-    (Predict(placement=PLACEMENT, conditioning=3, forget=(1, 2), model=3), 1),
+    (SAMPLING, 1),
     (Cancel(), 0),
     (Progress(step=1, steps=20, seconds=0.25), 0),
     (Progress(step=1, steps=20, seconds=0.25), 1),
@@ -83,9 +79,6 @@ MESSAGES = [
     (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
     (KeepModels((2, 1)), 0),
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
-    (KeepFactors(3), 1),
-    (ApplyPatches(3, "1f"), 1),
-    (Done(patch=RankPatch(seconds=0.5, touched=3)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
     (LoadVae("7-1f"), 1),
@@ -144,13 +137,13 @@ def test_a_frame_that_deviates_is_refused(data, reason):
 
 
 def test_a_dataclass_that_checks_itself_is_refused_as_a_frame():
-    frame = json.loads(encode(Envelope(1, 1, MESSAGES[5][0])))
+    frame = json.loads(encode(Envelope(1, 1, SAMPLING)))
     frame["body"]["placement"]["strategy"]["cfg_degree"] = 0
     with pytest.raises(TransportError, match="cfg_degree is 0"):
         decode(json.dumps(frame).encode(), 1)
 
 
-@pytest.mark.parametrize(("message", "payloads"), [(Cancel(), 1), (MESSAGES[4][0], 0), (MESSAGES[4][0], 2)])
+@pytest.mark.parametrize(("message", "payloads"), [(Cancel(), 1), (SAMPLING, 0), (SAMPLING, 2)])
 def test_a_message_comes_with_the_payloads_it_must_have(message, payloads):
     with pytest.raises(TransportError, match="payloads"):
         decode(encode(Envelope(1, 1, message)), payloads)

@@ -1,23 +1,17 @@
-"""Checks of where weights lie and what becomes of them: fp8, offload, LoRAs, sleep, and a text encoder beside them."""
+"""Checks of where weights lie and what becomes of them: fp8, offload, sleep, and a text encoder beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
 from ...wire.gpu_check import Finding
-from ...wire.weight_patches import Factor, WeightPatch, WeightPatches, digest
 from .checks import Check, Group
 from .ranks import Ranks, compared, difference, gigabytes, same_bits, steps_in_words
 
 # A latent of weights rounded to 8 bits is another picture, but one of the same kind; measured with the demo model: 0.1.
 _FP8_LIMIT = 0.5
-# The first block's projection after attention, [hidden, hidden] in every variant of the family.
-_CHANGED = "double_blocks.0.img_attn.proj.weight"
-_LORA_RANK = 4
 
 
 def check_fp8(ranks: Ranks) -> Sequence[Finding]:
@@ -40,36 +34,6 @@ def check_offload(ranks: Ranks) -> Sequence[Finding]:
     result = ranks.sample(ParallelStrategy(offload_weights=True))
     notes = "".join(f"; {note}" for note in result.info.notes)
     return [compared("offload", result, expected, f"{steps_in_words(result)}{notes}")]
-
-
-def check_lora(ranks: Ranks) -> Sequence[Finding]:
-    """A LoRA of random numbers changes the latent, and without it the weights are the file's again, bit for bit."""
-    expected = ranks.sample()
-    with_lora = ranks.sample(patches=random_lora(ranks.file.hidden_size))
-    without = ranks.sample()
-    found, load = difference(with_lora.latent, expected.latent), with_lora.info.load
-    patched = None if load is None else load.patched
-    words = "on" if patched is None else f"on in {patched.seconds:.2f} s"
-    works = 0 < found < float("inf")
-    return [
-        Finding(
-            "LoRA on",
-            "ok" if works else "broken",
-            f"{words}, the latent changes by {found:.1e} of the largest value",
-            "" if works else "report it: a LoRA must change the picture, and not to nothing",
-        ),
-        same_bits("LoRA off", without, expected, "off again"),
-    ]
-
-
-def random_lora(hidden: int) -> WeightPatches:
-    """Of rank 4 on one layer, strong enough to be seen."""
-    generator = torch.Generator().manual_seed(0)
-    up = torch.randn(hidden, _LORA_RANK, generator=generator) / hidden**0.5
-    down = torch.randn(_LORA_RANK, hidden, generator=generator)
-    factors = tuple(Factor(role, digest(tensor)) for role, tensor in (("up", up), ("down", down)))
-    patch = WeightPatch(_CHANGED, "lora", factors, strength=1.0)
-    return WeightPatches((patch,), {factors[0].digest: up, factors[1].digest: down})
 
 
 def check_sleep(ranks: Ranks) -> Sequence[Finding]:
@@ -104,7 +68,6 @@ MEMORY = Group(
     (
         Check("fp8", check_fp8),
         Check("offload", check_offload),
-        Check("lora", check_lora),
         Check("sleep", check_sleep),
         Check("comfyui", check_comfyui),
     ),

@@ -17,7 +17,6 @@ from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
 from ...wire.gpu_check import Finding, Subject
-from ...wire.weight_patches import NO_PATCHES, WeightPatches
 from ..bench.rounds import random_request
 from ..doctor.parity import LIMITS
 
@@ -84,7 +83,6 @@ class Ranks:
         dtype: str = "auto",
         steps: int = 0,
         options: ComputeOptions = PLAIN,
-        patches: WeightPatches = NO_PATCHES,
         on_step: Callable[[int, int, Tensor | None], None] | None = None,
         limit_s: float = float("inf"),
     ) -> SampleResult:
@@ -98,7 +96,6 @@ class Ranks:
                 Placement(strategy, compute_options=options),
                 on_step=on_step,
                 should_cancel=lambda: time.monotonic() > deadline,
-                patches=patches,
             )
         except Cancelled as error:
             raise ParallelError(

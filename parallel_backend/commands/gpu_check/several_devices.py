@@ -13,12 +13,12 @@ from ..doctor.rank_probe import probe_links
 from .checks import Check, Examine, Group
 from .ranks import Ranks, difference, gigabytes, steps_in_words
 
-# One strategy per way to split; FSDP 2 is two ranks that share out the weights and the tokens.
+# One strategy per way to split; Sharded 2 is two ranks that share out the weights and the tokens.
 SPLITS = {
     "Ulysses 2": ParallelStrategy(ulysses_degree=2),
     "Ring 2": ParallelStrategy(ring_degree=2),
     "CFG 2": ParallelStrategy(cfg_degree=2),
-    "FSDP 2": ParallelStrategy(ulysses_degree=2, shard_weights=True),
+    "sharded 2": ParallelStrategy(ulysses_degree=2, shard_weights=True),
     "tensor 2": ParallelStrategy(tensor_degree=2),
 }
 _PIPE = ParallelStrategy(pipefusion_degree=2)

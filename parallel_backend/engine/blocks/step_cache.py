@@ -1,4 +1,10 @@
-"""First Block Cache (first_block_cache.py) of ComfyUI's own modules: blocks after the first may be left out of a call.
+"""First Block Cache over all ranks: blocks after the first may be left out of a call of a module.
+
+First Block Cache (chengzeyi, ParaAttention, 2024; diffusers/hooks/first_block_cache.py), a simple form of TeaCache (Liu
+et al. 2024): where what the first block added differs from what it added in the last call that was computed by less
+than a threshold of it (mean absolute values over a row's tokens), the other blocks are taken to add what they added
+then. The row that differs most decides for all. diffusers' hooks decide on each rank by its own tokens, so ranks would
+go different ways; here ranks add up what they saw, in the same order, and all decide alike.
 
 A module's forward is not cut in two: it runs, and blocks that are left out hand on what they get. What the region's end
 then takes is replaced, so it does not matter what the module does between its blocks, such as adding residuals.
@@ -36,7 +42,7 @@ class Kept:
 class ModuleCache:
     """What one sampling job keeps from one network call to the next, of each of its prompts; it ends with the job.
 
-    Rows of one network call decide together, as in first_block_cache.py; prompts that ComfyUI puts into calls of their
+    Rows of one network call decide together; prompts that ComfyUI puts into calls of their
     own (of other lengths) decide each for itself, under every strategy alike.
     """
 

@@ -6,7 +6,6 @@ Tensors are split along their first dimension, so that what arrives is one conti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,50 +19,17 @@ from .traffic_counter import Traffic
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(eq=False)
-class PendingExchange:
-    """What an all-to-all brings: a device waits for it, and a host where that computes, when it is `taken`."""
-
-    _received: Tensor
-    _work: dist.Work | None
-    _ranks: tuple[int, ...]
-    _leaving: Tensor  # must outlive its transfer
-
-    def taken(self) -> Tensor:
-        if self._work is not None:
-            with heartbeat.inside("an all-to-all", self._ranks):
-                self._work.wait()
-            self._work = None
-        return self._received
-
-
-def begin_all_to_all(
-    send: Tensor,
-    send_sizes: tuple[int, ...],
-    receive_sizes: tuple[int, ...],
-    axis: Axis,
-    traffic: Traffic,
-    *,
-    runs_beside: bool = True,
-) -> PendingExchange:
-    """Rows of `send` ([sum(send_sizes), …]) go to the ranks of the axis in order; brings [sum(receive_sizes), …].
-
-    `runs_beside`: what is computed next does not wait for it.
-    """
+def all_to_all(
+    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+) -> Tensor:
+    """Rows of `send` ([sum(send_sizes), …]) go to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
     sizes = (list(receive_sizes), list(send_sizes))
     with heartbeat.inside("an all-to-all", axis.ranks):
-        work = dist.all_to_all_single(received, send, *sizes, group=axis.group, async_op=runs_beside)
-    return PendingExchange(received, work, axis.ranks, send)
-
-
-def all_to_all(
-    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
-) -> Tensor:
-    """The same, waited for."""
-    return begin_all_to_all(send, send_sizes, receive_sizes, axis, traffic, runs_beside=False).taken()
+        dist.all_to_all_single(received, send, *sizes, group=axis.group)
+    return received
 
 
 def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Tensor:

@@ -1,7 +1,4 @@
-"""Keys and values of the step before in a module's attention, which PipeFusion's patches attend to.
-
-As attention/kv_cache.py keeps them for models whose attention is the pack's; here where ComfyUI's modules call theirs.
-"""
+"""Keys and values of the step before in a module's attention, which PipeFusion's patches attend to."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ from .environment import import_comfyui
 from .key_layouts import from_diffusers, without_prefix
 from .model import ComfyUIModel
 from .placing import place
-from .weights import ComfyUIWeights
 
 StateDict = dict[str, Tensor]
 
@@ -77,12 +76,15 @@ def load(
     gguf.unpack_as(patcher.model.diffusion_model, built)
     sharding = None if part is None else part.byte_sharding
     absent = _absent(patcher.model.diffusion_model, part)
-    weights = ComfyUIWeights(patcher, dtypes, sharding, absent)  # before they leave the mapping
+    # Before they leave the mapping: views of it cost nothing.
+    originals = {
+        f"diffusion_model.{name}": value for name, value in patcher.model.diffusion_model.named_parameters()
+    }
     reader = None if opened is None else staged_reader(spec.path, opened, device)
     with reader or nullcontext() as staged:
         place(patcher.model, device, dtypes, sharding, absent, staged)
     patcher.model.device = device
-    return ComfyUIModel(patcher, device, size, stored, weights, sharding)
+    return ComfyUIModel(patcher, device, size, stored, originals, sharding)
 
 
 def _check_whole(part: ModelPart | None) -> None:

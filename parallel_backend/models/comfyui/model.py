@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base import AttentionCall, ByteSharding
 from ..tokens.regions import Region
@@ -16,7 +17,8 @@ from .attention_router import attention_by, attention_kernel
 
 
 class ComfyUIModel:
-    """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file."""
+    """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
+    `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes."""
 
     splits_layers = False
 
@@ -26,14 +28,14 @@ class ComfyUIModel:
         device: torch.device,
         bytes: int,
         stored_dtype: str,
-        weights: Any,
+        originals: Mapping[str, Tensor],
         byte_sharding: ByteSharding | None,
     ) -> None:
         self.patcher = patcher
         self.device = device
         self.bytes = bytes
         self.stored_dtype = stored_dtype
-        self.weights = weights
+        self.originals = originals
         self.byte_sharding = byte_sharding
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions

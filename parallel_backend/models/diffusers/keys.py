@@ -56,15 +56,11 @@ FLUX_DEV = FluxDims(
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a diffusers parameter: rows [start, stop) of the original tensor `key`, or all of it.
-
-    `swap_halves`: final_layer.adaLN_modulation holds (shift, scale), diffusers' norm_out wants (scale, shift).
-    """
+    """The origin of a diffusers parameter: rows [start, stop) of the original tensor `key`, or all of it."""
 
     key: str
     start: int | None = None
     stop: int | None = None
-    swap_halves: bool = False
 
 
 def original_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
@@ -110,11 +106,9 @@ def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
     h = dims.hidden
     sources: dict[str, Source] = {}
 
-    def linear(
-        target: str, key: str, start: int | None = None, stop: int | None = None, swap: bool = False
-    ) -> None:
+    def linear(target: str, key: str, start: int | None = None, stop: int | None = None) -> None:
         for part in ("weight", "bias"):
-            sources[f"{target}.{part}"] = Source(f"{key}.{part}", start, stop, swap)
+            sources[f"{target}.{part}"] = Source(f"{key}.{part}", start, stop)
 
     def norm(target: str, key: str) -> None:
         sources[f"{target}.weight"] = Source(f"{key}.scale")
@@ -157,7 +151,7 @@ def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
         linear(f"{target}.proj_out", f"{key}.linear2")
         norm(f"{target}.attn.norm_q", f"{key}.norm.query_norm")
         norm(f"{target}.attn.norm_k", f"{key}.norm.key_norm")
-    linear("norm_out.linear", "final_layer.adaLN_modulation.1", swap=True)
+    linear("norm_out.linear", "final_layer.adaLN_modulation.1")
     linear("proj_out", "final_layer.linear")
     return sources
 

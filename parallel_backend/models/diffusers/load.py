@@ -34,7 +34,6 @@ from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
 from .model import DiffusersModel
 from .tensor_parallel import slice_layers, take_slice
-from .tensors import diffusers_part
 from .weight_bytes import is_kept_in_compute_dtype
 
 
@@ -116,7 +115,7 @@ class Parameters:
         if file.layout == "diffusers":
             return self.cut(self.read(file.stored_key(name)), spec, rows)
         source = self._sources[name]
-        return self.cut(diffusers_part(file, self.read(file.stored_key(source.key)), source), spec, rows)
+        return self.cut(self.read(file.stored_key(source.key))[source.start : source.stop], spec, rows)
 
     def read(self, stored_key: str) -> Tensor:
         """A tensor of the file: a view of the mapping."""

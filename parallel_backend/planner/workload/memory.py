@@ -147,7 +147,7 @@ class _Rank:
         flows = strategy.warmup_steps < job.steps
         if flows:
             patches = min(strategy.pipeline_patches, job.image_tokens)
-            # Patches of a turn (engine/pipefusion/schedule.py): the first brings the text along.
+            # Patches of a turn: the first brings the text along.
             texts = (job.text_tokens, *[0] * (min(2 * stages, patches) - 1))
             image = -(-job.image_tokens // patches)
             calls = [self._call(each, text, image, keys=whole.keys) for text in texts]

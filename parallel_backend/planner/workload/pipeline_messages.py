@@ -1,6 +1,6 @@
 """The messages between the stages of a pipeline that a rank holds while it computes. Pure functions.
 
-Follows engine/pipefusion/stage.py and p2p.py step by step: what they ask for, keep and free decides.
+Follows engine/stages/stages.py and p2p.py step by step: what they ask for, keep and free decides.
 """
 
 from __future__ import annotations

@@ -144,11 +144,6 @@ class PatchFlow:
         return self._job.request
 
     @property
-    def whole_steps(self) -> int:
-        """Steps of whole images before patches flow: one at least leaves keys and values to them."""
-        return first_flowing(self._layout.strategy)
-
-    @property
     def exact(self) -> bool:
         """Whether no key was ever of the step before."""
         return self._patches is None or len(self._patches) == 1

@@ -6,7 +6,7 @@ ComfyUI's process numbers them and says with each load which ones stay, so all r
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from ...errors import RequestError
 from ...requests import InputShapes, ModelSpec, Placement
 from ...wire.protocol import RankModels
-from ..lora_worker import LoraWorker
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
@@ -23,21 +22,17 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 class HeldModel:
     """One model. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks of it
-    that sleep in host memory; `all_good`: as LoraWorker's."""
+    that sleep in host memory."""
 
-    def __init__(
-        self, model: ModuleModel, inputs: InputShapes | None, all_good: Callable[[Exception | None], bool]
-    ) -> None:
+    def __init__(self, model: ModuleModel, inputs: InputShapes | None) -> None:
         self.model = model
         self.inputs = inputs
-        self.patches = LoraWorker(all_good)
         self.moved_out: list[torch.nn.Module] = []
         self.forwards: dict[Placement, ModuleForward] = {}
 
     def move_out(self, device: torch.device) -> None:
         """Notes which chunks are to leave the device, but for those that have. Weights that are offloaded lie in host
         memory as they are."""
-        self.patches.release_originals()
         gone = set(map(id, self.moved_out))
         self.moved_out = [
             chunk

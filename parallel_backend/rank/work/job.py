@@ -7,7 +7,7 @@ import io
 import random
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,7 @@ class _JobModel:
     def __init__(self, model: ComfyUIModel) -> None:
         self.patcher = root_patcher(model)
         self.is_sharded = model.byte_sharding is not None
-        weights: Any = model.weights
-        self.originals: Mapping[str, Tensor] = weights.originals()
+        self.originals = model.originals
         network = self.base.diffusion_model
         if self.is_sharded:
             network.__dict__["state_dict"] = _refusing_state(network)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...requests import Placement
-from ...wire.heartbeat import heartbeat
 from ...wire.protocol import RankRun
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
@@ -35,11 +33,6 @@ def run_record(forward: ModuleForward, placement: Placement, begun: float, sent_
         kernel=forward.kernel,
         compiled=compiled,
     )
-
-
-def as_one_step(run: RankRun) -> RankRun:
-    """With the time in collectives of a model call whose device has done all."""
-    return replace(run, inside_seconds=tuple(round(seconds, 6) for seconds in heartbeat.inside_seconds(1)))
 
 
 def _why_other_kernel(forward: ModuleForward) -> str:

@@ -21,13 +21,11 @@ from ...wire.calibration import Calibration
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request, take_state
 from ...wire.protocol import (
-    ApplyPatches,
     Calibrate,
     KeepModels,
     Load,
     RankAndModel,
     RankModels,
-    RankPatch,
     RankRun,
     RunJob,
     Sample,
@@ -120,15 +118,6 @@ class RankWorker:
         self._record_weights()
         return self.models.report()
 
-    def apply_patches(self, message: ApplyPatches, tensors: Tensors) -> RankPatch:
-        """Changes a model's weights on every rank or on none."""
-        held = self.models.get(message.model)
-        try:
-            return held.patches.apply(held.model.weights, message, tensors)
-        finally:
-            if self.world.device.type == "cuda":
-                torch.cuda.empty_cache()  # whole tensors in float32 leave holes that activations do not fill
-
     def sample(
         self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
     ) -> tuple[Tensors, RankRun]:
@@ -163,7 +152,7 @@ class RankWorker:
             cache = ModuleCache(request.cache_threshold, calls, reused)
         plain = PlainForward((lambda: forward) if switching is None else (lambda: switching.current), cache)
         boundary = on_step if switching is None else switching.on_step
-        keep = on_step.keep if cache is None else kept_with_counts(on_step.keep, cache)
+        keep = on_step.keep if cache is None else _with_counts(on_step.keep, cache)
         latent = denoise(plain, request, boundary, state=state, keep=keep)
         on_step.finish()
         result = {
@@ -299,7 +288,7 @@ class RankWorker:
             import_for(spec, self.world.device, holds_nothing=not self.models and not self.vae.is_held)
             model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
-            return HeldModel(model, inputs, self._all_good), None
+            return HeldModel(model, inputs), None
         except Exception as error:
             return None, error
 
@@ -327,7 +316,7 @@ class RankWorker:
         return int(flag.item())
 
 
-def kept_with_counts(
+def _with_counts(
     keep: Callable[[Callable[[], SamplerState]], None], cache: ModuleCache
 ) -> Callable[[Callable[[], SamplerState]], None]:
     """`keep` (sampling.denoise.Keep) of states that also say what was reused until then."""

@@ -15,7 +15,6 @@ import logging
 import selectors
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -30,7 +29,6 @@ from ...wire.protocol import (
     Envelope,
     Failed,
     Message,
-    Predict,
     Ready,
     encode,
 )
@@ -108,11 +106,6 @@ class Exchange(Generic[Terminal]):
             self._send_to_all(message, payload)
         finally:
             close_all(payload)
-
-    def send_call(self, message: Predict, tensors: Tensors) -> None:
-        """Gives `message` to every rank, with the tensors that they do not have yet placed where all can read them."""
-        arena = self._group.requests
-        self._send_to_all(replace(message, placed=arena.place(tensors)), (arena.descriptor,))
 
     def _send_to_all(self, message: Message, payload: tuple[int, ...]) -> None:
         data = encode(self._envelope(message))
@@ -248,7 +241,7 @@ class Exchange(Generic[Terminal]):
             envelope, descriptors = received
             try:
                 self._check(envelope)
-                tensors = self._read(envelope.message, descriptors[0]) if descriptors else None
+                tensors = unpack_tensors(descriptors[0]) if descriptors else None
             finally:
                 close_all(descriptors)
         except LinkClosed:
@@ -256,12 +249,6 @@ class Exchange(Generic[Terminal]):
         except TransportError as error:
             raise self.refuse(f"rank {rank} sent what the protocol does not allow: {error}") from None
         return envelope.message, tensors
-
-    def _read(self, message: Message, descriptor: int) -> Tensors:
-        """The tensors that came with a message; the caller's own, for the rank's arena has its next answer soon."""
-        if not isinstance(message, Done) or message.placed is None:
-            return unpack_tensors(descriptor)
-        return self._group.answers.take(descriptor, message.placed)
 
     def _check(self, envelope: Envelope) -> None:
         if envelope.epoch != self._group.epoch or envelope.request != self._request:

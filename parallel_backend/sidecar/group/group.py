@@ -304,11 +304,6 @@ class RankGroupRunner:
         emit(Started(self.devices, seconds, self.last_failure))
         return seconds
 
-    def release_arenas(self) -> None:
-        """As RankGroup.release_arenas."""
-        if self.group is not None:
-            self.group.release_arenas()
-
     def discard(self) -> None:
         """Ends the ranks, if there are any, and gives back what belonged to them."""
         group, self.group = self.group, None

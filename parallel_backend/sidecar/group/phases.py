@@ -17,8 +17,6 @@ class PhaseKind(enum.Enum):
     LOADED = "loaded in {} s"
     DROPPED = "{}"  # a model, and why
     SWITCHED = "switched to {}"
-    APPLYING_LORAS = "applying LoRAs"
-    REMOVING_LORAS = "taking LoRAs out"
     FIRST_STEP = "first step"
     COMPILING = "compiling for {}; this step takes longer"
     TRYING = "trying {}"  # a strategy, and which one of how many

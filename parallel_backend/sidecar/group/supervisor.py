@@ -27,7 +27,6 @@ from pathlib import Path
 from ...devices import machine_of
 from ...errors import PlatformError, RankFailed
 from ...wire import deadlines
-from ...wire.arena import ArenaReader, ArenaWriter
 from ...wire.heartbeat import Page
 from ...wire.protocol import SHARED_STORE
 from ...wire.transport import Link, link_pair
@@ -75,8 +74,6 @@ class RankGroup:
             half_made.callback(os.close, self.alarm)
             self.heartbeat = Page()
             half_made.callback(self.heartbeat.close)
-            self.requests, self.answers = ArenaWriter(), ArenaReader()  # of model calls
-            half_made.callback(self.requests.release)
             self.folder = RendezvousFolder()
             half_made.pop_all()
         self.links: list[Link] = []
@@ -116,17 +113,10 @@ class RankGroup:
         for link in self.links:
             link.shut_down()
 
-    def release_arenas(self) -> None:
-        """Gives the memory back through which model calls went; the next one makes it again."""
-        self.requests.empty()
-        self.answers.release()
-
     def close(self) -> None:
         """Closes the caller's ends, once the group is gone and nobody waits on it."""
         for link in self.links:
             link.close()
-        self.requests.release()
-        self.answers.release()
         self.heartbeat.close()
         os.close(self.alarm)
         self.locks.release()

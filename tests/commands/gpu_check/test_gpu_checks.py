@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fake_nvml
-from parallel_backend.commands.gpu_check import faults, memory, ranks, timing
+from parallel_backend.commands.gpu_check import faults, memory, ranks
 from parallel_backend.commands.gpu_check import one_device as one_gpu
 from parallel_backend.commands.gpu_check import several_devices as several_gpus
 from parallel_backend.commands.gpu_check.run import make_subject
@@ -47,7 +47,6 @@ GOOD = [
     (one_gpu.check_same_bits, {"two runs": "ok"}),
     (memory.check_fp8, {"fp8": "ok"}),
     (memory.check_offload, {"offload": "ok"}),
-    (memory.check_lora, {"LoRA on": "ok", "LoRA off": "ok"}),
     (memory.check_sleep, {"sleep 1": "ok", "sleep 2": "ok"}),
     (memory.check_comfyui, {"text encoder and VAE": "skipped"}),
     (
@@ -60,7 +59,6 @@ GOOD = [
     (faults.check_cancel, {"cancel": "ok"}),
     (faults.check_kill, {"killed rank": "ok"}),
     (faults.check_out_of_memory, {"out of memory": "ok"}),
-    (timing.check_stepwise, {"stepwise": "ok"}),
 ]
 
 
@@ -120,11 +118,6 @@ class Scripted(ranks.Ranks):
         pass
 
 
-def test_a_lora_that_changes_nothing_or_stays_is_found():
-    on, off = memory.check_lora(Scripted(EXPECTED, EXPECTED, EXPECTED + 1))
-    assert (on.status, off.status) == ("broken", "broken")
-
-
 def test_another_picture_in_fp8_and_under_a_split_is_found():
     (fp8,) = memory.check_fp8(Scripted(EXPECTED, -EXPECTED))
     assert fp8.status == "broken" and "another picture" in fp8.finding
@@ -171,22 +164,3 @@ def test_cards_that_nvml_and_cuda_take_for_others_are_told(monkeypatch, cards, s
     subject = make_subject(("cuda:0", "cuda:1"))
     (found,) = one_gpu.check_identity(SimpleNamespace(subject=subject, group=lambda count: None))
     assert found.status == status and words in found.finding
-
-
-def test_a_call_whose_answer_changes_is_told(two, monkeypatch):
-    """As where a rank reads what a GPU has yet to write."""
-    monkeypatch.setattr(
-        timing, "controlled_call", lambda *_: SimpleNamespace(extras=SimpleNamespace(residuals={}))
-    )
-    answers = [torch.ones(4)] * 3 + [torch.zeros(4)] + [torch.ones(4)] * 8
-    sidecar = SimpleNamespace(predict=lambda *_: (answers.pop(), SimpleNamespace(step_seconds=(0.0,))))
-    monkeypatch.setattr(two, "group", lambda count: sidecar)
-    (found,) = timing.check_stepwise(two)
-    assert found.status == "broken" and "pictures would differ" in found.finding
-
-
-def test_a_controlnet_has_other_residuals_for_each_of_its_blocks(two):
-    call = timing.controlled_call(two.file, 64, 8)
-    residuals = call.extras.residuals
-    assert list(residuals) == list(range(5))  # of the 15, as many as the demo model has blocks
-    assert residuals[0].shape == (1, 16, 256) and not residuals[0].equal(residuals[1])

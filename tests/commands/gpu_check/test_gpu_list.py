@@ -30,7 +30,7 @@ CPU = ("cpu:0", "cpu:1")
 # What the audit asks for in the first minutes on a GPU, in its order.
 LIST = (
     *("installation", "device", "attention", "identity", "checkpoint", "steps", "syncs", "same bits"),
-    *("fp8", "offload", "lora", "sleep", "comfyui"),
+    *("fp8", "offload", "sleep", "comfyui"),
     *(
         "links",
         "strategies",
@@ -41,7 +41,7 @@ LIST = (
         "one process",
     ),
     *("cancel", "kill", "out of memory"),
-    *("profile", "stepwise"),
+    "profile",
 )
 
 

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parallel_backend.engine.rows import take
 
 from parallel_backend.engine.comm.groups import rank_groups
 from parallel_backend.layout import ROW_AXES, slice_of, split_sizes
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV
 from parallel_backend.observability.preview.rank_diagram import PROMPTS, assign_devices
-from parallel_backend.requests import Conditioning, Rows
 from parallel_backend.strategy import ParallelStrategy
 
 # The engine's axis and the start of the words for it.
@@ -56,15 +54,12 @@ def test_each_axis_reads_as_the_engines_groups_are(strategy):
 def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, prompts):
     devices = _assigned(strategy, images=images, prompts=prompts)
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
-    empty = Conditioning(torch.zeros(1, 1, 1), torch.zeros(1, 1), None)
-    rows = [  # each row's number is 10 * prompt + image
-        Rows(torch.arange(images).reshape(-1, 1, 1, 1) + 10 * p, torch.zeros(images), empty)
-        for p in range(prompts)
-    ]
+    # Each row's number is 10 * prompt + image; a call has the prompts one behind the other.
+    numbers = torch.tensor([image + 10 * prompt for prompt in range(prompts) for image in range(images)])
     sizes = split_sizes(images * prompts, strategy.row_degree)
     for group in rank_groups(strategy, ROW_AXES):
         for index, rank in enumerate(group):
-            taken = [int(x) for entry in take(rows, slice_of(sizes, index)) for x in entry.x.flatten()]
+            taken = numbers[slice_of(sizes, index)].tolist()
             assert _numbers(_roles(devices[rank]).get("rows"), images, prompts) == taken
 
 

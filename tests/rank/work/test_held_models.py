@@ -12,18 +12,18 @@ from parallel_backend.errors import RequestError
 from parallel_backend.rank.work.device import weight_bytes
 from parallel_backend.rank.work.held_models import HeldModel, HeldModels, import_for, release_cache
 from parallel_backend.rank.work.worker import RankWorker
-from parallel_backend.requests import Conditioning, LoadInfo, ModelSpec, Placement
+from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import model_room as sidecar_held_models
 from parallel_backend.sidecar.model_room import ModelKey, Room, choose_to_drop, free_room
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import Predict, RankAndModel, RankModels, Sleep
+from parallel_backend.wire.protocol import RankAndModel, RankModels, Sleep
 
 GIB = 2**30
 CPU = torch.device("cpu")
 
 
 def held(width=4):
-    return HeldModel(SimpleNamespace(chunks=(nn.Linear(width, width),)), None, lambda error: error is None)
+    return HeldModel(SimpleNamespace(chunks=(nn.Linear(width, width),)), None)
 
 
 @pytest.fixture
@@ -66,13 +66,6 @@ def test_the_weights_of_all_count_and_a_dropped_ones_are_gone_at_once(models):
     assert weight_bytes(models.chunks, CPU) == 4 * ((4 + 2) + (9 + 3))
 
 
-def test_prompts_and_loras_belong_to_one_model(models):
-    models.get(1).prompts[1] = Conditioning(torch.ones(1), torch.ones(1))
-    models.get(1).patches.keep({"digest": torch.ones(1)})
-    assert models.get(2).prompts == {} and models.get(2).patches._factors == {}
-    assert models.get(1).patches is not models.get(2).patches
-
-
 def test_a_gpu_says_what_it_has_for_the_next_model_and_the_oldest_of_its_own_goes(monkeypatch):
     """A card of 24 GiB that holds two models of 10: 2 GiB free, 1 more kept by torch for its next allocations."""
     free, kept = 2 * GIB, GIB
@@ -100,9 +93,7 @@ def known_model(number, gib):
 
 
 def test_weights_move_out_once_and_those_that_are_elsewhere_stay():
-    one = HeldModel(
-        SimpleNamespace(chunks=(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), None, lambda error: True
-    )
+    one = HeldModel(SimpleNamespace(chunks=(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), None)
     here, elsewhere = one.model.chunks
     one.move_out(CPU)
     assert one.moved_out == [here]
@@ -128,19 +119,6 @@ def test_what_torch_keeps_is_given_back_on_a_gpu(monkeypatch):
     assert emptied == []
     release_cache(torch.device("cuda:0"))
     assert emptied == [True]
-
-
-def test_the_prompt_and_the_mask_of_a_call_are_the_ones_sent_under_their_keys(models):
-    one, prompt, mask = models.get(1), Conditioning(torch.ones(1), torch.ones(1)), torch.ones(2)
-    given, kept = one.take_inputs(Predict(Placement(), 1, (), 1, 2), prompt, mask, CPU)
-    mask.zero_()  # the parent writes there again
-    assert given.context is not prompt.context and kept.tolist() == [1.0, 1.0]
-    assert one.take_inputs(Predict(Placement(), 1, (), 1, 2), None, None, CPU) == (given, kept)
-    assert one.take_inputs(Predict(Placement(), 1, (), 1), None, None, CPU) == (given, None)
-    with pytest.raises(RequestError, match="no attention mask was sent under the key 2"):
-        one.take_inputs(Predict(Placement(), 1, (2,), 1, 2), None, None, CPU)
-    with pytest.raises(RequestError, match="no prompt was sent under the key 1"):
-        one.take_inputs(Predict(Placement(), 1, (1,), 1), None, None, CPU)
 
 
 @pytest.mark.parametrize("holds_nothing", [True, False])

@@ -12,9 +12,8 @@ from parallel_backend.rank.work import held_models
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
-from parallel_backend.wire.arena import ArenaWriter
 from parallel_backend.wire.decode_messages import Decode, Encode, RankDecode
-from parallel_backend.wire.protocol import Done, Envelope, KeepModels, Predict, RankModels, RankRun, Sample
+from parallel_backend.wire.protocol import Done, Envelope, KeepModels, RankModels, RankRun, Sample
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
 RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
@@ -33,20 +32,15 @@ def served(monkeypatch, no_leaks):
     worker = SimpleNamespace(
         world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
         meter=None,
-        predict=lambda message, tensors, on_compile: ({"velocity": tensors["x"] * 2}, RUN),
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
         vae=SimpleNamespace(steps=lambda tensors: 1, decode=_half_of_a_vae, encode=_half_of_a_vae),
     )
     ours, theirs = link_pair()
-    arena = ArenaWriter()
 
     def serve(*requests):
         for request in requests:
-            if isinstance(request, Predict):
-                request = Predict(Placement(), 1, (), 1, placed=arena.place({"x": torch.ones(2)}))
-                ours.send(Envelope(1, 1, request), (arena.descriptor,))
-            elif isinstance(request, KeepModels):
+            if isinstance(request, KeepModels):
                 ours.send(Envelope(1, 1, request))
             else:
                 descriptor = pack_tensors({"sigmas": torch.ones(2)})
@@ -69,7 +63,6 @@ def served(monkeypatch, no_leaks):
     yield serve
     while (received := _next(ours)) is not None:
         close_all(received[1])
-    arena.release()
     ours.close()
     theirs.close()
 
@@ -88,16 +81,11 @@ def _next(link):
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)
-    assert given_back == ["released"] and isinstance(done, Done) and done.placed is None
+    assert given_back == ["released"] and isinstance(done, Done)
 
 
-def test_after_the_last_model_call_it_is_given_back(served):
+def test_after_models_were_dropped_it_is_given_back(served):
     assert served(KeepModels((1,))) == ["released", Done(models=HELD)]
-
-
-def test_between_model_calls_it_is_kept(served):
-    one, two = served(Predict(Placement(), 1, (), 1), Predict(Placement(), 1, (), 1))
-    assert [placed.name for placed in one.placed] == ["velocity"] and two.placed == one.placed
 
 
 def test_when_no_request_comes_it_is_given_back_once(monkeypatch):

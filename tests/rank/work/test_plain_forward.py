@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flux_requests import BLOCKS, CONTEXT, POOLED, TOLERANCE
 from flux_requests import CASES_OF_TWO_STEPS as CASES
+from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_subject
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.strategy import ParallelStrategy
@@ -40,6 +43,31 @@ STRATEGIES = {
     ],
 }
 ENGINES = ("native", "xfuser")
+# Of native alone: shares of tokens and weights that are not equal or not whole, and products of three axes.
+OTHERS = {
+    2: [
+        ParallelStrategy(ulysses_degree=2, device_shares=(24, 16)),
+        ParallelStrategy(ring_degree=2, device_shares=(1, 9)),
+        ParallelStrategy(ulysses_degree=2, shard_weights=True),
+        ParallelStrategy(cfg_degree=2, shard_weights=True),
+        ParallelStrategy(ring_degree=2, offload_weights=True),
+    ],
+    4: [
+        ParallelStrategy(ring_degree=2, ulysses_degree=2, device_shares=(4, 1, 2, 1)),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2, device_shares=(3, 1, 1, 2)),
+        ParallelStrategy(data_degree=2, cfg_degree=2, shard_weights=True),
+    ],
+    6: [
+        ParallelStrategy(cfg_degree=2, ring_degree=3),
+        ParallelStrategy(data_degree=3, ulysses_degree=2, shard_weights=True),
+    ],
+    8: [
+        ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2),
+        ParallelStrategy(data_degree=2, cfg_degree=2, pipefusion_degree=2, warmup_steps=2),
+        ParallelStrategy(data_degree=2, ring_degree=2, tensor_degree=2),
+    ],
+}
+FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image tokens than ranks")
 
 
 def sample(world, paths, strategies, engine, cases):
@@ -125,6 +153,48 @@ def test_bytes_sent_equal_the_closed_form(all_results, strategy):
             )
             sent = results[f"{strategy.describe()}: {name}"][2]
             assert sent == per_step * (len(case.sigmas) - 1), f"rank {rank}, {name}"
+
+
+@pytest.mark.parametrize("world_size", OTHERS)
+def test_uneven_shares_and_products_of_axes_equal_one_process(subjects, world_size):
+    paths, expected = subjects
+    strategies = OTHERS[world_size]
+    for results in run_ranks(
+        sample, world_size, paths, strategies, "native", FEW_CASES, backend=NCCL_STREAMS
+    ):
+        for strategy in strategies:
+            for case in FEW_CASES:
+                wanted = expected[heads_of(strategy)][case]
+                latent, _, _ = results[f"{strategy.describe()}: {case}"]
+                difference = (latent - wanted).abs().max() / wanted.abs().max()
+                assert difference <= TOLERANCE, f"{strategy.describe()}, {case}: {difference:.2e}"
+
+
+def notes_of(world, path, strategy):
+    _, forward, _ = PlainJobs(Layouts(world)).run(path, strategy, CASES[FEW_CASES[0]], "xfuser")
+    return [forward.engine, *forward.notes]
+
+
+def test_xfuser_leaves_unequal_shares_to_native_and_says_so(subject):
+    strategy = ParallelStrategy(ring_degree=2, device_shares=(1, 9))
+    for engine, *notes in run_ranks(notes_of, 2, subject[0], strategy, backend="gloo"):
+        assert engine == "native" and any("fell back to native" in note for note in notes)
+
+
+def test_images_of_different_seeds_come_out_of_a_batch_as_they_do_alone(subject, tmp_path):
+    """Five seeds on two replicas: three images on one, two on the other."""
+    case = CASES["dividing, cfg 1, batch 1"]
+    noises = [torch.randn(1, 16, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    requests = [replace(case, noise=noise, latent=torch.zeros_like(noise)) for noise in noises]
+    batch = replace(case, noise=torch.cat(noises), latent=torch.zeros(5, 16, 8, 16))
+    (alone,) = run_ranks(latents_of, 1, subject[0], ParallelStrategy(), requests)
+    for (together,) in run_ranks(latents_of, 2, subject[0], ParallelStrategy(data_degree=2), [batch]):
+        assert (together - torch.cat(alone)).abs().max() <= TOLERANCE * together.abs().max()
+
+
+def latents_of(world, path, strategy, requests):
+    jobs = PlainJobs(Layouts(world))
+    return [jobs.run(path, strategy, request)[0] for request in requests]
 
 
 def sample_twice(world, path, strategy):

@@ -1,10 +1,8 @@
 """What listeners hear of a group's life, in its order, and that they cannot harm it."""
 
 import pytest
-import torch
 
 from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed
-from parallel_backend.requests import PredictRequest
 from parallel_backend.sidecar.group.events import (
     Changed,
     Ended,
@@ -14,8 +12,7 @@ from parallel_backend.sidecar.group.events import (
     Stepped,
     listen,
 )
-from parallel_backend.sidecar.group.group import RankGroupRunner
-from scripted import CRASH, NO_MEMORY, scripted_prompt, scripted_request, two_ranks
+from scripted import CRASH, NO_MEMORY, scripted_request, two_ranks
 
 
 @pytest.fixture
@@ -41,23 +38,6 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, heard):
     assert first.strategy == ended.strategy == two_ranks().strategy and ended.images == 1
     assert {event.devices for event in heard} == {sidecar.devices}
     assert isinstance(heard[-1], Changed)
-
-
-def test_a_model_call_takes_one_turn_and_tells_whether_it_loaded(sidecar, weights, heard, monkeypatch):
-    turns = []
-    lease = RankGroupRunner.lease
-    monkeypatch.setattr(
-        RankGroupRunner,
-        "lease",
-        lambda self, request, *rest: turns.append(request) or lease(self, request, *rest),
-    )
-    call = PredictRequest(torch.ones(1, 4, 6, 6), torch.tensor([0.5]), scripted_prompt())
-    infos = [sidecar.predict(weights, call, two_ranks())[1] for _ in range(3)]
-    assert turns == ["predict"] * 3
-    assert [type(event) for event in facts(heard)] == [Started, Loaded, Ended, Ended, Ended]
-    assert [info.load.cached for info in infos] == [False, True, True]
-    assert infos[0].load.seconds > 0 and infos[1].load.patched.cached
-    assert sidecar.sample(weights, scripted_request(steps=1), two_ranks()).info.load.cached
 
 
 def test_every_way_to_end_has_its_name(sidecar, weights, heard):

@@ -26,8 +26,8 @@ from scripted import (
     RAISE_ALL,
     SLOW,
     STUCK,
+    call_model,
     is_running,
-    predict_request,
     scripted_request,
     two_ranks,
 )
@@ -85,8 +85,8 @@ def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weig
 
 def test_an_error_on_every_rank_is_raised_once(sidecar, weights):
     with pytest.raises(RankFailed, match="every rank refuses"):
-        sidecar.predict(weights, predict_request(RAISE_ALL), two_ranks())
-    sidecar.predict(weights, predict_request(), two_ranks())
+        call_model(sidecar, weights, behaviour=RAISE_ALL)
+    call_model(sidecar, weights)
 
 
 def test_a_rank_without_memory_says_so_with_a_remedy(sidecar, weights):
@@ -116,7 +116,7 @@ def test_a_first_step_has_time_by_the_size_of_what_it_computes(sidecar, weights,
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0 if earlier else 0.0)
     monkeypatch.setattr(deadlines, "size_allowance", allowance)
     sidecar.sample(weights, scripted_request(SLOW, steps=1), two_ranks())
-    sidecar.predict(weights, predict_request(SLOW), two_ranks())
+    call_model(sidecar, weights, behaviour=SLOW)
     assert set(asked) == {(36, True), (72, True)}  # of 6 x 6 positions, one row and two
     monkeypatch.setattr(deadlines, "size_allowance", lambda positions, on_cpu: 0.0)
     with pytest.raises(RankFailed, match="gave no sign of life"):
@@ -146,9 +146,9 @@ def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, wei
             RankFailed,
             match=r"(?s)failed 3 times within 10 minutes.*doctor.*rank 1 on cpu:1: killed by SIGKILL",
         ):
-            sidecar.predict(weights, predict_request(), two_ranks())
+            call_model(sidecar, weights)
     sidecar.stop()
-    sidecar.predict(weights, predict_request(), two_ranks())
+    call_model(sidecar, weights)
 
 
 def test_a_file_that_is_cut_short_under_the_ranks_is_named_and_blames_no_device(sidecar, weights):

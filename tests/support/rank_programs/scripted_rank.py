@@ -10,24 +10,16 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-import parallel_backend
-
-# A scripted rank has no model, so it need not import a model library, which would make each start five times as long:
-# the engine's package stays unexecuted.
-_engine = ModuleType("parallel_backend.engine")
-_engine.__path__ = [str(Path(parallel_backend.__file__).parent / "engine")]
-sys.modules[_engine.__name__] = _engine
-
-from parallel_backend.errors import CheckpointError  # noqa: E402
-from parallel_backend.rank.__main__ import main  # noqa: E402
-from parallel_backend.rank.work.worker import RankWorker  # noqa: E402
-from parallel_backend.wire.heartbeat import heartbeat  # noqa: E402
-from tests.support.scripted import (  # noqa: E402
+from parallel_backend.errors import CheckpointError
+from parallel_backend.rank.__main__ import main
+from parallel_backend.rank.work.worker import RankWorker
+from parallel_backend.wire.heartbeat import heartbeat
+from tests.support.scripted import (
     CRASH,
     FLOOD,
     NO_MEMORY,
@@ -41,53 +33,40 @@ from tests.support.scripted import (  # noqa: E402
 
 @dataclass
 class ScriptedForward:
-    """Velocity = scale * x * mean(context), summed over the ranks so that each call is a collective."""
+    """As ModuleForward. Velocity = scale * x * mean(context), summed over the ranks: each call is a collective."""
 
     scale: float
     world: object
+    strategy: object
     engine: str = "scripted"
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
     calls: int = 0
-    patchwise: None = None
+    stages: None = None
     exact: bool = True
     kernel: str = "torch"
     compiles: bool = False
+    traffic: object = None
 
     @property
-    def device(self):
-        return self.world.device
+    def model(self):
+        return SimpleNamespace(module=self, device=self.world.device)
 
-    def __call__(self, rows):
+    @property
+    def layout(self):
+        alone = SimpleNamespace(size=self.strategy.world_size, index=self.world.rank, group=None)
+        return SimpleNamespace(strategy=self.strategy, everyone=alone)
+
+    def __call__(self, call, cache=None):
         self.calls += 1
-        behave(int(rows[0].conditioning.pooled[0, 0]), self.world.rank, self.calls)
+        (x, _), prompt = call.args, call.kwargs
+        behave(int(prompt["y"][0, 0]), self.world.rank, self.calls)
         share = torch.tensor([self.scale / self.world.world_size])
         if self.world.control is not None:
             with heartbeat.inside("an all-reduce", range(self.world.world_size)):
                 dist.all_reduce(share, group=self.world.control)
         self.bytes_sent += share.nbytes
-        return [row.x.float() * share * row.conditioning.context.float().mean() for row in rows]
-
-    def from_first(self, tensor):
-        return tensor  # ranks of one machine's processors draw the same
-
-
-class ScriptedModule(ScriptedForward):
-    """What a module's call gives: x times the scale, the rank's share of which is summed, and what it was told."""
-
-    @property
-    def model(self):
-        return SimpleNamespace(module=self)
-
-    def __call__(self, call, cache=None):
-        self.calls += 2
-        behave(call.kwargs.get("behaviour", 0), self.world.rank, self.calls)
-        share = torch.tensor([self.scale / self.world.world_size])
-        dist.all_reduce(share, group=self.world.control)
-        (x,) = call.args
-        if "context" in call.kwargs:
-            x.mul_(call.kwargs["context"].mul_(2).mean())  # in place: no other call may see it
-        return [x.mul_(share), (call.method, call.tokens, call.rows, call.kwargs.get("names"))]
+        return x.float() * share * prompt["context"].float().mean(dim=(1, 2)).view(-1, 1, 1, 1)
 
 
 def behave(code, rank, calls):
@@ -133,17 +112,16 @@ class ScriptedJobs(RankWorker):
             bytes=4,
             compute_dtype=torch.float32,
             stored_dtype="float32",
-            sharding=None,
+            byte_sharding=None,
         )
 
     def _read_inputs(self, spec):
         return scripted_inputs(spec)
 
-    def _make_forward(self, model, placement):
-        return ScriptedForward(scale=model.scale, world=self.world)
-
-    def _module_forward(self, held, placement):
-        return ScriptedModule(scale=held.model.scale, world=self.world)
+    def _forward(self, held, placement):
+        return held.forwards.setdefault(
+            placement, ScriptedForward(held.model.scale, self.world, placement.strategy)
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..model import ComfyUIModel
-from ..weights import ComfyUIWeights
 from . import flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like
 from .weights import Call
 
@@ -152,4 +151,4 @@ class TinyModel(ComfyUIModel):
             diffusion_model=module, manual_cast_dtype=None, get_dtype=lambda: torch.float32
         )
         patcher = SimpleNamespace(model=base, load_device=cpu)
-        super().__init__(patcher, cpu, 0, "float32", ComfyUIWeights(patcher, {}), None)
+        super().__init__(patcher, cpu, 0, "float32", {}, None)
