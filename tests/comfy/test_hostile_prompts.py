@@ -1,0 +1,92 @@
+"""Pickles where a prompt or a model folder can hold them: refused, and nothing of them runs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from comfyui_client import PromptFailed, PromptRejected
+from graphs import STOCK, Graph
+
+OURS = ("StrategySelector", "ParallelFluxLoader", "ParallelModelLoader", "ParallelModel", "ParallelSampler")
+
+
+class _Touches:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self._path,))
+
+
+def _prompts(unet: str) -> dict[str, dict]:
+    """By the loader, a prompt that samples."""
+    found = {}
+    for kind in ("ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"):
+        graph = Graph()
+        strategy = graph.strategy("cpu:2", ulysses=2)
+        if kind == "ParallelModel":
+            model = [graph.add(kind, model=graph.model(STOCK, unet), strategy=strategy), 1]
+        else:
+            name = "unet_name" if kind == "ParallelFluxLoader" else "model_name"
+            inputs = {name: unet, "weight_dtype": "auto" if name == "unet_name" else "default"}
+            model = [graph.add(kind, strategy=strategy, **inputs), int(kind == "ParallelModelLoader")]
+        latent = graph.parallel_sampler(model, graph.text(1), graph.text(2), graph.latent(), steps=1)
+        graph.save(latent, "hostile.safetensors")
+        found[kind] = graph.prompt
+    return found
+
+
+def _ends(comfy, prompt: dict) -> str:
+    """How ComfyUI took it."""
+    try:
+        comfy.run(prompt)
+    except PromptRejected:
+        return "rejected"
+    except PromptFailed:
+        return "failed"
+    return "done"
+
+
+def test_no_input_of_a_prompt_is_ever_unpickled(comfy, tmp_path):
+    mark = tmp_path / "was unpickled"
+    data = pickle.dumps(_Touches(mark))
+    assert pickle.loads(data) is None and mark.exists()  # noqa: S301, the control
+    mark.unlink()
+    hostile = (
+        base64.b64encode(data).decode(),
+        {"py/reduce": [{"py/type": "pathlib.Path"}, str(mark)], "__class__": "Path"},
+        [data.decode("latin-1")],
+    )
+    taken = {"rejected": 0, "failed": 0, "done": 0}
+    for prompt in _prompts(comfy.write_flux("hostile.safetensors")).values():
+        assert _ends(comfy, prompt) == "done"
+        text = json.dumps(prompt)
+        for name in (name for name, node in prompt.items() if node["class_type"] in OURS):
+            for given in prompt[name]["inputs"]:
+                for value in hostile:
+                    changed = json.loads(text)
+                    changed[name]["inputs"][given] = value
+                    taken[_ends(comfy, changed)] += 1
+                    assert not mark.exists(), (name, given)
+    assert taken["rejected"] > 100
+    assert taken["done"] == 0
+
+
+@pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"])
+def test_a_pickle_in_a_model_folder_is_refused_by_each_loader(comfy, tmp_path, loader):
+    mark, path = tmp_path / "was unpickled", "pickle.safetensors"
+    comfy.write_flux(path)  # a file of that name, where models lie
+    (found,) = comfy.server.base_directory.rglob(path)
+    found.write_bytes(pickle.dumps(_Touches(mark)))
+    try:
+        assert _ends(comfy, _prompts(path)[loader]) in ("rejected", "failed")
+    finally:
+        found.unlink()
+    assert not mark.exists()
