@@ -152,7 +152,7 @@ def test_a_cancelled_job_leaves_the_machines_warm(lab, one_process):
 
 def test_torchrun_brings_a_killed_rank_back_and_the_job_goes_on(lab, one_process):
     sidecar, spec, machines = lab
-    job, seen = replace(JOB, sigmas=torch.linspace(0.95, 0, 11)), []
+    job, seen = replace(JOB, sigmas=torch.linspace(0.95, 0, 41)), []  # long: steps are told with a delay
 
     def on_step(step, *_):
         seen.append(step)
@@ -164,8 +164,7 @@ def test_torchrun_brings_a_killed_rank_back_and_the_job_goes_on(lab, one_process
     assert is_equal(result.latent, oracle_sample(one_process, job))
     (note,) = [note for note in result.info.notes if "goes on after step" in note]
     assert "@lab/b" in note and "left the cluster" in note
-    again = seen[seen.index(10, 0) - 9 :] if seen.count(1) > 1 else seen
-    assert again.count(1) == 1 and seen[-1] == 10  # not from its beginning
+    assert seen.count(1) == 1 and seen[-1] == 40  # not from its beginning
 
 
 def test_the_doctor_examines_machines_and_the_network_between_them(lab, capsys, monkeypatch):
