@@ -208,15 +208,13 @@ def predict(model, text, x: Tensor, sigma: Tensor, captions: list[str]) -> Tenso
 
 
 def save_transformer(model: FluxTransformer2DModel, path: Path) -> None:
-    """In the original key layout and bf16: the inverse of flux_keys.diffusers_sources."""
+    """In the original key layout and bf16: the inverse of `diffusers_sources`."""
     state = model.state_dict()
     shapes = original_shapes(DIMS)
     originals = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
     for name, source in diffusers_sources(DIMS).items():
         value = state[name].to(torch.bfloat16)
-        if source.swap_halves:
-            value = torch.cat(value.chunk(2, dim=0)[::-1])
-        originals[source.key][source.start : source.stop] = value
+        originals[source.key][source.start : source.stop] = halves_swapped(name, value)
     save_file(originals, path)
 
 
@@ -227,9 +225,14 @@ def load_transformer(path: Path) -> FluxTransformer2DModel:
     state = {}
     for name, source in diffusers_sources(DIMS).items():
         value = stored[source.key][source.start : source.stop].float()
-        state[name] = torch.cat(value.chunk(2, dim=0)[::-1]) if source.swap_halves else value
+        state[name] = halves_swapped(name, value)
     model.load_state_dict(state)
     return model.eval()
+
+
+def halves_swapped(name: str, value: Tensor) -> Tensor:
+    """`value`, but for the last modulation: the original layout holds (shift, scale), diffusers' (scale, shift)."""
+    return torch.cat(value.chunk(2, dim=0)[::-1]) if name.startswith("norm_out.linear.") else value
 
 
 @torch.inference_mode()
