@@ -11,6 +11,7 @@ import pickle
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,23 +218,23 @@ class _JobPickler(cloudpickle.Pickler):
         return (reducers.call, (CONTEXT, "other_patcher"), state, None, None, reducers.set_attributes)
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
-        """A function by value keeps the globals of its module, which a rank has as well, and not copies of them."""
+        """A function by value keeps the globals of its module, which a rank has as well, and not copies of them. Its
+        cells are set by themselves, since functions share them."""
         name = str(func.__globals__.get("__name__"))
         module = sys.modules.get(name)
-        if module is None or func.__globals__ is not module.__dict__ or name == "__main__":
-            return super()._dynamic_function_reduce(func)
         state, slots = internals._function_getstate(func)
-        slots |= {"__globals__": {}, "__closure__": None, "_cloudpickle_submodules": []}
-        self.modules.add(name)
+        slots["__closure__"] = None
         cells = [(cell, _content(cell)) for cell in func.__closure__ or ()]
-        return (
-            reducers.make_function,
-            (CONTEXT, name, func.__code__, func.__closure__),
-            (state, slots, cells),
-            None,
-            None,
-            reducers.fill_function,
-        )
+        make: Callable[..., Any]
+        arguments: tuple[Any, ...]
+        if module is None or func.__globals__ is not module.__dict__ or name == "__main__":
+            code, new_globals, *_ = self._function_getnewargs(func)
+            make, arguments = internals._make_function, (code, new_globals, None, None, func.__closure__)
+        else:
+            self.modules.add(name)
+            slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
+            make, arguments = reducers.make_function, (CONTEXT, name, func.__code__, func.__closure__)
+        return (make, arguments, (state, slots, cells), None, None, reducers.fill_function)
 
 
 def _is_still(tensor: Tensor, before: int | Tensor) -> bool:

@@ -134,6 +134,23 @@ def test_a_function_by_value_keeps_the_globals_of_its_module(rank):
 MARK = "as it was"
 
 
+def test_a_function_of_no_module_keeps_its_globals_and_what_it_closes_over(rank):
+    """As of code that a node has run itself, and of dataclasses, whose `__init__` closes over what it needs."""
+    space: dict = {"__name__": "of no module", "step": 2}
+    exec(  # noqa: S102
+        "def counter():\n"
+        "    count = 40\n"
+        "    def add():\n"
+        "        nonlocal count\n"
+        "        count += step\n"
+        "        return count\n"
+        "    return add, lambda: count\n",
+        space,
+    )
+    add, count = rank.ship(space["counter"]())
+    assert (count(), add(), count()) == (40, 42, 42)
+
+
 def test_what_lies_in_a_module_with_a_path_for_its_name_is_found_by_it(rank, monkeypatch):
     """As ComfyUI calls its own extra nodes, with dots of folders in it."""
     name = "/home/user/ComfyUI-1.0/comfy_extras/nodes_cache"
