@@ -2,8 +2,8 @@
 
     python benchmarks/latent_path.py [--json]
 
-Two ranks on the CPU, Ulysses 2, a random Flux: the exact way of every sequence-parallel job. docs/how-it-works.md shows
-the first list; nodes/ comes before it and needs ComfyUI.
+Two ranks on the CPU, Ulysses 2, a random Flux: the exact way of every sequence-parallel job. docs/how-it-works.md
+tells the way of ComfyUI's jobs, which nodes/ begins and which needs ComfyUI.
 """
 
 from __future__ import annotations

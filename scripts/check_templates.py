@@ -81,7 +81,7 @@ _CLASSES = (
     (r"sd_xl|svd|lotus|sdpose", "UNetModel"),
     (r"sam3|rt_detr", "no sampling"),
 )
-# How far tokens may be apart in calls with the patches of a node (docs/decisions/058-patches-as-data.md).
+# How far tokens may be apart in calls with the patches of a node.
 _WITH_PATCHES = {
     **dict.fromkeys(("AnimaLLLiteApply", "FluxKVCache", "WanInfiniteTalkToVideo"), ATTENTION),
     **dict.fromkeys(("QwenImageDiffsynthControlnet", "ZImageFunControlnet", "USOStyleReference"), BLOCK),

@@ -66,10 +66,10 @@ be split, and that depends on the module class that computes it.
 | **attention** | only the queries of attention are shared out; each device computes all else | yes |
 | **rows** | none: whole images and prompts only | yes |
 
-**By proof.** An entry counts only for the sources that it was proven on: a digest of the class's file and of all below
-`comfy/ldm` that it imports (`models/proof/proven.json`). With any other version of ComfyUI the class is tested before
-it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two ranks against one process. What that
-finds is kept beside the measurements (`self-tests.json`). A class that does not hold is *rows* there, *block* where
+**By proof.** An entry counts for the sources that it was proven on: a digest of the class's file and of all below
+`comfy/ldm` that it imports (`models/proof/proven.json`). With other sources the class is tested before
+it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two processes against one. The
+result is kept beside the measurements (`self-tests.json`). A class that fails is *rows* there, *block* where
 only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
 `scripts/prove_models.py` tests all of them.
 PipeFusion, beside Parallel Flux Loader's models, lays out the blocks of {staged} ([how](pipefusion.md)); the step cache
@@ -89,14 +89,14 @@ frames need nothing. So SDXL at CFG 1 gains from a second device, and with a neg
 `auto` shares out the two prompts first, then bands. The degree is `ulysses_degree` (or `ring_degree`, which does the
 same); reports say *bands*. An image has at most as many bands as rows at the UNet's lowest resolution: SDXL's halves
 them twice (32 rows for 1024 pixels), SD1.5's three times (8 rows for 512). Smaller ones share out attention only, and
-it is said. Blocks are not compiled ([why so](decisions/046-attention-only-and-bands-of-unets.md)).
+the report says so. Blocks are not compiled ([why so](decisions/046-attention-only-and-bands-of-unets.md)).
 
-**Attention only** is exact for any model that calls ComfyUI's attention, without a proof, and wins what the share of
-attention leaves: every device computes all else, and each answer to a query goes to all others. So attention to fewer
+**Attention only** is exact for any model that calls ComfyUI's attention, without a proof. Every device computes all
+else, and each answer to a query goes to all others. So attention to fewer
 than {keys} keys stays whole on each device, and a call with as many images and prompts as devices shares out those
 instead. `auto` takes it where attention is a third of the arithmetic or more, and tries one device against it while it
 samples; by hand it is `ulysses_degree`. By arithmetic: in a video of 44,000 tokens of a model 3,072 wide attention is
-70 %, and four devices would make a step at most 2.1 times as fast. No GPU has measured it
+70 %, and four devices would make a step at most 2.1 × as fast as one. It has not been measured on GPUs
 ([why so](decisions/046-attention-only-and-bands-of-unets.md)).
 
 ## {attention} classes of which attention alone can be split

@@ -27,9 +27,9 @@ def test_who_looks_for_raylight_finds_the_nodes_to_begin_with(comfy):
     assert {"ParallelModel", "ParallelSampler", "StrategySelector"} <= found
 
 
-def test_the_readme_compares_the_pack_with_comfyuis_own_node_by_its_name(comfy):
+def test_the_docs_compare_the_pack_with_comfyuis_own_node_by_its_name(comfy):
     stock = comfy.client.object_info()["MultiGPU_WorkUnits"]["display_name"]
-    assert f"| | {stock} | this pack |" in (ROOT / "README.md").read_text("utf-8")
+    assert f"| | {stock} | this pack |" in (ROOT / "docs" / "selector.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("language", ["en", "es", "zh"])
