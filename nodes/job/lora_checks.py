@@ -21,16 +21,14 @@ def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) 
         name, offset, function = (*key, None, None)[:3] if isinstance(key, tuple) else (key, None, None)
         weight = parameters.get(name)
         short = str(name).removeprefix("diffusion_model.")
-        factors = list(_tensors(getattr(patch, "weights", patch)))
+        is_adapter = hasattr(patch, "weights") or (isinstance(patch, tuple) and len(patch) == 1)
+        factors = list(_tensors(getattr(patch, "weights", patch))) if is_adapter else []
         if any(not factor.float().isfinite().all() for factor in factors):
             raise RequestError(
                 f"The LoRA's change of {short} holds NaN or infinite values: the file is damaged, or its training "
                 f"failed. Choose another one."
             )
-        is_adapter = hasattr(patch, "weights") or (isinstance(patch, tuple) and len(patch) == 1)
-        if (
-            weight is None or not factors or not is_adapter
-        ):  # others are whole weights, of which a merge is made
+        if weight is None or not factors:  # others are whole weights, of which a merge is made
             continue
         outline = torch.empty(weight.shape, dtype=torch.float32, device="meta")
         with _errors() as errors:

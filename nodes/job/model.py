@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import comfy.hooks
@@ -28,6 +29,7 @@ from ..model.facts import count_facts
 from ..model.options import COMPUTE_OPTIONS, SETTINGS
 from ..model.verdict import verdict_on
 from .lora_checks import check_patches
+from .mapped import map_weights
 from .outline import Outline
 
 _OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
@@ -57,6 +59,11 @@ class ShippedModel:
     def load(self, patcher: JobPatcher) -> None:
         """Notes the clone that ComfyUI has loaded last: the weights of calls outside of samplers are as it has them."""
         self._loaded = weakref.ref(patcher)
+
+    @cached_property
+    def mapped(self) -> Any:
+        """ComfyUI's model over the mapped file, for nodes that ask for weights."""
+        return map_weights(self.spec)
 
     @property
     def loaded(self) -> JobPatcher | None:
@@ -160,32 +167,51 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
-    # What reads weights, which this process has where ComfyUI's own loader has read them.
+    # What reads weights: this process has them where ComfyUI's own loader has read them, else in the mapped file.
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
-        if filter_prefix is not None:  # who wants names asks for all
-            self._need_weights(
-                "extracting a LoRA from its weights", "extract it from a model of stock loaders"
-            )
-        found: dict[str, Tensor] = super().model_state_dict(filter_prefix)
+        found: dict[str, Tensor]
+        if filter_prefix is None or not self._lacks_weights:  # who wants names asks for all
+            found = super().model_state_dict(filter_prefix)
+            return found
+        patcher = self._over_file()
+        found = patcher.model_state_dict(filter_prefix)
+        for key in found.keys() & self.patches.keys():
+            if not hasattr(patcher.model.get_submodule(key.rpartition(".")[0]), "comfy_cast_weights"):
+                found[key] = patcher.patch_weight_to_device(key, self.load_device, return_weight=True)
         return found
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict:
-        self._need_weights("merging its weights into another model", "merge the files with stock loaders")
-        found: dict = super().get_key_patches(filter_prefix)
+        found: dict = (
+            self._over_file().get_key_patches(filter_prefix)
+            if self._lacks_weights
+            else super().get_key_patches(filter_prefix)
+        )
         return found
 
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        if self._lacks_weights:
+            return self._over_file().patch_weight_to_device(key, *args, **kwargs)
+        return super().patch_weight_to_device(key, *args, **kwargs)
+
     def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        self._need_weights("saving the model", "copy its file instead")
+        if self._lacks_weights:
+            return self._over_file().model_state_dict_for_saving(*args, **kwargs)
         return super().model_state_dict_for_saving(*args, **kwargs)
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        self._need_weights("saving the model", "copy its file instead")
+        if self._lacks_weights:
+            return self._over_file().state_dict_for_saving(*args, **kwargs)
         return super().state_dict_for_saving(*args, **kwargs)
 
-    def _need_weights(self, effect: str, remedy: str) -> None:
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise refusal(effect, remedy)
+    @property
+    def _lacks_weights(self) -> bool:
+        return any(parameter.is_meta for parameter in self.model.parameters())
+
+    def _over_file(self) -> comfy.model_patcher.ModelPatcher:
+        found = comfy.model_patcher.ModelPatcher(self.job_model.mapped, self.load_device, self.offload_device)
+        found.patches = self.patches
+        return found
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal(

@@ -38,6 +38,7 @@ from ...parallel_backend.wire.file_identity import read_identity
 from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import interrupted, ranks_for, report_progress
 from ..host.comfyui_flags import comfyui_root
+from .mapped import mapped_words
 from .model import JobPatcher
 from .replaced import Packs, loaded_packs, replaced_by
 
@@ -171,7 +172,9 @@ class ShippedJob:
         is_fresh = sent is None or start is not holdings.start
         if sent is None or is_fresh:
             sent = _SentToRanks()
-        pickled = pickle_job(self._job, self._model.outline.known, sent.tensors, ModelPatcher)
+        # Another machine has files of its own, by other paths.
+        words, _held = ({}, []) if self._is_elsewhere else mapped_words()
+        pickled = pickle_job(self._job, self._model.outline.known | words, sent.tensors, ModelPatcher)
         self._packs = tuple(
             name for name in self._facts.packs if name != _OWN and _is_used(name, pickled.modules)
         )

@@ -49,8 +49,8 @@ _CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImp
 _LOCKED = "lock_class.<locals>.LockedMeta"
 _TRAIL = 5  # objects that an error names on the way to what cannot be written
 
-# What the ranks hold themselves, by id: the word by which reducers.RankObjects finds it.
-Known = dict[int, tuple[str, ...]]
+# What the ranks hold or map themselves, by id: the word by which reducers.RankObjects finds it.
+Known = dict[int, tuple[Any, ...]]
 
 
 class SentTensors:

@@ -28,7 +28,7 @@ class RankObjects:
     `tensors`: what was sent, by number."""
 
     device: torch.device
-    resolve: Callable[[tuple[str, ...]], Any]
+    resolve: Callable[[tuple[Any, ...]], Any]
     find_module: Callable[[str], types.ModuleType]
     local_patcher: Callable[[], Any]
     other_patcher: Callable[[], Any]

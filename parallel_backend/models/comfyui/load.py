@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -45,11 +46,49 @@ def load(
 ) -> ComfyUIModel:
     """The whole model on `device`, as ComfyUI would load it there if all cards were as the least of `peers`. Raises
     CheckpointError for a file that it does not know, RequestError for what its modules cannot be split by."""
-    source = spec.comfyui
-    if source is None:
-        raise RequestError("a model of ComfyUI's own needs to know where ComfyUI is (ModelSpec.comfyui).")
+    source = _source_of(spec)
     _check_whole(part)
     import_comfyui(source, device)
+    read = _read(spec, source, device, peers)
+    module = read.patcher.model.diffusion_model
+    sharding = None if part is None else part.byte_sharding
+    absent = _absent(module, part)
+    # Before they leave the mapping: views of it cost nothing.
+    originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
+    reader = None if read.opened is None else staged_reader(spec.path, read.opened, device)
+    with reader or nullcontext() as staged:
+        place(read.patcher.model, device, read.dtypes, sharding, absent, staged)
+    read.patcher.model.device = device
+    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding)
+
+
+def map_model(spec: ModelSpec) -> Any:
+    """ComfyUI's patcher over the weights of a file as they lie in its mapping, of which nothing is read until something
+    touches it; in a process that has imported ComfyUI. Raises as `load` does."""
+    return _read(spec, _source_of(spec), torch.device("cpu"), ()).patcher
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A file's model over its mapped weights. `opened`: the mapping, None of GGUF; `bytes`, `stored_dtype`: of its
+    tensors in the file; `dtypes`: which parameters are to have, by name, where not the file's."""
+
+    opened: safe_open | None
+    patcher: Any
+    bytes: int
+    stored_dtype: str
+    dtypes: dict[str, torch.dtype]
+
+
+def _source_of(spec: ModelSpec) -> ComfyUISource:
+    if spec.comfyui is None:
+        raise RequestError("a model of ComfyUI's own needs to know where ComfyUI is (ModelSpec.comfyui).")
+    return spec.comfyui
+
+
+def _read(
+    spec: ModelSpec, source: ComfyUISource, device: torch.device, peers: Sequence[torch.device]
+) -> _Read:
     packed = is_gguf(spec.path)
     opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
     if source.part == "diffusion_model":
@@ -72,19 +111,8 @@ def load(
         tensors = from_diffusers(tensors) or tensors
     with asked_of_all(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
-    dtypes = {} if keeps_file_dtype else built
     gguf.unpack_as(patcher.model.diffusion_model, built)
-    sharding = None if part is None else part.byte_sharding
-    absent = _absent(patcher.model.diffusion_model, part)
-    # Before they leave the mapping: views of it cost nothing.
-    originals = {
-        f"diffusion_model.{name}": value for name, value in patcher.model.diffusion_model.named_parameters()
-    }
-    reader = None if opened is None else staged_reader(spec.path, opened, device)
-    with reader or nullcontext() as staged:
-        place(patcher.model, device, dtypes, sharding, absent, staged)
-    patcher.model.device = device
-    return ComfyUIModel(patcher, device, size, stored, originals, sharding)
+    return _Read(opened, patcher, size, stored, {} if keeps_file_dtype else built)
 
 
 def _check_whole(part: ModelPart | None) -> None:

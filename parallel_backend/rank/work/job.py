@@ -26,6 +26,7 @@ from ...job.reducers import RankObjects
 from ...job.restore import Replaced, make_changes, restored, set_replaced
 from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
+from ...models.comfyui.jobs.mapped import MAPPED, MappedModels, find_in
 from ...models.comfyui.jobs.packages import Packages, quiet_server
 from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
@@ -81,18 +82,9 @@ class _JobModel:
     def base(self) -> Any:
         return self.patcher.model
 
-    def find(self, word: tuple[str, ...]) -> Any:
+    def find(self, word: tuple[Any, ...]) -> Any:
         """Finds what a pickle names."""
-        kind = word[0]
-        if kind == "base":
-            return self.base
-        if kind == "module":
-            return self.base.get_submodule(word[1])
-        if kind != "param":
-            raise RequestError(f"A job names {word}, which no device has.")
-        path, _, name = word[1].rpartition(".")
-        owner = self.base.get_submodule(path)
-        return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+        return self.base if word[0] == "base" else find_in(self.base, *word)
 
 
 def _refusing_state(network: nn.Module) -> Callable[..., Any]:
@@ -123,6 +115,7 @@ class Jobs:
         self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
         self._tensors: dict[int, Tensor] = {}
         self._packages: Packages | None = None
+        self._mapped = MappedModels()
 
     def run(
         self,
@@ -184,6 +177,7 @@ class Jobs:
             self._tensors.pop(number, None)
         self._tensors |= new
         error: Exception | None = None
+        mapped = self._mapped
         try:
             if head.facts is not None:
                 self._facts = self._facts_here(unpack_facts(head.facts))
@@ -195,7 +189,7 @@ class Jobs:
             packages.import_packs(head.packs)
             here = RankObjects(
                 device=held.patcher.load_device,
-                resolve=held.find,
+                resolve=lambda word: mapped.find(*word[1:]) if word[0] == MAPPED else held.find(word),
                 find_module=packages.find_module,
                 local_patcher=lambda: local_patcher(held.patcher, PATCHER_STATE),
                 other_patcher=lambda: other_patcher(held.patcher.load_device),
@@ -208,6 +202,7 @@ class Jobs:
                 if others:
                     raise RequestError(OTHER_WEIGHTS + ",".join(others))
             job: PickledJob = unpickle_job(head.job, here)
+            mapped.forget_unused()
             changed = [one for one in job.changes if one.kind == "parameter"]
             if held.is_sharded and changed:
                 raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))

@@ -1,0 +1,127 @@
+"""Nodes that ask for weights which only the ranks have loaded: merges, saved models, extracted LoRAs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from differences import relative_difference
+from gguf_files import write, write_unpacked
+from graphs import OURS, STOCK, Graph
+
+TOLERANCE = 1e-4  # of the largest value
+SAMPLING = {"cfg": 2.0, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def files(comfy):
+    blocks = {"double_blocks": 1, "single_blocks": 2}
+    return tuple(comfy.write_flux(f"tiny_merge_{seed}.safetensors", seed=seed, **blocks) for seed in (3, 9))
+
+
+def merge(graph: Graph, models: list, node: str = "ModelMergeSimple", **inputs) -> list:
+    return [graph.add(node, model1=models[0], model2=models[1], **inputs), 0]
+
+
+def sampled(comfy, merged: dict[str, tuple[Graph, list]]) -> dict[str, torch.Tensor]:
+    """The latents of models, each in a graph of its own."""
+    found = {}
+    for kind, (graph, model) in merged.items():
+        request = (graph.text(1), graph.text(2), graph.latent())
+        found[kind] = comfy.sample(graph.prompt, graph.ksampler(model, *request, **SAMPLING))
+    return found
+
+
+@pytest.mark.parametrize(("first", "second"), [(OURS, OURS), (OURS, STOCK), (STOCK, OURS)])
+def test_a_merge_of_two_models_gives_the_stock_latent(comfy, files, first, second):
+    """Whoever has them: ranks map the second model's file, and a stock model takes views of it."""
+    graphs = {}
+    for name, kinds in {"ours": (first, second), "stock": (STOCK, STOCK)}.items():
+        graph = Graph()
+        models = [graph.model(kind, file) for kind, file in zip(kinds, files, strict=True)]
+        graphs[name] = graph, merge(graph, models, ratio=0.5)
+    found = sampled(comfy, graphs)
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "choice", [{"ulysses": 2, "shard_weights": True}, {"pipefusion": 2, "warmup_steps": 2}]
+)
+def test_a_merge_of_a_merge_is_shared_out_too(comfy, files, choice):
+    graphs = {}
+    for kind in (OURS, STOCK):
+        graph = Graph()
+        one, two = (graph.model(kind, file, **(choice if kind == OURS else {})) for file in files)
+        difference = merge(graph, [two, one], "ModelMergeSubtract", multiplier=0.7)
+        graphs[kind] = graph, merge(graph, [one, difference], "ModelMergeAdd")
+    found = sampled(comfy, graphs)
+    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+
+
+def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    tensors = load_file(folder / files[1])
+    write(folder / "tiny_packed_merge.gguf", "Q8_0", tensors=tensors)
+    write_unpacked(folder / "tiny_unpacked_merge.safetensors", "Q8_0", tensors=tensors)
+    graphs = {}
+    for kind in (OURS, STOCK):
+        graph = Graph()
+        one = graph.model(kind, files[0])
+        two = graph.model(STOCK, "tiny_unpacked_merge.safetensors")
+        if kind == OURS:
+            strategy = graph.strategy("cpu:2", ulysses=2)
+            inputs = {"model_name": "tiny_packed_merge.gguf", "weight_dtype": "default", "strategy": strategy}
+            two = [graph.add("ParallelModelLoader", **inputs), 0]
+        graphs[kind] = graph, merge(graph, [one, two], ratio=0.5)
+    found = sampled(comfy, graphs)
+    assert relative_difference(found[OURS], found[STOCK]) <= 3e-3, "weights unpack in float16"
+
+
+def saved(comfy, prefix: str) -> dict[str, torch.Tensor]:
+    (file,) = comfy.server.output_directory.glob(f"{prefix}_*.safetensors")
+    found = load_file(file)
+    file.unlink()
+    return found
+
+
+def test_a_merge_is_saved_as_stock_saves_it(comfy, files):
+    found = {}
+    for kind in (OURS, STOCK):
+        graph = Graph()
+        merged = merge(graph, [graph.model(kind, file) for file in files], ratio=0.3)
+        graph.add("ModelSave", model=merged, filename_prefix=f"merged-{kind}")
+        comfy.run(graph.prompt)
+        found[kind] = saved(comfy, f"merged-{kind}")
+    assert found[OURS].keys() == found[STOCK].keys()
+    for name, value in found[STOCK].items():
+        torch.testing.assert_close(found[OURS][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("kind_of_lora", "bias_diff"), [("standard", False), ("full_diff", True)])
+def test_a_lora_is_extracted_as_stock_extracts_it(comfy, files, kind_of_lora, bias_diff):
+    found = {}
+    for kind in (OURS, STOCK):
+        graph = Graph()
+        one, two = (graph.model(kind, file) for file in files)
+        difference = merge(graph, [two, one], "ModelMergeSubtract", multiplier=1.0)
+        inputs = {"rank": 4, "lora_type": kind_of_lora, "bias_diff": bias_diff}
+        graph.add("LoraSave", model_diff=difference, filename_prefix=f"lora-{kind}", **inputs)
+        comfy.run(graph.prompt)
+        found[kind] = saved(comfy, f"lora-{kind}")
+    assert found[OURS].keys() == found[STOCK].keys() and found[STOCK]
+    changes = {kind: _changes(lora) for kind, lora in found.items()}
+    for name, value in changes[STOCK].items():
+        torch.testing.assert_close(
+            changes[OURS][name], value, rtol=0, atol=1e-2 * float(value.abs().max()), msg=name
+        )
+
+
+def _changes(lora: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a LoRA adds to each weight: its factors have signs that no decomposition is bound to."""
+    downs = {name: value for name, value in lora.items() if name.endswith(".lora_down.weight")}
+    products = {
+        name: lora[name.replace(".lora_down.", ".lora_up.")].float() @ value.float()
+        for name, value in downs.items()
+    }
+    return products | {name: value.float() for name, value in lora.items() if ".lora_" not in name}

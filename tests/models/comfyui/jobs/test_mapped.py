@@ -1,0 +1,56 @@
+"""Second models of a job: the file's values in a rank, from its pages, and no other file's."""
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from mapped_files import mapped_ranges
+from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.models.comfyui.jobs.mapped import MappedModels
+from parallel_backend.requests import ModelSpec
+from parallel_backend.wire.file_identity import read_identity
+from tiny_flux import write_tiny_flux
+
+WEIGHT = "diffusion_model.img_in.weight"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    source = import_comfyui_here()
+    return ModelSpec(str(write_tiny_flux(tmp_path / "second.safetensors")), "comfyui", "auto", source)
+
+
+def test_what_a_job_names_lies_in_the_files_pages(spec):
+    models, identity = MappedModels(), read_identity(spec.path)
+    weight = models.find(spec, identity, "param", WEIGHT)
+    assert any(begin <= weight.data_ptr() < end for begin, end in mapped_ranges(spec.path))
+    layer = models.find(spec, identity, "module", "diffusion_model.img_in")
+    assert layer.weight is weight
+    models.forget_unused()
+    assert models.find(spec, identity, "param", WEIGHT) is weight, "the same for the next job"
+    models.forget_unused()
+    models.forget_unused()
+    assert models.find(spec, identity, "param", WEIGHT) is not weight, "a job without it has let it go"
+
+
+def test_another_file_at_its_place_is_refused(spec):
+    identity = read_identity(spec.path)
+    write_tiny_flux(spec.path, seed=5)
+    with pytest.raises(
+        CheckpointError, match=r"second\.safetensors changed while a job with its weights was sent"
+    ):
+        MappedModels().find(spec, identity, "param", WEIGHT)
+
+
+def test_what_no_model_has_is_refused(spec):
+    with pytest.raises(RequestError, match="which no device has"):
+        MappedModels().find(spec, read_identity(spec.path), "code", "os.system")
+
+
+def test_values_are_the_files(spec):
+    models = MappedModels()
+    found = models.find(spec, read_identity(spec.path), "param", WEIGHT)
+    from safetensors import safe_open
+
+    with safe_open(spec.path, framework="pt") as file:
+        torch.testing.assert_close(found.detach(), file.get_tensor("img_in.weight"), rtol=0, atol=0)
