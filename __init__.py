@@ -26,7 +26,7 @@ async def comfy_entrypoint() -> ComfyExtension:
         async def on_load(self) -> None:
             from server import PromptServer
 
-            from .nodes import prompt_links
+            from .nodes.host import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
             from .nodes.preload import route as preload
             from .nodes.routes import devices as devices_route

@@ -14,9 +14,9 @@ from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
 from ..parallel_backend.strategy import DEGREES, ENGINES
 from .host.prompt_graph import value_of
+from .host.prompt_links import current_node
 from .links import CATEGORY, StrategyLink
 from .model.named_file import files_decided_by
-from .prompt_links import current_node
 
 
 def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:

@@ -25,6 +25,7 @@ from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ..host.calls import refusal
 from ..host.memory import give_cache_back, held_on, make_room, size_on, watch
+from ..host.prompt_links import running_node
 from ..model.facts import count_facts
 from ..model.options import COMPUTE_OPTIONS, SETTINGS
 from ..model.verdict import verdict_on
@@ -76,12 +77,15 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
 
     job_model: ShippedModel
     catch: Callable[..., Any]  # the wrapper at which jobs leave this process
+    made_by: str | None = None  # the node that has cloned it, and put on it what it has more than its parent
+    made_from: Callable[[], comfy.model_patcher.ModelPatcher | None]  # before Parallel Model
 
     def clone(self, *args: Any, **kwargs: Any) -> JobPatcher:
         if kwargs.get("force_deepcopy"):
             raise refusal("a copy of its weights (such as training takes)", "train a model of stock loaders")
         found: JobPatcher = super().clone(*args, **kwargs)
-        found.job_model, found.catch = self.job_model, self.catch
+        found.job_model, found.catch, found.made_from = self.job_model, self.catch, self.made_from
+        found.made_by = running_node()
         found.job_model.add(found)
         return found
 
@@ -254,7 +258,7 @@ def make_job_patcher(
     patcher.__class__ = JobPatcher
     patcher.model = outline.base
     patcher.job_model = ShippedModel(spec, verdict, file, outline)
-    patcher.catch = catch
+    patcher.catch, patcher.made_from, patcher.made_by = catch, weakref.ref(source), running_node()
     patcher.job_model.add(patcher)
     watch(outline.base.diffusion_model, spec)
     patcher.backup, patcher.backup_buffers, patcher.object_patches_backup = {}, {}, {}

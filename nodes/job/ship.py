@@ -29,7 +29,7 @@ from ...parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from ...parallel_backend.job.pickling import SentTensors, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import RunInfo, SampleResult
@@ -38,6 +38,7 @@ from ...parallel_backend.wire.file_identity import read_identity
 from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import interrupted, ranks_for, report_progress
 from ..host.comfyui_flags import comfyui_root
+from .culprit import with_culprit
 from .mapped import mapped_words
 from .model import JobPatcher
 from .replaced import Packs, loaded_packs, replaced_by
@@ -99,7 +100,7 @@ class ShippedJob:
     def __init__(
         self, patcher: JobPatcher, work: SamplerRun | NetworkCall, cache_threshold: float = 0.0
     ) -> None:
-        self._model = patcher.job_model
+        self._patcher, self._model = patcher, patcher.job_model
         self._facts = _facts.refresh()
         self._packs: tuple[str, ...] = ()
         self._sent_now: tuple[Any, _SentToRanks] | None = None
@@ -174,7 +175,11 @@ class ShippedJob:
             sent = _SentToRanks()
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
-        pickled = pickle_job(self._job, self._model.outline.known | words, sent.tensors, ModelPatcher)
+        known = self._model.outline.known | words
+        try:
+            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher)
+        except CannotBeSent as error:
+            raise with_culprit(error, self._patcher, known) from error
         self._packs = tuple(
             name for name in self._facts.packs if name != _OWN and _is_used(name, pickled.modules)
         )

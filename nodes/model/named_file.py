@@ -15,7 +15,7 @@ from ...parallel_backend.models.registry import inspect_model
 from ..demo_loader import MODEL as DEMO_MODEL
 from ..host.comfyui_flags import comfyui_root
 from ..host.prompt_graph import Prompt, source_of, value_of
-from ..prompt_links import loaders_for
+from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
 from .files import GGUF_FOLDER, model_path

@@ -5,13 +5,14 @@ Goes from ComfyUI to its own children over an inherited socket, and is read nowh
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +43,35 @@ PATCHER_STATE = (
     "cached_patcher_init",
     "non_dynamic_delegate_model",
     "job_model",
+    "made_by",
+    "made_from",
 )
 _PLAIN = frozenset({dict, str, int, float, tuple, list, bool, bytes, type(None)})
 _CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImplementedError, ValueError)
 # The metaclass of what ComfyUI runs a node's `execute` with: a copy of the node's class that cannot be changed.
 _LOCKED = "lock_class.<locals>.LockedMeta"
-_TRAIL = 5  # objects that an error names on the way to what cannot be written
+# Objects that an error names on the way to what cannot be written, and the most that are looked through.
+_TRAIL, _DEEPEST = 5, 50
 
 # What the ranks hold or map themselves, by id: the word by which reducers.RankObjects finds it.
 Known = dict[int, tuple[Any, ...]]
+
+
+class CannotBeSent(RequestError):
+    """A job holds what cannot be pickled. `problem`: what and why; `held_by`: the objects on the way to it; `modules`:
+    of their code, the closest first."""
+
+    def __init__(self, problem: str, path: Sequence[object]) -> None:
+        named = [one for one in path if type(one) not in _PLAIN]
+        names = (
+            f"{type(one).__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}" for one in named
+        )
+        self.problem, self.held_by = problem, " > ".join(list(names)[-_TRAIL:])
+        self.modules = tuple(str(getattr(one, "__module__", "")) for one in reversed(named))
+        super().__init__(
+            f"The devices cannot be given this job: {problem}. It is held by {self.held_by}; take the node out that "
+            f"puts it there, or connect its MODEL without Parallel Model."
+        )
 
 
 class SentTensors:
@@ -94,20 +115,63 @@ class Pickled:
 
 
 def pickle_job(job: object, known: Known, sent: SentTensors, patcher: type) -> Pickled:
-    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher. Raises RequestError for what cannot be written, with the
-    objects that hold it."""
+    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher. Raises CannotBeSent."""
     file = io.BytesIO()
     pickler = _JobPickler(file, known, sent, patcher)
     try:
         pickler.dump(job)
     except _CANNOT as error:
-        raise RequestError(
-            f"The devices cannot be given this job: {type(error).__name__}: {str(error)[:200]}. It is held by "
-            f"{pickler.trail()}; take the node out that puts it there, or connect its MODEL without Parallel Model."
-        ) from error
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CannotBeSent(problem, _path_to_it(job, known, patcher)) from error
     finally:
         pickler.forget()
     return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules))
+
+
+def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
+    """Finds the objects from `job` to the one that cannot be pickled, each of which holds the next."""
+    path, seen = [job], {id(job)}
+    while len(path) < _DEEPEST:
+        for part in _parts(path[-1], known, patcher):
+            if id(part) not in seen and not _can_be_sent(part, known, patcher):
+                break
+        else:
+            return path
+        path.append(part)
+        seen.add(id(part))
+    return path
+
+
+def _can_be_sent(part: object, known: Known, patcher: type) -> bool:
+    pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher)
+    try:
+        pickler.dump(part)
+    except _CANNOT:
+        return False
+    finally:
+        pickler.forget()
+    return True
+
+
+def _parts(obj: object, known: Known, patcher: type) -> Iterable[object]:
+    """What `obj` holds, as far as it travels with it."""
+    if id(obj) in known or isinstance(obj, (Tensor, type, types.ModuleType)):
+        return ()
+    if isinstance(obj, dict):
+        return [*obj.values(), *obj.keys()]
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        return obj
+    if isinstance(obj, types.MethodType):
+        return obj.__self__, obj.__func__
+    if isinstance(obj, functools.partial):
+        return obj.func, obj.args, obj.keywords
+    if isinstance(obj, types.FunctionType):
+        cells = [_content(cell) for cell in obj.__closure__ or ()]
+        return [*cells, *(obj.__defaults__ or ()), *vars(obj).values()]
+    state = getattr(obj, "__dict__", {})
+    if isinstance(obj, patcher):
+        return [value for key, value in state.items() if key not in PATCHER_STATE]
+    return list(state.values())
 
 
 class _JobPickler(cloudpickle.Pickler):
@@ -116,20 +180,12 @@ class _JobPickler(cloudpickle.Pickler):
         self._known, self._sent, self._patcher = known, sent, patcher
         self.tensors: dict[str, Tensor] = {}
         self.modules: set[str] = set()
-        self._trail: list[object] = []
         self._alive: list[object] = []  # made on the way: their ids must stay theirs
-
-    def trail(self) -> str:
-        """Names the objects that were being written last."""
-        return " > ".join(
-            f"{type(one).__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
-            for one in self._trail[-_TRAIL:]
-        )
 
     def forget(self) -> None:
         """Lets go of all that was written: a MODEL that nobody has any more must not wait for the garbage collector."""
         self.clear_memo()
-        self._trail, self._alive, self._known = [], [], {}
+        self._alive, self._known = [], {}
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
@@ -146,7 +202,6 @@ class _JobPickler(cloudpickle.Pickler):
             return ("device", obj.type == "cpu", str(obj))
         if kind is types.ModuleType:
             self.modules.add(obj.__name__)
-        self._trail = [*self._trail[-2 * _TRAIL :], obj]
         return None
 
     def _tensor(self, tensor: Tensor) -> Any:

@@ -19,7 +19,7 @@ _PACKS = {
     "ways": "inject_ways",
     "popular": "inject_packs/popular",
     "routes": "inject_packs/routes",
-    **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises")},
+    **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises", "locks")},
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

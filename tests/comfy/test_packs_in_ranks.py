@@ -189,6 +189,38 @@ def test_a_pack_that_fails_in_one_rank_is_named_and_the_next_prompt_works(impati
     assert seconds < LIMIT
 
 
+@pytest.mark.parametrize("place", ["before", "behind", "a guider"])
+def test_what_cannot_be_sent_is_refused_with_the_title_of_the_node_that_put_it_there(packs, place):
+    """Of two nodes of one pack the one that did it, where that stands behind Parallel Model."""
+    graph = AnyGraph(packs, "flux")
+    source, request = graph.stock(), graph.request()
+    if place == "a guider":
+        positive, negative, latent = request
+        parallel = [graph.parallel(source, ulysses=2), 0]
+        bad = graph.add("TestLockedGuider", model=parallel, positive=positive, negative=negative, cfg=2.0)
+        parts = {
+            "noise": [graph.add("RandomNoise", noise_seed=3), 0],
+            "guider": [bad, 0],
+            "sampler": [graph.add("KSamplerSelect", sampler_name="euler"), 0],
+            "sigmas": [
+                graph.add("BasicScheduler", model=parallel, scheduler="simple", steps=3, denoise=1.0), 0
+            ],
+        }  # fmt: skip
+        sampled = [graph.add("SamplerCustomAdvanced", latent_image=latent, **parts), 0]
+    else:
+        model = source if place == "before" else [graph.parallel(source, ulysses=2), 0]
+        model = [graph.add("TestBlockClosure", model=model, blocks="single_blocks", weight=0.5), 0]
+        bad = graph.add("TestLocks", model=model)
+        model = [bad, 0] if place == "behind" else [graph.parallel([bad, 0], ulysses=2), 0]
+        sampled = graph.ksampler(model, *request, steps=2, cfg=1.0)
+    graph.prompt[bad]["_meta"] = {"title": "My accelerator"}
+    with pytest.raises(PromptFailed) as failure:
+        latents(packs, graph, {"found": sampled})
+    text = str(failure.value)
+    assert f'what "My accelerator" (#{bad}) has put into this job' in text
+    assert "cannot pickle '_thread.lock' object" in text and "Take that node out" in text
+
+
 def test_ranks_that_differ_by_one_bit_at_a_caches_limit_give_the_same_picture_or_an_error(impatient):
     """The first rank skips a step that the other would compute: nobody may wait for the other for good."""
     cache = {"limit": 0.0, "on_the_edge": True}

@@ -1,13 +1,16 @@
 """A test-only pack that fails in rank 1, in the way that its folder is called after: `parallel_test_breaks` cannot be
-imported there, `…_hangs` never ends its import, `…_ends` ends the process and `…_raises` raises as it computes."""
+imported there, `…_hangs` never ends its import, `…_ends` ends the process and `…_raises` raises as it computes. What
+`…_locks` puts on a model cannot be sent to any rank."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
 import torch
+from comfy.samplers import CFGGuider
 
 WAY = Path(__file__).parent.name.removeprefix("parallel_test_")
 
@@ -39,8 +42,35 @@ class Fails:
 
     def apply(self, model):
         model = model.clone()
+        if WAY == "locks":
+            model.model_options["transformer_options"]["guarded_by"] = threading.Lock()
         model.set_model_unet_function_wrapper(halved)
         return (model,)
 
 
+class LockedGuider(CFGGuider):
+    """Cannot be sent either."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model)
+        self.lock = threading.Lock()
+
+
+class TestLockedGuider:
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("GUIDER",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        texts = {"positive": ("CONDITIONING",), "negative": ("CONDITIONING",)}
+        return {"required": {"model": ("MODEL",), "cfg": ("FLOAT", {"default": 2.0}), **texts}}
+
+    def make(self, model, cfg, positive, negative):
+        guider = LockedGuider(model)
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+        return (guider,)
+
+
 NODE_CLASS_MAPPINGS = {f"Test{WAY.capitalize()}": Fails}
+if WAY == "locks":
+    NODE_CLASS_MAPPINGS["TestLockedGuider"] = TestLockedGuider

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
-from .host.prompt_graph import LOADERS, Prompt, inputs_of, links, needed
+from .prompt_graph import LOADERS, Prompt, inputs_of, links, needed
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -37,6 +38,41 @@ def current_node() -> tuple[Prompt, str] | None:
         return None
     prompt = _validated.get() or _running_prompt(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
+
+
+def running_node() -> str | None:
+    """The id of the node that runs in this thread; None outside of a prompt."""
+    context = get_executing_context()
+    return None if context is None else str(context.node_id)
+
+
+def title_of(prompt: Prompt, node: str) -> str:
+    """A node as the page shows it: its title and number."""
+    found: Mapping[str, Any] = prompt.get(node, {})
+    kind = str(found.get("class_type", ""))
+    shown = nodes.NODE_DISPLAY_NAME_MAPPINGS.get(kind, kind)
+    meta = found.get("_meta")
+    title = meta.get("title") if isinstance(meta, Mapping) else None
+    return f'"{title or shown}" (#{node})'
+
+
+def models_before(prompt: Prompt, node: str) -> list[str]:
+    """The nodes that a MODEL comes through to `node`, its loader first."""
+    found: list[str] = []
+    while node in prompt and node not in found:
+        found.insert(0, node)
+        origins = [
+            (name, one)
+            for name, one, output in links(inputs_of(prompt, node))
+            if _gives_model(prompt, one, output)
+        ]
+        node = next((one for _, one in sorted(origins, key=lambda item: item[0] != "model")), "")
+    return found[:-1]
+
+
+def _gives_model(prompt: Prompt, node: str, output: int) -> bool:
+    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
+    return list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1] == ["MODEL"]
 
 
 def _running_prompt(prompt_id: str) -> Prompt | None:

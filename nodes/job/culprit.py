@@ -1,0 +1,93 @@
+"""Which node of the prompt has put into a job what cannot be sent."""
+
+from __future__ import annotations
+
+import os
+
+from comfy.model_patcher import ModelPatcher
+
+import nodes
+
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.job.pickling import PATCHER_STATE, CannotBeSent, Known, SentTensors, pickle_job
+from ..host.prompt_graph import Prompt, needed
+from ..host.prompt_links import current_node, models_before, title_of
+from .model import JobPatcher
+
+
+def with_culprit(error: CannotBeSent, patcher: JobPatcher, known: Known) -> RequestError:
+    """The same refusal with the title of the node, where that can be told: by the first MODEL on the way that cannot be
+    sent, else by the pack that its code is of."""
+    running = current_node()
+    if running is None:
+        return error
+    prompt, node = running
+    found = _first_with_it(prompt, patcher, known)
+    titles = [title_of(prompt, found)] if found in prompt else _of_its_code(prompt, node, error.modules)
+    if not titles:
+        return error
+    names = " or ".join(titles)
+    return RequestError(
+        f"The devices cannot be given what {names} has put into this job: {error.problem}. It is held by "
+        f"{error.held_by}. Take that node out, or connect its MODEL without Parallel Model."
+    )
+
+
+def _first_with_it(prompt: Prompt, patcher: JobPatcher, known: Known) -> str:
+    """The id of the node that gives the first MODEL which cannot be sent; "" where nobody knows."""
+    behind = [one for one in _with_parents(patcher) if isinstance(one, JobPatcher)]
+    found = next((one for one in behind if not _can_be_sent(one, known)), None)
+    if found is not behind[0] or found is None:
+        return "" if found is None else found.made_by or ""
+    before = _with_parents(found.made_from())
+    path = models_before(prompt, found.made_by or "")
+    bad = next((number for number, one in enumerate(before) if not _can_be_sent(one, known)), None)
+    # Each node clones the MODEL once, as a rule.
+    return path[bad] if bad is not None and len(path) == len(before) else ""
+
+
+def _with_parents(patcher: ModelPatcher | None) -> list[ModelPatcher]:
+    found: list[ModelPatcher] = []
+    while patcher is not None:
+        found.insert(0, patcher)
+        patcher = patcher.parent
+    return found
+
+
+def _can_be_sent(patcher: ModelPatcher, known: Known) -> bool:
+    state = {key: value for key, value in vars(patcher).items() if key not in PATCHER_STATE}
+    try:
+        pickle_job(state, known, SentTensors(), ModelPatcher)
+    except CannotBeSent:
+        return False
+    return True
+
+
+def _of_its_code(prompt: Prompt, node: str, modules: tuple[str, ...]) -> list[str]:
+    """The titles of the nodes before `node` whose class lies in one of `modules`, or in the same pack: of the closest
+    module that has some."""
+    before = {one: _module_of(prompt, one) for one in needed(prompt, [node]) if one != node}
+    for module in filter(_is_foreign, modules):
+        same = [one for one, other in before.items() if _is_one_pack(module, other)]
+        if same:
+            return [title_of(prompt, one) for one in same]
+    return []
+
+
+def _is_foreign(module: str) -> bool:
+    return bool(module) and not module.startswith(__name__.rsplit(".nodes.", 1)[0])
+
+
+def _module_of(prompt: Prompt, node: str) -> str:
+    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt[node].get("class_type", "")))
+    return str(getattr(kind, "__module__", ""))
+
+
+def _is_one_pack(one: str, other: str) -> bool:
+    """ComfyUI calls a pack's modules by its path; its own nodes' modules are apart."""
+    return one == other or (os.sep in one and _pack_of(one) == _pack_of(other))
+
+
+def _pack_of(module: str) -> str:
+    folder, _, name = module.rpartition(os.sep)
+    return f"{folder}{os.sep}{name.partition('.')[0]}"
