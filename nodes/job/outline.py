@@ -17,6 +17,7 @@ from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is
 from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
 from ..host.calls import refusal
+from .unchanged import SameNetwork, SameValues
 
 _NETWORK = "diffusion_model"
 _META = torch.device("meta")
@@ -49,10 +50,20 @@ class Outline:
         self.prints: dict[str, Print] = prints_of(self._unpatched(self._parameters.items()))
         self._others: set[str] = set()  # of the loader's parameters those that are not the file's
         self._sent: dict[str, tuple[Print | None, nn.Parameter]] = {}
+        self._same: SameNetwork | None = None
+        self._changes: list[NetworkChange] = []
+        self._same_backup = SameValues([self._backup])
 
     def changes(self) -> list[NetworkChange]:
         """Finds what nodes have changed of the network, before Parallel Model and since. Raises RequestError for
         weights that only the ranks have."""
+        if self._same is None or not self._same_backup.still_hold() or not self._same.still_holds():
+            self._changes, weights = self._look_for_changes()
+            self._same_backup, self._same = SameValues([self._backup]), SameNetwork(self.base, weights)
+        return self._changes
+
+    def _look_for_changes(self) -> tuple[list[NetworkChange], dict[str, Tensor]]:
+        """(the changes, the weights by name)"""
         now = dict(self._unpatched(self.base.named_parameters()))
         new = {
             name for name, value in self.base.named_parameters() if value is not self._parameters.get(name)
@@ -66,11 +77,12 @@ class Outline:
             for name in names
             if name in now
         ]
-        return [*changes_of(self.base, self.pristine, self.known), *sent]
+        return [*changes_of(self.base, self.pristine, self.known), *sent], now
 
     def note_other_weights(self, names: Iterable[str]) -> None:
         """Notes parameters whose values in the ranks are others: a node has changed them before Parallel Model."""
         self._others |= set(names)
+        self._same = None
 
     def file_prints(self) -> dict[str, Print]:
         """Returns the prints of parameters that are the file's as far as is known, for the ranks to compare."""

@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,56 @@ def loaded_packs() -> Packs:
 def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
     """Finds what packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. Searches
     again only what differs from the last search."""
+    global _latest
     extras = str(Path(comfyui) / "comfy_extras")
     folders = tuple(
         f"{Path(file).parent}{os.sep}" if is_package else file
         for name, (file, is_package) in packs.items()
         if name != own and not file.startswith(extras)
     )
+    known = len(sys.modules), folders
+    if _latest is None or _latest.known != known or not _latest.still_holds():
+        found, owners = _search(folders)
+        _latest = _Latest(known, found, owners)
+    return _latest.found
+
+
+class _Latest:
+    """The latest search, as long as every module and class has the values that it had then."""
+
+    def __init__(self, known: tuple[int, tuple[str, ...]], found: list[Replaced], owners: list[Any]) -> None:
+        self.known, self.found = known, found
+        self._dicts = [vars(owner) for owner in owners]
+        self._marks, self._kinds = self._now()
+        self._objects = [one for owner in owners for one in _searched[id(owner)].objects]
+
+    def still_holds(self) -> bool:
+        marks, kinds = self._now()
+        return (
+            marks == self._marks and kinds == self._kinds and all(one() is not None for one in self._objects)
+        )
+
+    def _now(self) -> tuple[list[int], list[type]]:
+        values = list(chain.from_iterable([one.values() for one in self._dicts]))
+        return list(map(id, values)), list(map(type, values))
+
+
+_latest: _Latest | None = None
+
+
+def _search(folders: tuple[str, ...]) -> tuple[list[Replaced], list[Any]]:
+    """(what packs have replaced, all modules and classes that were looked at)"""
     found: list[Replaced] = []
+    owners: list[Any] = []
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not (name == "comfy" or name.startswith("comfy.")):
             continue
         searched = _of_module(module, name, folders)
         found += searched.found
+        owners += [module, *searched.classes]
         for kind in searched.classes:
             found += _of_class(kind, name, folders).found
-    return found
+    return found, owners
 
 
 def _of_module(module: types.ModuleType, name: str, folders: tuple[str, ...]) -> _Searched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -60,6 +61,7 @@ def take_fingerprint(
     return Fingerprint(hardware, tuple(software))
 
 
+@functools.cache
 def installed_version(package: str) -> str:
     """The version of an installed package, without importing it; empty where it is not installed."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidate
 from .history import MeasurementHistory
 from .rules import Plan, StrategySettings, resolve_strategy
 from .trials import plan_trials
-from .workload.fit import MemoryCheck, check_capacity, fits
+from .workload.fit import Capacity, MemoryCheck, check_capacity, fits
 from .workload.rank_memory import fullest_rank
 from .workload.workload import Job, JobModel
 
@@ -136,6 +137,7 @@ def _candidates(
     job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
 ) -> Iterator[Candidate]:
     """Every strategy that this version runs on some of `devices`, with what is known of it."""
+    capacity_of = functools.cache(Capacity.of)
     for strategy in enumerate_candidates(job, len(devices)):
         violations = strategy.violations(job.model.shape, len(devices), engine)
         if violations or crosses_machines(strategy, devices):
@@ -145,7 +147,8 @@ def _candidates(
         seconds = measured.get(strategy)
         # What was seen to run fits, whatever was foreseen; patches that it may have gone without are no part of a kind.
         seen = seconds is not None and not job.patch_bytes
-        yield Candidate(strategy, memory, seen or fits(check, share=USABLE_MEMORY), seconds)
+        has_room = seen or fits(check, capacity_of(check.devices), share=USABLE_MEMORY)
+        yield Candidate(strategy, memory, has_room, seconds)
 
 
 def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:

@@ -135,6 +135,28 @@ def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
     assert _requests(packs) >= earlier + 2 * 3  # one more where the ranks had to ask for weights
 
 
+def test_patches_that_are_in_the_weights_already_are_not_put_there_again(packs):
+    loras = packs.server.base_directory / "models" / "loras"
+    loras.mkdir(exist_ok=True)
+    lora = write_loras(loras)["kohya"]
+    counted = packs.output("counted.txt")
+
+    def calls(seed: int, strength: float, on: bool = True) -> int:
+        graph = AnyGraph(packs, "flux")
+        model = [graph.parallel(graph.stock(), ulysses=2), 0]
+        model = [graph.add("TestCountedPatching", model=model, on=on), 0]
+        model = [graph.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=strength), 0]
+        before = len(counted.read_text().splitlines()) if counted.exists() else 0
+        latents(packs, graph, {"found": graph.ksampler(model, *graph.request(), steps=2, cfg=1.0, seed=seed)})
+        return (len(counted.read_text().splitlines()) if counted.exists() else 0) - before
+
+    first = calls(1, 0.8)
+    assert first and not first % 2, "in both ranks"
+    assert calls(2, 0.8) == 0
+    assert calls(2, 0.5) == first
+    assert calls(3, 0.5, on=False) == 0
+
+
 @pytest.fixture
 def impatient(packs):
     """The ComfyUI of `packs`, which waits for its ranks no longer than PATIENCE, and starts them again at once."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .cache import TestStepCache
-from .models import TestAttentionKernel, TestBlockClosure, TestEmbeddings
+from .models import TestAttentionKernel, TestBlockClosure, TestCountedPatching, TestEmbeddings
 from .sampling import TestDirectCalls, TestPackGuider, TestPackSampler
 
 NODES = (
     TestAttentionKernel,
     TestBlockClosure,
+    TestCountedPatching,
     TestDirectCalls,
     TestEmbeddings,
     TestPackGuider,

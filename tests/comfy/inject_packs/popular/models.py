@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import comfy.lora
+import folder_paths
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from torch import Tensor, nn
@@ -109,4 +113,28 @@ class TestAttentionKernel:
     def apply(self, model):
         model = model.clone()
         model.model_options["transformer_options"]["optimized_attention_override"] = smoothed_attention
+        return (model,)
+
+
+_calculate_weight = comfy.lora.calculate_weight
+
+
+def counted(*args, **kwargs):
+    """ComfyUI's function that puts patches into a weight; notes each call."""
+    with (Path(folder_paths.get_output_directory()) / "counted.txt").open("a") as file:
+        file.write("called\n")
+    return _calculate_weight(*args, **kwargs)
+
+
+class TestCountedPatching:
+    """Counts how often ComfyUI computes a weight with its patches, in any process, as long as it is on."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "count", ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        return {"required": {"model": ("MODEL",), "on": ("BOOLEAN", {"default": True})}}
+
+    def count(self, model, on):
+        comfy.lora.calculate_weight = counted if on else _calculate_weight
         return (model,)

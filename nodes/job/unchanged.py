@@ -1,0 +1,111 @@
+"""Tells in a millisecond or two that nothing was changed since the latest look, before a search that takes many."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel_backend.job.changes import HOOKS, is_note
+
+_NESTED = ("_parameters", "_buffers", "_modules", *HOOKS)
+_SAMPLES = 64  # values of each weight
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by bytes of a value: NaN is no number
+
+
+class SameValues:
+    """The values of dicts, by identity. Holds them, so that no other takes the address of one."""
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._values = self._now()
+
+    def still_hold(self) -> bool:
+        return _are_same(self._now(), self._values)
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable([one.values() for one in self._dicts]))
+
+
+class SameNetwork:
+    """The attributes, children, hooks and containers of every module of a tree, and a few values of each weight."""
+
+    def __init__(self, base: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        modules = list(base.modules())
+        nested = [module.__dict__[name] for module in modules for name in _NESTED]
+        self._base, self._own = base, _own_attributes(base)
+        self._attributes = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
+        self._kinds = [(module, type(module)) for module in modules]
+        found = (
+            value
+            for module in modules
+            for name, value in module.__dict__.items()
+            if isinstance(value, (list, dict, set)) and name not in _NESTED and not is_note(name)
+        )
+        self._containers = [(one, _contents(one)) for one in found]
+        self._weights = list(weights.values())
+        self._places = [_place(weight) for weight in self._weights]
+        self._views = _views(self._weights)
+        self._samples = [torch.cat(views) for views in self._views]
+
+    def still_holds(self) -> bool:
+        return (
+            all(type(module) is kind for module, kind in self._kinds)
+            and self._attributes.still_hold()
+            and _are_same(_own_attributes(self._base), self._own)
+            and all(_contents(one) == before for one, before in self._containers)
+            and [_place(weight) for weight in self._weights] == self._places
+            and all(
+                torch.equal(torch.cat(views), was)
+                for views, was in zip(self._views, self._samples, strict=True)
+            )
+        )
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _own_attributes(base: nn.Module) -> list[Any]:
+    """Of the model around the network, on which ComfyUI notes what it has loaded each time."""
+    found = [(name, value) for name, value in base.__dict__.items() if not is_note(name)]
+    return list(chain.from_iterable(found))
+
+
+def _contents(value: Any) -> Any:
+    """What a container holds, by address: all that is in it is held by it."""
+    if isinstance(value, dict):
+        return [(key, _contents(one)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_contents(one) for one in value]
+    return set(map(id, value)) if isinstance(value, set) else id(value)
+
+
+def _place(weight: Tensor) -> int:
+    return 0 if _is_opaque(weight) else weight.data_ptr()
+
+
+def _is_opaque(weight: Tensor) -> bool:
+    return weight.is_meta or type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous()
+
+
+def _views(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Views of values spread over each weight, by device and bytes of a value. The stride is odd, so that they do not
+    lie in one column of a matrix."""
+    found: dict[Any, list[Tensor]] = {}
+    with torch.no_grad():
+        for weight in weights:
+            if not _is_opaque(weight) and weight.numel() and weight.element_size() in _INTEGERS:
+                flat = weight.detach().view(-1).view(_INTEGERS[weight.element_size()])
+                view = flat[:: (len(flat) // _SAMPLES) | 1][:_SAMPLES]
+                found.setdefault((weight.device, weight.element_size()), []).append(view)
+    return list(found.values())
