@@ -60,6 +60,7 @@ class _SentToRanks:
     def __init__(self) -> None:
         self.tensors = SentTensors()
         self.facts: bytes | None = None
+        self.packs: frozenset[str] = frozenset()  # whose code they have imported
 
 
 class _Facts:
@@ -103,6 +104,7 @@ class ShippedJob:
         self._patcher, self._model = patcher, patcher.job_model
         self._facts = _facts.refresh()
         self._packs: tuple[str, ...] = ()
+        self._new_packs = ""  # that the ranks have not imported yet
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
         self._job = PickledJob(
@@ -139,7 +141,12 @@ class ShippedJob:
 
     def _sent(self, plan: Plan, sampled: Tensor, steps: int, on_step: OnStep | None) -> SampleResult:
         request = ShippedRequest(
-            sampled, max(steps, 1), self._payload, self._job.cache_threshold, is_call=steps == 0
+            sampled,
+            max(steps, 1),
+            self._payload,
+            self._job.cache_threshold,
+            is_call=steps == 0,
+            imports=lambda: self._new_packs,
         )
         try:
             with ranks_for(plan) as (sidecar, placement):
@@ -183,6 +190,8 @@ class ShippedJob:
         self._packs = tuple(
             name for name in self._facts.packs if name != _OWN and _is_used(name, pickled.modules)
         )
+        self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
+        sent.packs |= set(self._packs)
         is_known = self._model.known_by is sent
         head = Head(
             job=pickled.data,

@@ -105,7 +105,9 @@ class ModelRequests:
         exchange = lease.exchange()
         self.progress.seconds.clear()
         exchange.send(replace(message, model=held.number, trials=trials), job.begin(self._holdings))
-        exchange.guard(lambda: lease.on_phase(Phase(PhaseKind.FIRST_STEP)))
+        packs = job.request.imports() if isinstance(job.request, ShippedRequest) else ""
+        phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
+        exchange.guard(lambda: lease.on_phase(phase))
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks

@@ -42,13 +42,14 @@ class LoopRecord:
 class ShippedRequest:
     """A job of ComfyUI's objects. `noise`: of the shape of its latent; `tensors(holdings)`: its payload for the ranks
     of these RankHoldings, without what they were sent before; `is_call`: it is one call of the network, whose answer
-    may have another shape, or several parts."""
+    may have another shape, or several parts; `imports()`: the packs that the ranks import for it first."""
 
     noise: Tensor
     steps: int
     tensors: Callable[[object], Tensors]
     cache_threshold: float = 0.0
     is_call: bool = False
+    imports: Callable[[], str] = str
 
 
 class SamplingJob:

@@ -135,6 +135,19 @@ def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
     assert _requests(packs) >= earlier + 2 * 3  # one more where the ranks had to ask for weights
 
 
+def test_the_first_use_of_a_pack_says_that_the_devices_import_it(packs):
+    """Once for each start of the ranks."""
+    packs.stop_ranks()
+    graph = AnyGraph(packs, "flux")
+    model = graph.add("TestRoutes", model=[graph.parallel(graph.stock(), ulysses=2), 0])
+    said = []
+    for seed in (1, 2):
+        with packs.client.listen() as events:
+            latents(packs, graph, {"found": graph.ksampler([model, 0], *graph.request(), steps=2, seed=seed)})
+        said.append("importing parallel_test_routes, once" in str(events.messages))
+    assert said == [True, False]
+
+
 def test_patches_that_are_in_the_weights_already_are_not_put_there_again(packs):
     loras = packs.server.base_directory / "models" / "loras"
     loras.mkdir(exist_ok=True)

@@ -32,20 +32,24 @@ def agree(world: World, error: BaseException | None) -> None:
         raise error
 
 
-def agree_on_call(world: World, failed: bool, number: int, form: int) -> None:
+def agree_on_call(world: World, failed: bool, number: int, form: int, value: int = 0) -> int:
     """All ranks come here before each call of the network (its `number` and `form`) and at the end; one that has failed
-    comes as well, so that nobody waits for it. Raises RanksApart on all ranks, or on none."""
+    comes as well, so that nobody waits for it. Returns the first rank's `value`, of 64 bits. Raises RanksApart on all
+    ranks, or on none."""
     if world.control is None:
-        return
-    mine = [0, number, -number, form, -form]
-    words = torch.tensor([1, *[_LOWEST] * 4] if failed else mine, dtype=torch.int64)
+        return value
+    same = [0, number, -number, form, -form]
+    halves = [value >> 32, value & 0xFFFFFFFF] if world.rank == 0 else [_LOWEST] * 2
+    words = torch.tensor([1, *[_LOWEST] * 6] if failed else [*same, *halves], dtype=torch.int64)
     with heartbeat.inside("the agreement on a model call", range(world.world_size)):
         dist.all_reduce(words, dist.ReduceOp.MAX, group=world.control)
-    if int(words[0]):
+    found = words.tolist()
+    if found[0]:
         raise RanksApart("another rank could not run the job")
-    if words.tolist() != mine:
+    if found[: len(same)] != same:
         raise RanksApart(
             "The devices went different ways: a sampler or a node decides by values that differ between them. Take "
             "that node out, or choose one device for this prompt.",
             differs=True,
         )
+    return int(found[-2] << 32 | found[-1])

@@ -39,6 +39,7 @@ from ...wire.payloads import Tensors, take_loop_state
 from ...wire.protocol import RankRun, RunJob
 from ..outcome.agreement import RanksApart, agree
 from ..outcome.errors import is_device_failure, is_out_of_memory
+from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
 from ..pipefusion.patch_flow import WHOLE
 from .answers import Answers
@@ -115,6 +116,7 @@ class Jobs:
         self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
         self._tensors: dict[int, Tensor] = {}
         self._packages: Packages | None = None
+        self._are_unlike: bool | None = None  # the cards; asked once
         self._mapped = MappedModels()
 
     def run(
@@ -152,7 +154,15 @@ class Jobs:
         assert self._packages is not None, "the job was read with them"
         end_step = on_step if switching is None else switching.on_step
         run = _RunningJob(held, job, meeting, answers, end_step, self._packages)
-        answer = run.to_its_end(message.steps, on_step, forward)
+        if self._are_unlike is None:
+            self._are_unlike = are_unlike(world)
+        shared = (
+            first_ranks_values(world, lambda: meeting.are_alike)
+            if self._are_unlike
+            else contextlib.nullcontext()
+        )
+        with shared:
+            answer = run.to_its_end(message.steps, on_step, forward)
         record = run_record(forward if switching is None else switching.current, placement, begun, sent)
         record = replace(
             record,

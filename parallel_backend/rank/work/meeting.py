@@ -74,6 +74,7 @@ class ModuleMeeting:
         self._inputs = inputs
         self._has_blocks = bool(current().model.regions)
         self._is_inside = False
+        self._is_apart = False
         self._prompts: dict[Any, int] = {}
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sigma = 0.0
@@ -99,6 +100,11 @@ class ModuleMeeting:
             yield
         finally:
             self._is_inside = before
+
+    @property
+    def are_alike(self) -> bool:
+        """True as long as all ranks compute the same: not in a call of which each has its share."""
+        return not self._is_apart
 
     @property
     def is_first(self) -> bool:
@@ -175,11 +181,19 @@ class ModuleMeeting:
         """Computes by all ranks, or under a strategy of one device by the first, whose answer goes to all."""
         forward, world = self._current(), self._layouts.world
         if forward.layout.strategy.world_size == world.world_size:
-            return forward(call, cache)
+            self._is_apart = not call.together
+            try:
+                return forward(call, cache)
+            finally:
+                self._is_apart = False
         parts: list[Tensor] = []
         if world.rank == 0:
-            with all_threads(world.device):
-                answer = forward(call, None)
+            self._is_apart = True
+            try:
+                with all_threads(world.device):
+                    answer = forward(call, None)
+            finally:
+                self._is_apart = False
             parts = [part.contiguous() for part in _parts_of(answer)]
         parts = self._formed(parts)
         for part in parts:

@@ -18,6 +18,7 @@ class PhaseKind(enum.Enum):
     DROPPED = "{}"  # a model, and why
     SWITCHED = "switched to {}"
     FIRST_STEP = "first step"
+    IMPORTING = "importing {}, once"  # packs
     COMPILING = "compiling for {}; this step takes longer"
     TRYING = "trying {}"  # a strategy, and which one of how many
     SAMPLING = "sampling"
