@@ -178,7 +178,8 @@ class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got. `rows`: of the batch; `tokens`: one of
     TOKEN_MODES; `prompts`: within a job, the numbers of those whose rows these are, by which a step cache keeps;
     `together`: its rows cannot be apart; `unit`: as many rows one after the other belong together; `by_heads`: its
-    attention is another pack's kernel, by heads."""
+    attention is another pack's kernel, by heads; `eager`: other code than ComfyUI's takes part within its blocks, so
+    they are not compiled."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -188,6 +189,7 @@ class ModuleCall:
     together: bool = False
     unit: int = 1
     by_heads: bool = False
+    eager: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
+_EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
@@ -293,6 +294,9 @@ class ModuleForward:
             with self._blocks.whole(cached):
                 return self._compute(call)
         if self.compiler is None:
+            return self._compute(call)
+        if call.eager:
+            self.add_note(_EAGER)
             return self._compute(call)
         run = self.compiler.run_whole
         with ExitStack() as restore:

@@ -70,6 +70,24 @@ def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
 
 
 @pytest.mark.parametrize(
+    "case", ["an attention kernel, Flux", "an attention kernel, Wan", "blocks in closures, Wan"]
+)
+def test_it_counts_where_blocks_are_to_be_compiled_too(packs, case):
+    """A compiled block would not look into the options for a kernel."""
+    kind, change, settings = CHANGES[case]
+    settings = {"steps": 2, **settings}
+    graph = AnyGraph(packs, kind)
+    source, request = graph.stock(), graph.request()
+    strategy = graph.strategy("cpu:2", ulysses=2)
+    compiled = [graph.add("ParallelModel", model=source, strategy=strategy, compile="blocks"), 0]
+    models = {"plain": source, "stock": change(graph, source), "ours": change(graph, compiled)}
+    ways = {name: graph.ksampler(model, *request, **settings) for name, model in models.items()}
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["plain"], found["stock"]) > TELLING
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
     ("guider", "sampler"), [(True, False), (False, True), (True, True)], ids=["guider", "sampler", "both"]
 )
 def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs, guider, sampler):

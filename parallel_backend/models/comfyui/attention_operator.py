@@ -33,10 +33,11 @@ def attend(
     enable_gqa: bool = False,
     low_precision_attention: bool = True,
     transformer_options: object = None,
+    _inside_attn_wrapper: bool = False,
 ) -> Tensor:
     """What ComfyUI's function `name` of its attention module gives for these arguments, which are those that its models
-    hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention in a rank: an
-    override is refused before."""
+    hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention here: blocks
+    run as they are where it has an override (ModuleCall.eager), and within one ComfyUI's own function is meant."""
     return _attend(
         q,
         k,

@@ -245,7 +245,8 @@ class ModuleMeeting:
         # What takes part may look at the rows of a prompt together.
         unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
         call = ModuleCall(args, kwargs, rows, mode, unit=unit, by_heads=foreign.kernel)
-        return replace(call, together=foreign.takes_part and not foreign.is_pure), foreign
+        within = foreign.kernel or (foreign.takes_part and not foreign.between)
+        return replace(call, together=foreign.takes_part and not foreign.is_pure, eager=within), foreign
 
     def _cache_for(self, call: ModuleCall, foreign: Foreign) -> ModuleCache | None:
         options = call.kwargs.get(OPTIONS) or {}
