@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is_same_class
 from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
+from ...parallel_backend.job.same import SameValues
 from ..host.calls import refusal
-from .unchanged import SameNetwork, SameValues
+from .unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
 _META = torch.device("meta")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...parallel_backend.job.changes import HOOKS, is_note
+from ...parallel_backend.job.changes import is_note
+from ...parallel_backend.job.same import NESTED, SameModules
 
-_NESTED = ("_parameters", "_buffers", "_modules", *HOOKS)
 _SAMPLES = 64  # values of each weight
 _INTEGERS = {
     1: torch.uint8,
@@ -22,34 +20,16 @@ _INTEGERS = {
 }  # by bytes of a value: NaN is no number
 
 
-class SameValues:
-    """The values of dicts, by identity. Holds them, so that no other takes the address of one."""
-
-    def __init__(self, dicts: Iterable[Mapping[str, Any]]) -> None:
-        self._dicts = list(dicts)
-        self._values = self._now()
-
-    def still_hold(self) -> bool:
-        return _are_same(self._now(), self._values)
-
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable([one.values() for one in self._dicts]))
-
-
 class SameNetwork:
     """The attributes, children, hooks and containers of every module of a tree, and a few values of each weight."""
 
     def __init__(self, base: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        modules = list(base.modules())
-        nested = [module.__dict__[name] for module in modules for name in _NESTED]
-        self._base, self._own = base, _own_attributes(base)
-        self._attributes = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
-        self._kinds = [(module, type(module)) for module in modules]
+        self._modules = SameModules(base)
         found = (
             value
-            for module in modules
+            for module in base.modules()
             for name, value in module.__dict__.items()
-            if isinstance(value, (list, dict, set)) and name not in _NESTED and not is_note(name)
+            if isinstance(value, (list, dict, set)) and name not in NESTED and not is_note(name)
         )
         self._containers = [(one, _contents(one)) for one in found]
         self._weights = list(weights.values())
@@ -59,9 +39,7 @@ class SameNetwork:
 
     def still_holds(self) -> bool:
         return (
-            all(type(module) is kind for module, kind in self._kinds)
-            and self._attributes.still_hold()
-            and _are_same(_own_attributes(self._base), self._own)
+            self._modules.still_hold()
             and all(_contents(one) == before for one, before in self._containers)
             and [_place(weight) for weight in self._weights] == self._places
             and all(
@@ -69,16 +47,6 @@ class SameNetwork:
                 for views, was in zip(self._views, self._samples, strict=True)
             )
         )
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _own_attributes(base: nn.Module) -> list[Any]:
-    """Of the model around the network, on which ComfyUI notes what it has loaded each time."""
-    found = [(name, value) for name, value in base.__dict__.items() if not is_note(name)]
-    return list(chain.from_iterable(found))
 
 
 def _contents(value: Any) -> Any:

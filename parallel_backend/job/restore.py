@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .changes import HOOKS, NetworkChange, is_note
+from .same import SameModules
 
 _DICTS = ("_modules", *HOOKS)
 
@@ -25,18 +26,39 @@ class Replaced:
     value: Any
 
 
-@contextlib.contextmanager
-def restored(base: nn.Module) -> Iterator[None]:
-    """Afterwards every module has the class, attributes, hooks and children that it had, so that nothing which a node
-    keeps on the network reaches the next job; weights, and what ComfyUI notes of them, stay."""
-    before = [
-        (module, type(module), dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _DICTS})
-        for module in base.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, kind, state, nested in before:
+class Original:
+    """The modules of a model as they were before a job. `restored`: afterwards every module has the class, attributes,
+    hooks and children that it had, so that nothing which a node keeps on the network reaches the next job; weights, and
+    what ComfyUI notes of them, stay."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self._base = base
+        self._look()
+
+    def _look(self) -> None:
+        self._before = [
+            (
+                module,
+                type(module),
+                dict(module.__dict__),
+                {name: dict(module.__dict__[name]) for name in _DICTS},
+            )
+            for module in self._base.modules()
+        ]
+        self._same = SameModules(self._base)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        if not self._same.still_hold():  # a strategy may have put hooks there since
+            self._look()
+        try:
+            yield
+        finally:
+            if not self._same.still_hold():
+                self._restore()
+
+    def _restore(self) -> None:
+        for module, kind, state, nested in self._before:
             if type(module) is not kind:
                 module.__class__ = kind
             _restore_state(module.__dict__, state, nested)
@@ -61,8 +83,8 @@ def make_changes(
     undo: contextlib.ExitStack,
     prepare: Callable[[type], None],
 ) -> None:
-    """Makes `changes` inside `restored`; what that leaves alone goes back by `undo`. `prepare`: called with a class
-    that the network gets."""
+    """Makes `changes` inside `Original.restored`; what that leaves alone goes back by `undo`. `prepare`: called with a
+    class that the network gets."""
     for change in changes:
         owner = base.get_submodule(change.path)
         if change.kind == "class":

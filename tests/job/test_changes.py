@@ -12,7 +12,7 @@ from torch import nn
 from parallel_backend.job.changes import NetworkChange, changes_of
 from parallel_backend.job.prints import differing, print_of, prints_of
 from parallel_backend.job.purity import is_pure
-from parallel_backend.job.restore import Replaced, make_changes, restored, set_replaced
+from parallel_backend.job.restore import Original, Replaced, make_changes, set_replaced
 
 
 class Block(nn.Module):
@@ -120,7 +120,7 @@ def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network]
     assert WAYS[way] in {one.kind for one in changes}
     made: list[type] = []
     with contextlib.ExitStack() as undo:
-        undo.enter_context(restored(there))
+        undo.enter_context(Original(there).restored())
         if way is of_a_method:  # whose closure has the block of ComfyUI's process
             block = there.blocks[0]
             changes = [
@@ -136,7 +136,7 @@ def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network]
 def test_what_a_node_keeps_on_the_network_while_it_runs_goes_with_the_job():
     _, there = pair()
     there.blocks[0].comfy_patched_weights = False
-    with restored(there):
+    with Original(there).restored():
         there.previous_residual, there.blocks[1].scale = torch.ones(2), 7.0
         there.blocks[0].comfy_patched_weights = True
     assert not hasattr(there, "previous_residual")

@@ -40,8 +40,8 @@ def are_unlike(world: World) -> bool:
 
 
 @contextmanager
-def first_ranks_values(world: World, are_alike: Callable[[], bool]) -> Iterator[None]:
-    """Inside, what code reads of a tensor is what the first rank reads there, as long as `are_alike` says that all
+def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterator[None]:
+    """Inside, what code reads of a tensor is what the first rank reads there, as long as `same_on_all` says that all
     ranks compute the same. This package reads its own values. Raises RanksApart where ranks are at different lines."""
     stock = {name: getattr(Tensor, name) for name in _READS}
     owned = {name: Tensor.__dict__[name] for name in _READS if name in Tensor.__dict__}
@@ -51,7 +51,7 @@ def first_ranks_values(world: World, are_alike: Callable[[], bool]) -> Iterator[
         def read(tensor: Tensor, *args: Any) -> Any:
             nonlocal reads
             caller = sys._getframe(1)
-            if not are_alike() or caller.f_code.co_filename.startswith((_OWN, torch.__path__[0])):
+            if not same_on_all() or caller.f_code.co_filename.startswith((_OWN, torch.__path__[0])):
                 return stock[name](tensor, *args)
             reads += 1
             number, place = _NUMBER - reads, _place_of(caller)

@@ -23,7 +23,7 @@ from ...job.payload import Head, NetworkCall, PickledJob, ProcessFacts, SamplerR
 from ...job.pickling import PATCHER_STATE
 from ...job.prints import OTHER_WEIGHTS, differing
 from ...job.reducers import RankObjects
-from ...job.restore import Replaced, make_changes, restored, set_replaced
+from ...job.restore import Original, Replaced, make_changes, set_replaced
 from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
 from ...models.comfyui.jobs.mapped import MAPPED, MappedModels, find_in
@@ -75,6 +75,7 @@ class _JobModel:
         if self.is_sharded:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)
+        self.original = Original(self.base)
         # ComfyUI takes a model whose patcher is gone for a leak, collects all garbage, and fails where a ControlNet
         # asks which models are loaded. It forgets this one as it loads the patcher of the next job.
         self.last_patcher: object = None
@@ -157,7 +158,7 @@ class Jobs:
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
-            first_ranks_values(world, lambda: meeting.are_alike)
+            first_ranks_values(world, lambda: meeting.same_on_all)
             if self._are_unlike
             else contextlib.nullcontext()
         )
@@ -279,7 +280,7 @@ class _RunningJob:
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, held, "last_patcher", patcher)
             _set_random_states(job.random_states, held.patcher.load_device)
-            undo.enter_context(restored(held.base))
+            undo.enter_context(held.original.restored())
             set_replaced(job.replaced, self._packages.find_module, undo)
             make_changes(held.base, job.changes, undo, lead_calls)
             undo.enter_context(self._meeting.holding(held.state.network))

@@ -102,7 +102,7 @@ class ModuleMeeting:
             self._is_inside = before
 
     @property
-    def are_alike(self) -> bool:
+    def same_on_all(self) -> bool:
         """True as long as all ranks compute the same: not in a call of which each has its share."""
         return not self._is_apart
 

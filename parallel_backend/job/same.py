@@ -1,0 +1,58 @@
+"""Tells at once whether the modules of a tree are as they were, before anybody compares or copies them one by one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from .changes import HOOKS, is_note
+
+NESTED = ("_parameters", "_buffers", "_modules", *HOOKS)
+
+
+class SameValues:
+    """The values of dicts, by identity. Holds them, so that no other takes the address of one."""
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._values = self._now()
+
+    def still_hold(self) -> bool:
+        """True if all dicts have the values that they had."""
+        return _are_same(self._now(), self._values)
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable([one.values() for one in self._dicts]))
+
+
+class SameModules:
+    """The classes, attributes, children, hooks and parameters of all modules of ComfyUI's model `base`."""
+
+    def __init__(self, base: nn.Module) -> None:
+        modules = list(base.modules())
+        nested = [module.__dict__[name] for module in modules for name in NESTED]
+        self._kinds = [(module, type(module)) for module in modules]
+        self._base, self._own = base, _own_attributes(base)
+        self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
+
+    def still_hold(self) -> bool:
+        """True if nobody has changed any of them."""
+        return (
+            all(type(module) is kind for module, kind in self._kinds)
+            and self._values.still_hold()
+            and _are_same(_own_attributes(self._base), self._own)
+        )
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _own_attributes(base: nn.Module) -> list[Any]:
+    """Of the model around the network, on which ComfyUI notes what it has loaded each time."""
+    found = [(name, value) for name, value in base.__dict__.items() if not is_note(name)]
+    return list(chain.from_iterable(found))
