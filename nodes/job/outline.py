@@ -10,7 +10,6 @@ from typing import Any
 
 import comfy.model_base
 import comfy.model_patcher
-import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is_same_class
@@ -18,10 +17,10 @@ from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
 from ...parallel_backend.job.same import SameValues
 from ..host.calls import refusal
+from ..model.on_meta import build_on_meta
 from .unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
-_META = torch.device("meta")
 # What LoRAs have put beside the weights of a module that was loaded.
 _FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
 
@@ -133,7 +132,7 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
         arguments = ((source.model_config,), (source.model_config, source.model_type))
         for given in arguments:
             with contextlib.suppress(TypeError):
-                return kind(*given, device=_META)
+                return build_on_meta(lambda device, given=given: kind(*given, device=device))
         return _without_its_own(kind, source)
     finally:
         log.setLevel(level)
@@ -144,8 +143,9 @@ def _without_its_own(kind: type, source: comfy.model_base.BaseModel) -> nn.Modul
     is sent."""
     base: Any = kind.__new__(kind)
     network = next(one for one in type(source.diffusion_model).__mro__ if one.__module__.startswith("comfy."))
-    comfy.model_base.BaseModel.__init__(
-        base, source.model_config, source.model_type, device=_META, unet_model=network
+    make = comfy.model_base.BaseModel.__init__
+    build_on_meta(
+        lambda device: make(base, source.model_config, source.model_type, device=device, unet_model=network)
     )
     return base
 

@@ -19,8 +19,8 @@ from ...parallel_backend.models.checkpoint import read_header
 from ...parallel_backend.models.comfyui.gguf import outline
 from ...parallel_backend.models.comfyui.key_layouts import without_prefix
 from ...parallel_backend.models.gguf_file import is_gguf
+from .on_meta import META, build_on_meta
 
-_META = torch.device("meta")
 _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
 # How names of what belongs to a quantised weight end.
 _SCALES = (_LAYER_FORMAT, "scaled_fp8", "weight_scale", "scale_weight", "input_scale", "scale_input")
@@ -46,7 +46,7 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     if config is None:
         raise _unknown(path, tensors)
     _choose_dtypes(config, tensors, prefix, options)
-    model = config.get_model(tensors, prefix, device=_META)
+    model = build_on_meta(lambda device: config.get_model(tensors, prefix, device=device))
     if config.quant_config is not None:  # such layers make their parameters as they load them
         model.load_model_weights({name: _outline(name, value) for name, value in tensors.items()}, prefix)
     _make_parameters(model.diffusion_model)
@@ -68,7 +68,7 @@ def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a transformer in diffusers' layout by ComfyUI's names, those that it puts together of several as
     outlines; empty for other files. Raises CheckpointError for scaled weights, whose scales ComfyUI drops there."""
-    outlines = {name: tensor.to(_META) for name, tensor in tensors.items()}
+    outlines = {name: tensor.to(META) for name, tensor in tensors.items()}
     renamed = {id(outlines[name]): tensor for name, tensor in tensors.items()}
     held = list(outlines.values())  # the conversion takes them out, and ids must stay theirs
     converted = comfy.model_detection.convert_diffusers_mmdit(outlines, "") or {}
@@ -113,11 +113,11 @@ def _make_parameters(module: nn.Module) -> None:
 
 
 def _parameter(dtype: torch.dtype | None, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=_META), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=META), requires_grad=False)
 
 
 def _outline(name: str, tensor: Tensor) -> Tensor:
-    return tensor if name.endswith(_LAYER_FORMAT) else tensor.to(_META)
+    return tensor if name.endswith(_LAYER_FORMAT) else tensor.to(META)
 
 
 def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | RequestError:

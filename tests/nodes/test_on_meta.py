@@ -1,0 +1,39 @@
+"""Models built without memory, those too that compute with values as they are built."""
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+
+
+@pytest.fixture
+def build_on_meta():
+    import_comfyui_here()
+    return import_node_module("nodes.model.on_meta").build_on_meta
+
+
+def test_ace_step_computes_its_codebook_and_has_no_weights(build_on_meta):
+    """A value of a tensor on the meta device cannot be read, which it does as it is built."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = comfy.supported_models.ACEStep15({"audio_model": "ace1.5"})
+    with pytest.raises(RuntimeError):
+        comfy.model_base.ACEStep15(config, device=torch.device("meta"))
+    base = build_on_meta(lambda device: comfy.model_base.ACEStep15(config, device=device))
+    assert {parameter.device.type for parameter in base.diffusion_model.parameters()} == {"meta"}
+    assert sum(parameter.numel() for parameter in base.diffusion_model.parameters()) > 1e9
+
+
+def test_a_class_that_cannot_be_built_says_why(build_on_meta):
+    def build(device):
+        raise RuntimeError("no such attention")
+
+    with pytest.raises(RuntimeError, match="no such attention"):
+        build_on_meta(build)
+
+
+def test_what_needs_no_values_is_all_on_the_meta_device(build_on_meta):
+    module = build_on_meta(lambda device: torch.nn.Linear(4, 4, device=device))
+    assert module.weight.is_meta
