@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from .comm.traffic_counter import Traffic
 _BYTES = torch.uint8
 # Bytes; where tensors begin in what is gathered. Kernels want 16; a device's allocator gives 512, torch's on a host 64.
 _ALIGNMENT = 512
+_LAYERS = ("torch.", "comfy.ops", "builtins")  # where layers are defined that blocks are made of
 
 Owners = list[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
 
@@ -52,7 +55,8 @@ class ByteSharding:
     ) -> None:
         """Leaves this rank its share of the parameters of a module in host memory. Buffers stay what they are.
 
-        A block is a module that is called as one. What several of them hold stays with what is around.
+        A block is a module that is called as one, by its `forward` or another method. What several of them hold stays
+        with what is around.
         """
         owner_of: dict[int, nn.Module] = {}
         for block in blocks:
@@ -82,6 +86,8 @@ class ByteSharding:
             else:
                 whole.register_forward_pre_hook(partial(self._enter, part))
                 whole.register_forward_hook(partial(self._leave, part), always_call=True)
+                for name in _other_methods(whole):
+                    setattr(whole, name, partial(self._run, part, getattr(whole, name)))
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -102,8 +108,17 @@ class ByteSharding:
         """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
         self._rests = True
 
+    def _run(self, part: _Part, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a block by another method than `forward` (Wan-Animate 2 has one for a pose)."""
+        try:
+            self._enter(part)
+            return method(*args, **kwargs)
+        finally:
+            self._leave(part)
+
     def _enter(self, part: _Part, *module_and_inputs: object) -> None:
-        if self._rests:
+        part.turns += 1
+        if part.turns > 1 or self._rests:
             return
         if self._ahead is not None and self._ahead[0] is part:
             arrival, self._ahead = self._ahead[1], None
@@ -115,7 +130,9 @@ class ByteSharding:
         self._look_ahead()
 
     def _leave(self, part: _Part, *module_inputs_and_output: object) -> None:
-        part.drop()
+        part.turns -= 1
+        if not part.turns:
+            part.drop()
 
     def _look_ahead(self) -> None:
         """Has the next block's bytes travel, if this call goes as the one before went so far."""
@@ -191,6 +208,7 @@ class _Part:
         pinned: bool,
     ) -> None:
         self._shared: dict[str, _Shared] = {}
+        self.turns = 0  # calls of the block that are under way, one within the other
         end, found = 0, []
         for name, (parameter, owners) in parameters.items():
             tensors, put_together = take_apart(parameter)
@@ -231,6 +249,15 @@ class _Part:
         if low < high:
             data = tensor.contiguous().reshape(-1).view(_BYTES)
             self.share.data[low - self._first : high - self._first].copy_(data[low - begin : high - begin])
+
+
+def _other_methods(block: nn.Module) -> set[str]:
+    """The public methods but `forward` of the classes that a model gives its block; a layer's own are not called."""
+    kinds = [kind for kind in type(block).__mro__ if not kind.__module__.startswith(_LAYERS)]
+    functions = {
+        name for kind in kinds for name, value in vars(kind).items() if isinstance(value, FunctionType)
+    }
+    return {name for name in functions if not (name.startswith("_") or hasattr(nn.Module, name))}
 
 
 def _aligned(size: int) -> int:

@@ -212,6 +212,55 @@ def test_blocks_may_run_in_another_order_than_in_the_call_before():
         assert [n // share for n in sent] == [5, 5, 6, 4, 6]
 
 
+class Posed(nn.Module):
+    """A block that a model calls by another method too, one of which calls it as a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def forward_pose(self, x):
+        return self(x) + self.layer.weight.sum()
+
+    def width(self):
+        return self.layer.weight.shape[0]
+
+
+class Figures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Posed() for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.requires_grad_(False).parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward_pose(block(x)) * block.width()
+        return x
+
+
+def run_by_other_methods(world):
+    sharding, _ = sharding_over(world)
+    module = Figures()
+    sharding.shard(module, list(module.blocks), {})
+    outputs = []
+    for _ in range(2):
+        with sharding.call():
+            outputs.append(module(torch.eye(3)))
+    return outputs, list(map(numbers_held, module.parameters()))
+
+
+def test_a_block_has_its_weights_whichever_of_its_methods_is_called():
+    expected = Figures()(torch.eye(3))
+    for outputs, held in run_ranks(run_by_other_methods, 2):
+        assert all(output.equal(expected) for output in outputs)
+        assert set(held) == {0}
+
+
 def run_into_an_error(world):
     sharding, _ = sharding_over(world)
     module = Steps()
