@@ -14,8 +14,8 @@ from .host.calls import RunRecord
 from .host.progress import rank_bars
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
+from .runs.two_runs import check_comparable, check_is_picture, run_twice, show_comparison
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
-from .two_runs import check_comparable, check_is_picture, run_twice, show_comparison
 
 
 class CompareWithOneDevice(io.ComfyNode):

@@ -15,7 +15,7 @@ from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
 from .model.source import spec_of
-from .stock_run import stock_run
+from .runs.stock_run import stock_run
 
 
 def over_devices(

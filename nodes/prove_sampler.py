@@ -20,7 +20,7 @@ from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS
-from .two_runs import check_comparable, check_is_picture, run_twice, show_comparison
+from .runs.two_runs import check_comparable, check_is_picture, run_twice, show_comparison
 
 
 class ProveSampler(io.ComfyNode):

@@ -9,8 +9,8 @@ from .host.progress import rank_bars
 from .host.settings import price_per_gpu_hour
 from .link_checks import refuse_literals
 from .links import CATEGORY
-from .report import summarise, write_report
-from .run_ui import run_ui
+from .runs.report import summarise, write_report
+from .runs.run_ui import run_ui
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
 
 

@@ -49,7 +49,7 @@ FLOORS = {
     "sidecar": [{"cluster", "process"}, {"group"}, {""}],
     "planner": [{"workload"}, {""}],
     "commands": [{"doctor"}, {"bench"}, {"gpu_check"}, {""}],
-    "nodes": [{"host"}, {"model"}, {"job"}, {"", "routes", "preload"}],
+    "nodes": [{"host"}, {"model"}, {"job", "runs"}, {"", "routes", "preload"}],
 }
 # Imports that go up within a room all the same.
 UPWARDS_WITHIN = {
@@ -61,7 +61,7 @@ UPWARDS_WITHIN = {
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 # Folders with more files, and the most that each may have while what a later step takes out is still beside the new.
 LARGE_FOLDERS = {
-    "nodes": 22,
+    "nodes": 16,
     "parallel_backend/commands/doctor": 13,
     "parallel_backend/models": 13,
     "parallel_backend/models/comfyui": 14,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..stock_run import kept_runs
+from ..runs.stock_run import kept_runs
 from .http import NOT_YOURS, is_same_origin, refuse
 
 ROUTE = "/parallel_sampling/runs"

@@ -82,7 +82,7 @@ def _words(language: str = "en") -> dict:
 
 def _sentence(split: float, one: float) -> str:
     """What the two printed times say."""
-    return import_node_module("nodes.speed").compare_with_one_device(split, one)
+    return import_node_module("nodes.runs.speed").compare_with_one_device(split, one)
 
 
 def _shows_all_that_counts(page, height: int) -> None:

@@ -13,8 +13,8 @@ from parallel_backend.requests import LoadInfo, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
 
-report = import_node_module("nodes.report")
-speed = import_node_module("nodes.speed")
+report = import_node_module("nodes.runs.report")
+speed = import_node_module("nodes.runs.speed")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 

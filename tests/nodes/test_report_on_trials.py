@@ -55,7 +55,7 @@ def report(calls, tmp_path, monkeypatch):
             run.took(seconds[-1])
         record = calls.RunRecord()
         record.add_run(plan, RunInfo("native", run.strategy, tuple(seconds), trials=run.results))
-        return import_node_module("nodes.report").write_report(record).splitlines()
+        return import_node_module("nodes.runs.report").write_report(record).splitlines()
 
     return write
 
@@ -125,4 +125,4 @@ def test_nothing_is_said_where_nothing_was_to_be_tried(calls, report):
     plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(("cpu:0", "cpu:1")), None)
     record = calls.RunRecord()
     record.add_run(replace(plan, candidates=()), RunInfo("native", ULYSSES, (1.0, 1.0)))
-    assert "tried" not in import_node_module("nodes.report").write_report(record)
+    assert "tried" not in import_node_module("nodes.runs.report").write_report(record)

@@ -15,7 +15,7 @@ _PACK = "pack_of_nodes"
 
 def import_node_module(name: str) -> ModuleType:
     """As `nodes.model.arguments` within the pack; `parallel_backend` is the one that tests import."""
-    rooms = ("host", "model", "preload", "routes", "together")
+    rooms = ("host", "job", "model", "preload", "routes", "runs")
     for folder in (".", "nodes", *(f"nodes/{room}" for room in rooms)):
         package = "" if folder == "." else "." + folder.replace("/", ".")
         if _PACK + package not in sys.modules:

@@ -5,7 +5,7 @@ import { drawTimeline } from "./timeline.js";
 import { say } from "./words.js";
 import { translate } from "./said.js";
 
-// `output`: as nodes/run_ui.py makes it.
+// `output`: as nodes/runs/run_ui.py makes it.
 export function openReport(node, output) {
   const { text } = openDialog(`${say("open_report")}: ${node.title}`, translate(output.text.join("\n\n")));
   text.before(element("h3", "parallel-headline", translate(output.parallel_headline?.[0] ?? "")));

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.planner.rules import StrategySettings
-from .host.calls import RunRecord, report_progress
-from .host.progress import rank_bars
-from .host.settings import price_per_gpu_hour
-from .host.shown_node import shown_node
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.planner.rules import StrategySettings
+from ..host.calls import RunRecord, report_progress
+from ..host.progress import rank_bars
+from ..host.settings import price_per_gpu_hour
+from ..host.shown_node import shown_node
 from .report import summarise, write_report
 from .run_ui import run_ui
 

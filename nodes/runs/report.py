@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..parallel_backend.observability.cost import amount, money
-from ..parallel_backend.observability.timeline import in_words, joined, timeline
-from ..parallel_backend.options import APPROXIMATE_KERNELS
-from ..parallel_backend.strategy import ParallelStrategy
-from ..parallel_backend.trials import BUDGET, GAIN
+from ...parallel_backend.observability.cost import amount, money
+from ...parallel_backend.observability.timeline import in_words, joined, timeline
+from ...parallel_backend.options import APPROXIMATE_KERNELS
+from ...parallel_backend.strategy import ParallelStrategy
+from ...parallel_backend.trials import BUDGET, GAIN
 from .speed import as_shown, compared, step_seconds, tried_seconds
 
 if TYPE_CHECKING:
-    from .host.calls import RunRecord
+    from ..host.calls import RunRecord
 
 CLOSE = "close to the picture of one device"
 

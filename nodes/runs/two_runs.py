@@ -10,13 +10,13 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ..parallel_backend.devices import name_devices
-from ..parallel_backend.errors import RequestError
-from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.strategy import ParallelStrategy
+from ...parallel_backend.devices import name_devices
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.strategy import ParallelStrategy
+from ..host.calls import RunRecord, report_progress
 from .comparison import Comparison, Side
-from .host.calls import RunRecord, report_progress
 from .report import badge, write_report
 from .run_ui import panel_rows, run_ui
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from ..parallel_backend.strategy import ParallelStrategy
+from ...parallel_backend.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
-    from .host.calls import RunRecord
+    from ..host.calls import RunRecord
 
 NOT_COMPARED = "not compared"
 SAME = 0.02  # of a step: below it two times are the same, since steps of one run differ by more

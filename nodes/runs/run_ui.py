@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from ..parallel_backend.devices import resolve_devices
-from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.observability.preview.form import SelectorInputs
-from ..parallel_backend.observability.preview.rank_diagram import assign_devices
-from ..parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
-from ..parallel_backend.planner.candidates import Candidate, table
-from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.planner.workload.rank_memory import in_gib
-from .host.calls import RunRecord
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.observability.preview.form import SelectorInputs
+from ...parallel_backend.observability.preview.rank_diagram import assign_devices
+from ...parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
+from ...parallel_backend.planner.candidates import Candidate, table
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.workload.rank_memory import in_gib
+from ..host.calls import RunRecord
 from .report import badge, headline
 from .speed import compared, step_seconds, tried_seconds
 
