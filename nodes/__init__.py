@@ -6,18 +6,14 @@ import comfy.model_management
 
 from ..parallel_backend.devices import use_only_cpu
 from ..parallel_backend.sidecar.cluster import head as clusters
-from .compare_with_one_device import CompareWithOneDevice
+from .compare import CompareWithOneDevice, ProveSampler
 from .demo_loader import ParallelDemoLoader
-from .flux_loader import ParallelFluxLoader
-from .lora_loader import ParallelLoraLoader
+from .loaders import ParallelFluxLoader, ParallelLoraLoader, ParallelModelLoader
 from .parallel_model import ParallelModelNode
-from .parallel_model_loader import ParallelModelLoader
-from .prove_sampler import ProveSampler
 from .sampler import ParallelSampler
 from .step_cache import ParallelStepCache
 from .strategy_selector import StrategySelector
-from .vae_decode import ParallelVAEDecode
-from .vae_encode import ParallelVAEEncode
+from .vae_nodes import ParallelVAEDecode, ParallelVAEEncode
 
 NODES = [
     StrategySelector,

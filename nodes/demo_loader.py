@@ -20,10 +20,10 @@ from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
 from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
 from ..parallel_backend.planner.rules import StrategySettings
-from .flux_loader import load_parallel_model
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, parallel_model_output, strategy_input
+from .loaders import load_parallel_model
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 MODEL = FOLDER / "transformer.safetensors"

@@ -166,16 +166,15 @@ def class_of(file: str) -> str | None:
     return next((found for pattern, found in _CLASSES if re.search(pattern, file.lower())), None)
 
 
-def judged_nodes() -> tuple[set[str], set[str]]:
-    """(exact, refused) behind Parallel Model, of docs/compatibility.md, node by node."""
+def exact_nodes() -> set[str]:
+    """Those that docs/compatibility.md calls exact behind Parallel Model; of ComfyUI's own it refuses none."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    kinds = ("Exact", "Exact behind Parallel Model", "Refused")
+    kinds = ("Exact", "Exact behind Parallel Model")
     lists = (re.search(rf"^\*\*{kind}:\*\* (.+)\.$", page, re.MULTILINE) for kind in kinds)
-    exact, behind, refused = (set(found.group(1).split(", ")) if found else set() for found in lists)
-    return exact | behind | _PASS, refused - behind
+    return _PASS.union(*(found.group(1).split(", ") for found in lists if found))
 
 
-def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]:
+def verdict(graph: Graph, exact: set[str]) -> tuple[str, str]:
     """(the best state among its models, "") or ("", why it does not run)."""
     for file in graph.models:
         found = class_of(file)
@@ -186,8 +185,6 @@ def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]
     for node in graph.nodes:
         if node in NEWER_NODES:
             return "", f"the node {node} {_NEWER}"
-        if node in refused:
-            return "", f"the node {node} is refused"
         if node not in exact:
             return "", f"the node {node} was not tried"
     states = [state_of(class_of(file) or "") for file in graph.models if class_of(file) != "no sampling"]
@@ -197,10 +194,10 @@ def verdict(graph: Graph, exact: set[str], refused: set[str]) -> tuple[str, str]
 
 def judge(folder: Path) -> dict[str, tuple[str, str]]:
     """By graph that samples a local model: what `verdict` says."""
-    exact, refused = judged_nodes()
+    exact = exact_nodes()
     graphs = filter(None, map(read_graph, sorted(folder.rglob("*.json"))))
     return {
-        graph.name: verdict(graph, exact, refused)
+        graph.name: verdict(graph, exact)
         for graph in graphs
         if graph.samples and any(class_of(file) != "no sampling" for file in graph.models)
     }

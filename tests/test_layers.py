@@ -61,7 +61,6 @@ UPWARDS_WITHIN = {
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 # Folders with more files, and the most that each may have while what a later step takes out is still beside the new.
 LARGE_FOLDERS = {
-    "nodes": 16,
     "parallel_backend/commands/doctor": 13,
     "parallel_backend/models": 13,
     "parallel_backend/models/comfyui": 14,
@@ -114,7 +113,7 @@ XFUSER_OWNERS = {
     "parallel_backend.engine.attention.xfuser",
 }
 # A family's own files outside of models/, in whose rooms' code no family has a name otherwise.
-FAMILYS_OWN = {"nodes.flux_loader"}
+FAMILYS_OWN = {"nodes.loaders"}
 # How others call the loader node of Flux.1.
 LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {

@@ -18,13 +18,12 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
 from ..demo_loader import MODEL as DEMO_MODEL
-from ..flux_loader import ParallelFluxLoader, load_parallel_model
 from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
 from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
 from ..links import ParallelModel
-from ..parallel_model_loader import DTYPES, ParallelModelLoader, name_model
+from ..loaders import DTYPES, ParallelFluxLoader, ParallelModelLoader, load_parallel_model, name_model
 
 # Of loaders that name a file: the input with its name, and the dtypes that it can be read in.
 _OWN = {

@@ -1,0 +1,211 @@
+"""Parallel VAE Decode and Encode: the rows of each image or video are computed by all ranks, exactly; what ranks cannot
+share out ComfyUI computes itself, and the report says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..parallel_backend.errors import PlatformError
+from ..parallel_backend.planner.rules import StrategySettings
+from .host.calls import errors_as_comfyuis, interrupted, report_progress
+from .host.settings import default_settings, fingerprint
+from .host.vae_ranks import ROWS, CannotBeSplit, choose_ranks, make_room, report_lines, splittable
+from .link_checks import check_links, refuse_literals
+from .links import CATEGORY, devices_input
+from .model.vae import as_sent, cuts_tiles, decoder_weights, encoder_weights, refuse_other_kinds
+
+_TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
+
+
+class ParallelVAEDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelVAEDecode",
+            display_name="Parallel VAE Decode",
+            category=CATEGORY,
+            description="Decodes each image or video on several devices at once, without tiles or seams: every device "
+            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, SVD, Wan, "
+            "Qwen-Image, HunyuanVideo, LTX, Cosmos, Mochi, CogVideoX and SeedVR2; MiniMax H3's cuts tiles by itself, "
+            "which are shared out. Any other is decoded by ComfyUI itself, and the report says so.",
+            search_aliases=[
+                "vae decode",
+                "multi gpu vae",
+                "decode video",
+                "decode large image",
+                "tiled vae",
+                "distvae",
+            ],
+            inputs=[
+                io.Latent.Input("samples", tooltip="The latent to decode."),
+                io.Vae.Input("vae", tooltip="The VAE to decode it with. It is sent to the devices once."),
+                devices_input(),
+            ],
+            outputs=[
+                io.Image.Output("image", tooltip="The decoded image."),
+                io.String.Output("report", tooltip="Who decoded it, how long it took, and what was moved."),
+            ],
+        )
+
+    validate_inputs = refuse_literals("samples", "vae", "strategy")
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(
+        cls, samples: dict, vae: comfy.sd.VAE, strategy: StrategySettings | None = None
+    ) -> io.NodeOutput:
+        check_links(samples=samples, vae=vae, strategy=strategy)
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        with errors_as_comfyuis():
+            refuse_other_kinds(vae)
+        settings = strategy or default_settings()
+        return _told("decod", lambda: _decode(vae, latent, settings), lambda: _decode_here(vae, latent))
+
+
+class ParallelVAEEncode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ParallelVAEEncode",
+            display_name="Parallel VAE Encode",
+            category=CATEGORY,
+            description="Encodes each image or video on several devices at once, without tiles or seams: every device "
+            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, Wan, Qwen-Image "
+            "and HunyuanVideo; any other is encoded by ComfyUI itself, and the report says so.",
+            search_aliases=[
+                "vae encode",
+                "multi gpu vae",
+                "encode video",
+                "encode large image",
+                "image to latent",
+                "tiled vae",
+                "distvae",
+            ],
+            inputs=[
+                io.Image.Input("pixels", tooltip="The image to encode, or the frames of a video."),
+                io.Vae.Input(
+                    "vae", tooltip="The VAE to encode it with. Its encoder is sent to the devices once."
+                ),
+                devices_input(),
+            ],
+            outputs=[
+                io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
+                io.String.Output("report", tooltip="Who encoded it, how long it took, and what was moved."),
+            ],
+        )
+
+    validate_inputs = refuse_literals("pixels", "vae", "strategy")
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(
+        cls, pixels: Tensor, vae: comfy.sd.VAE, strategy: StrategySettings | None = None
+    ) -> io.NodeOutput:
+        check_links(pixels=pixels, vae=vae, strategy=strategy)
+        settings = strategy or default_settings()
+        return _told("encod", lambda: _encode(vae, pixels, settings), lambda: {"samples": vae.encode(pixels)})
+
+
+def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callable[[], Any]) -> io.NodeOutput:
+    """What the ranks compute, or ComfyUI where they cannot, with the report. `stem`: of the verb."""
+    begun = time.perf_counter()
+    try:
+        result, lines = on_ranks()
+    except CannotBeSplit as reason:
+        report_progress(f"{stem}ing in ComfyUI: {reason}")
+        result = here()
+        lines = [f"{stem}ed by: ComfyUI's own VAE {stem}e, on one device, because {reason}"]
+    lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
+    report_progress(lines[0])
+    return io.NodeOutput(result, "\n".join(lines))
+
+
+def _ask(call: Callable[..., Any], *what: Any) -> Any:
+    """Has ranks compute. Raises CannotBeSplit where they cannot, or have no memory for it: ComfyUI cuts what is too
+    large into tiles."""
+    progress = comfy.utils.ProgressBar(1)
+    try:
+        with errors_as_comfyuis():
+            return call(
+                *what,
+                on_step=lambda step, steps: progress.update_absolute(step, steps),
+                on_phase=report_progress,
+                should_cancel=interrupted,
+            )
+    except PlatformError as error:
+        raise CannotBeSplit(str(error)) from error
+    except comfy.model_management.OOM_EXCEPTION as error:
+        raise CannotBeSplit(f"memory ended on the devices: {error}") from error
+
+
+def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
+    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
+    if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
+        latent = latent[:, :, 0]  # as VAE.decode does
+    weights = splittable(decoder_weights, vae)
+    sidecar, shares, notes = choose_ranks(settings)
+    if latent.ndim == 2 + getattr(vae, "latent_dim", 2):  # the ranks refuse any other in words
+        make_room(vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype), sidecar)
+    sent = as_sent(vae, latent).cpu()
+    result = _ask(sidecar.decode, weights, sent, shares)
+    frames = len(result.image) // len(sent) if sent.ndim == 5 else 1
+    shared = _TILES if cuts_tiles(vae) else ROWS
+    lines = report_lines("decoded", sidecar.devices, result.info, len(sent), frames, shared)
+    return _as_comfyuis(vae, result.image), [*lines, *notes]
+
+
+def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    image: Tensor = vae.decode(latent)
+    # Frames of a video become images, as VAEDecode has it.
+    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
+
+
+def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
+    """LATENT as VAE.encode gives it, and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
+    weights = splittable(encoder_weights, vae)
+    inputs = _as_network_takes(vae, pixels)
+    sidecar, shares, notes = choose_ranks(settings)
+    make_room(vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype), sidecar)
+    result = _ask(sidecar.encode, weights, inputs, shares)
+    latent = result.latent.to(device=vae.output_device, dtype=_output_dtype(vae))
+    frames = inputs.shape[2] if inputs.ndim == 5 else 1
+    lines = report_lines("encoded", sidecar.devices, result.info, len(inputs), frames, ROWS)
+    return {"samples": latent}, [*lines, *notes]
+
+
+def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:
+    found: torch.dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
+    return found
+
+
+def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
+    """Pixels as VAE.decode makes them of its network's output, -1..1 to 0..1, in ComfyUI's dtype and on its device."""
+    pixels = image.to(device=vae.output_device, dtype=_output_dtype(vae), copy=True).movedim(-1, 1)
+    return vae.process_output(pixels).movedim(1, -1)
+
+
+def _as_network_takes(vae: comfy.sd.VAE, pixels: Tensor) -> Tensor:
+    """IMAGE [B, H, W, 3] in 0..1 -> [B, 3, H, W] in -1..1 with its sides cropped to what the VAE divides by, as
+    VAE.encode does; with a VAE of videos [1, 3, B, H, W], or [B, 3, 1, H, W] where that is for images all the same."""
+    channels_first = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
+    if vae.latent_dim == 3 and channels_first.ndim < 5:
+        alone = getattr(vae, "not_video", False)
+        channels_first = channels_first.unsqueeze(2) if alone else channels_first.movedim(0, 1).unsqueeze(0)
+    return vae.process_input(channels_first).to("cpu", vae.vae_dtype)
