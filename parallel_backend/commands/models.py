@@ -15,15 +15,19 @@ from ..errors import RequestError
 from ..machine.self_tests import SelfTestStore
 from ..models.proof.states import PROVEN_HERE, Verdict, entry_digest, is_proven, verdict_of
 from ..models.tokens.table import TABLE, state_of
-from ..requests import ROWS, TOKEN_MODES
+from ..requests import ATTENTION, ROWS, TOKEN_MODES
 
 VARIABLE = "COMFYUI_PATH"
-_WITH_PACK, _TESTED, _UNTESTED, _MISSING = (
+_WITH_PACK, _TESTED, _UNTESTED, _MISSING, _UNDESCRIBED = (
     "came with the pack",
     "tested here",
     "not tested yet",
     "not in this ComfyUI",
+    "not described",
 )
+_BY_ROWS = "whole images and prompts are shared out"
+_BY_ATTENTION = f"{_BY_ROWS}, and where those are few, the queries of attention"
+_CLASS = re.compile(r"unet_model\s*=\s*(?:[\w.]+\.)?([A-Z]\w*)")  # in ComfyUI's list of models
 _UNTESTED_WORDS = "is tested on the CPU before it first runs, in 10 to 20 seconds"
 
 
@@ -63,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(root: Path, *, test: bool) -> list[Row]:
-    """Of each class whose tokens the pack can share out, in the ComfyUI in `root`. `test`: those that nobody knows."""
+    """Of each class whose tokens the pack can share out, and then of each other class that the ComfyUI in `root` has a
+    model of. `test`: those that nobody knows."""
     digests: dict[str, str] = {}
     for name in sorted(TABLE):
         try:
@@ -88,7 +93,20 @@ def rows(root: Path, *, test: bool) -> list[Row]:
         outcome = kept[name]
         return Row(name, "", _UNTESTED) if outcome is None else _row(name, verdict_of(outcome), _TESTED)
 
-    return [row(name) for name in sorted(TABLE)]
+    others = [
+        Row(name, state, _UNDESCRIBED, _BY_ATTENTION if state == ATTENTION else _BY_ROWS)
+        for name in _classes(root) - set(TABLE)
+        for state in [state_of(name)]
+    ]
+    return [*(row(name) for name in sorted(TABLE)), *sorted(others, key=lambda one: one.module)]
+
+
+def _classes(root: Path) -> set[str]:
+    """The classes of networks that ComfyUI's models are of, by their names in its sources."""
+    try:
+        return set(_CLASS.findall((root / "comfy" / "model_base.py").read_text()))
+    except OSError:
+        return set()
 
 
 def _row(name: str, verdict: Verdict, proof: str) -> Row:
@@ -101,11 +119,14 @@ def _table(version: str, found: Sequence[Row]) -> str:
         for column in zip(*((r.module, r.state) for r in found), strict=True)
     ]
     lines = [
-        f"ComfyUI {version}: {len(found)} classes of models whose images and videos can be shared out",
+        f"ComfyUI {version}: {len(found)} classes of models",
+        "stay, block, bands: the tokens or rows of one image are shared out",
+        f"attention: {_BY_ATTENTION}",
+        f"rows: {_BY_ROWS}",
         "",
     ]
     for row in found:
-        words = f" ({row.words})" if row.words else ""
+        words = f" ({row.words})" if row.words and row.proof != _UNDESCRIBED else ""
         lines.append(
             f"{row.module:<{widths[0]}}  {row.state or '?':<{widths[1]}}  {row.proof}{words}".rstrip()
         )
@@ -113,7 +134,7 @@ def _table(version: str, found: Sequence[Row]) -> str:
         lines += ["", f"? {_UNTESTED_WORDS}; --test does so now."]
     lines += [
         "",
-        "All other models run too: docs/models.md says how, and docs/newer-comfyui.md what is new here.",
+        "docs/models.md says more of each, and docs/newer-comfyui.md what is new here.",
     ]
     return "\n".join([*lines, ""])
 
