@@ -1,13 +1,24 @@
-"""Set up the environment and run pytest in it (the body of scripts/test)."""
+"""Set up the environment and run pytest in it (the body of scripts/test).
+
+    ./scripts/test [PATH …] [pytest's options] [--comfyui FOLDER [--python PYTHON]]
+
+`--comfyui`: the ComfyUI that the tests run, in place of the pinned one; its requirements are installed beside the
+pack's. `--python`: a Python that has them, pytest and the pack's requirements already; nothing is installed then. The
+first lines of the output name the version that ran.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-from environment import ROOT, become, prepare
-from steps import exit_on_setup_error
+from comfyui_source import find_comfyui
+from environment import ROOT, Environment, become, prepare
+from steps import SetupError, exit_on_setup_error
 
 # Tests start processes of their own (ranks, ComfyUI); more workers than this only make them wait for each other.
 _MOST_WORKERS = 4
@@ -15,17 +26,36 @@ _MOST_WORKERS = 4
 
 def main() -> NoReturn:
     """Becomes pytest; returns only by an error."""
-    environment = prepare()
+    given, arguments = _parse(sys.argv[1:])
+    environment = _environment(given.comfyui, given.python)
     # Ranks and workers share the cores; torch's default of one thread per core each would stall all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Tests start hundreds of processes; without bytecode each would compile the pack and ComfyUI anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    arguments = sys.argv[1:]
     parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
     if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         parallel = []
     os.chdir(ROOT)
     become(environment, "-m", "pytest", *parallel, *arguments)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(our own, pytest's)"""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--comfyui")
+    parser.add_argument("--python")
+    return parser.parse_known_args(arguments)
+
+
+def _environment(comfyui: str | None, python: str | None) -> Environment:
+    """Raises SetupError for a folder without a ComfyUI, and where there is no such Python."""
+    if python is None:
+        return prepare(comfyui)
+    folder, found = find_comfyui(comfyui), shutil.which(python)
+    if folder is None or found is None:
+        missing = "ComfyUI: name its folder with --comfyui" if folder is None else f"Python {python}"
+        raise SetupError(f"There is no {missing}.")
+    return Environment(Path(found).absolute(), folder)
 
 
 def _workers() -> int:

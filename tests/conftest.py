@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from comfyui_source import comfyui_version, find_comfyui
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group import supervisor
@@ -35,6 +36,11 @@ def pytest_configure() -> None:
     supervisor.subprocess = FORKED
     # What takes longer than this in the product is given up on; on a machine that tests keep busy it may only be slow.
     deadlines.REPORT, deadlines.DEATH_NOTICE, deadlines.STACK = 2.0, 20.0, 5.0
+
+
+def pytest_report_header() -> str:
+    folder = find_comfyui()
+    return "ComfyUI: none" if folder is None else f"ComfyUI: {comfyui_version(folder)} in {folder}"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

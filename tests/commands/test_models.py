@@ -12,7 +12,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.machine import self_tests
 from parallel_backend.models.proof.states import entry_digest
 from parallel_backend.models.tokens.table import TABLE
-from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
+from parallel_backend.requests import ATTENTION, BLOCK, STAY
 from parallel_backend.sidecar import self_test
 from parallel_backend.wire.self_test import SelfTest
 

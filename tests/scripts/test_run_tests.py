@@ -1,0 +1,54 @@
+"""Which ComfyUI and which Python ./scripts/test runs: the pinned one, or those that are named."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import run_tests
+from steps import SetupError
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A folder that has what a ComfyUI of another version is known by."""
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "main.py").touch()
+    (tmp_path / "comfy" / "samplers.py").touch()
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
+    return tmp_path
+
+
+def started(monkeypatch, *arguments: str) -> dict:
+    """What would become of this process."""
+    found = {}
+
+    def become(environment, *command):
+        found.update(environment=environment, command=command)
+
+    monkeypatch.setattr(run_tests, "become", become)
+    monkeypatch.setattr(run_tests, "prepare", lambda comfyui=None: ("prepared with", comfyui))
+    monkeypatch.setattr(run_tests.os, "chdir", lambda folder: None)
+    monkeypatch.setattr(sys, "argv", ["test", *arguments])
+    run_tests.main()
+    return found
+
+
+def test_pytest_gets_all_other_arguments(monkeypatch, other):
+    found = started(monkeypatch, "tests/comfy", "-k", "merge", "--comfyui", str(other), "-x")
+    assert found["environment"] == ("prepared with", str(other))
+    assert found["command"][-4:] == ("tests/comfy", "-k", "merge", "-x")
+    assert started(monkeypatch, "tests/job")["environment"] == ("prepared with", None)
+
+
+def test_with_a_python_of_its_own_nothing_is_installed(monkeypatch, other):
+    found = started(monkeypatch, "--comfyui", str(other), "--python", sys.executable)["environment"]
+    assert (found.python, found.comfyui) == (Path(sys.executable).absolute(), other.resolve())
+
+
+def test_what_is_not_there_is_named(monkeypatch, other, tmp_path):
+    with pytest.raises(SetupError, match="no-such-python"):
+        started(monkeypatch, "--comfyui", str(other), "--python", "no-such-python")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SetupError, match="empty"):
+        started(monkeypatch, "--comfyui", str(tmp_path / "empty"), "--python", sys.executable)
