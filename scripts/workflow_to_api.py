@@ -88,18 +88,20 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
     if isinstance(saved, dict):
         yield from ((name, saved[name]) for name, _, _ in widgets(info) if name in saved)
         return
-    position = 0
-    for name, kind, options in widgets(info):
+    position, waiting = 0, list(widgets(info))
+    while waiting:
+        name, kind, options = waiting.pop(0)
+        if position >= len(saved) and options.get("hidden"):
+            continue
         if position >= len(saved):
             # The workflow is older than this input; the editor fills in the default as well.
-            if "default" in options:
-                yield name, options["default"]
-                continue
-            raise WorkflowError(f"node {node['id']} ({node['type']}): no saved value for {name!r}")
-        yield name, saved[position]
+            value = _default(options, node, name)
+        else:
+            value = saved[position]
+            position += 1
+        yield name, value
         if kind == _DYNAMIC_COMBO:
-            _check_plain_choice(node, name, saved[position], options)
-        position += 1
+            waiting = [*_inputs_of_choice(name, value, options), *waiting]
         follows = saved[position] if position < len(saved) else None
         has_control = options.get("control_after_generate") or (
             kind == "INT" and name in ("seed", "noise_seed")
@@ -113,14 +115,23 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
         raise WorkflowError(f"node {node['id']} ({node['type']}): saved values that fit no input: {unused}")
 
 
-def _check_plain_choice(node: dict[str, Any], name: str, chosen: str, options: dict[str, Any]) -> None:
-    """Raises WorkflowError where the option that was chosen has inputs of its own."""
+def _default(options: dict[str, Any], node: dict[str, Any], name: str) -> Any:
+    """Raises WorkflowError for an input without one."""
+    if "default" in options:
+        return options["default"]
+    choices = options.get("options")
+    if choices and isinstance(choices[0], dict):
+        return choices[0]["key"]
+    raise WorkflowError(f"node {node['id']} ({node['type']}): no saved value for {name!r}")
+
+
+def _inputs_of_choice(
+    name: str, chosen: str, options: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The widgets that an option brings, which the editor shows behind it; a prompt calls them `name.input`."""
     for option in options["options"]:
-        if option["key"] == chosen and any(option["inputs"].values()):
-            raise WorkflowError(
-                f"node {node['id']} ({node['type']}): {name} {chosen!r} has inputs of its own, which this converter "
-                f"does not resolve"
-            )
+        if option["key"] == chosen:
+            yield from ((f"{name}.{own}", *rest) for own, *rest in widgets({"input": option["inputs"]}))
 
 
 def widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -71,14 +71,22 @@ def saved_video(codec: str, *more) -> dict:
     return {"nodes": [{"id": 1, "type": "SaveVideo", "inputs": [], "widgets_values": values}], "links": []}
 
 
-def test_a_choice_that_can_have_inputs_of_its_own_is_kept_where_it_has_none(comfy):
-    prompt = workflow_to_api(saved_video("auto"), comfy.client.object_info())
-    assert prompt["1"]["inputs"] == {"filename_prefix": "video/clip", "format": "auto", "codec": "auto"}
+def test_a_choice_brings_its_own_inputs_by_dotted_names(comfy):
+    """One level deeper since ComfyUI 0.33, where the container brings the codec."""
+    registry = comfy.client.object_info()
+    codec = "codec" if "codec" in registry["SaveVideo"]["input"]["required"] else "format.codec"
+    plain = workflow_to_api(saved_video("auto"), registry)["1"]["inputs"]
+    assert plain == {"filename_prefix": "video/clip", "format": "auto", codec: "auto"}
+    chosen = workflow_to_api(saved_video("h264", "re-encode", 20.0), registry)["1"]["inputs"]
+    named = {codec: "h264", f"{codec}.encoding": "re-encode", f"{codec}.encoding.crf": 20.0}
+    assert chosen.items() >= named.items()
+    older = workflow_to_api(saved_video("h264"), registry)["1"]["inputs"]
+    assert older[f"{codec}.encoding"] == "auto"
 
 
-def test_a_choice_with_inputs_of_its_own_is_refused_by_its_name(comfy):
-    with pytest.raises(WorkflowError, match="codec 'h264' has inputs of its own"):
-        workflow_to_api(saved_video("h264", 23), comfy.client.object_info())
+def test_saved_values_that_fit_no_input_are_named(comfy):
+    with pytest.raises(WorkflowError, match="saved values that fit no input: .*24"):
+        workflow_to_api(saved_video("auto", 23, 24), comfy.client.object_info())
 
 
 def test_a_socket_of_several_types_is_the_widget_that_it_names(comfy):
