@@ -22,7 +22,7 @@ BADGE = """() => {
   const { fillText } = CanvasRenderingContext2D.prototype;
   let found = null;
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
-    if (/ s per call/.test(text)) found = [this.getTransform(), x + this.measureText(text).width / 2, y];
+    if (/ s per step/.test(text)) found = [this.getTransform(), x + this.measureText(text).width / 2, y];
     return fillText.call(this, text, x, y, ...rest);
   };
   try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
@@ -76,7 +76,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert WORDS["open_report"] not in page.evaluate(MENU, kind)
     assert WORDS["prove"] not in page.evaluate(MENU, "ParallelModel")
     page.evaluate("() => app.queuePrompt(0, 1)")
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per call · not compared")
+    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
     page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached", timeout=20_000)
     if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"stock_{drawn_by}.png")
@@ -104,11 +104,11 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     words = proof.inner_text()
     assert WORDS["same_picture"] in words and " one device · exact" in words
     proof.get_by_role("button", name="Close").click()
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per call · ")
+    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
 
     page.reload()
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per call · ")
+    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
     page.evaluate(SET, ["TestLatent", "batch_index", "none"])  # it fails, and the sampler never begins
     page.evaluate("() => app.queuePrompt(0, 1)")
-    page.wait_for_function(f"() => !/s per call/.test(({BADGES})({by_vue}))", timeout=60_000)
+    page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))", timeout=60_000)
     assert WORDS["open_report"] not in page.evaluate(MENU, kind)

@@ -38,9 +38,9 @@ function picture(saved) {
 }
 
 // A bar for the time of a step on each side, the longest one as wide as there is room.
-function timesOf(titles, seconds, unit) {
+function timesOf(titles, seconds) {
   const longest = Math.max(...seconds);
-  const per = translate(unit === "step" ? "per step" : "per model call");
+  const per = translate("per step");
   const cells = titles.flatMap((title, at) => {
     const bar = element("i");
     bar.style.width = `${(100 * seconds[at]) / longest}%`;
@@ -55,9 +55,9 @@ function verdict(levels, exact) {
   return say("differs", { levels });
 }
 
-// `told`: {titles, seconds of a step, unit, pictures: one device's and all devices', compared, levels, exact}, as the backend
+// `told`: {titles, seconds of a step, pictures: one device's and all devices', compared, levels, exact}, as the backend
 // has it.
-export function drawComparison({ titles, seconds, unit, pictures, compared, levels, exact }) {
+export function drawComparison({ titles, seconds, pictures, compared, levels, exact }) {
   const images = pictures.map(picture);
   const box = element("div", "pictures", element("div", "both", ...images));
   images[0].addEventListener("load", () => {
@@ -80,5 +80,5 @@ export function drawComparison({ titles, seconds, unit, pictures, compared, leve
   const words = element("figcaption", "", element("strong", "", verdict(levels, exact)), facts);
   const names = titles.map((title) => element("span", "", translate(title)));
   const head = element("div", "titles", names[0], view, names[1]);
-  return element("figure", "parallel-comparison", head, box, timesOf(titles, seconds, unit), words);
+  return element("figure", "parallel-comparison", head, box, timesOf(titles, seconds), words);
 }
