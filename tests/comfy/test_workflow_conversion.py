@@ -85,7 +85,7 @@ def test_a_choice_brings_its_own_inputs_by_dotted_names(comfy):
 
 
 def test_saved_values_that_fit_no_input_are_named(comfy):
-    with pytest.raises(WorkflowError, match="saved values that fit no input: .*24"):
+    with pytest.raises(WorkflowError, match=r"saved values that fit no input: .*24"):
         workflow_to_api(saved_video("auto", 23, 24), comfy.client.object_info())
 
 
