@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _job_times(folder: Path, runs: int) -> dict[str, list[dict]]:
-    """What each way took, run by run, in one ComfyUI in turns."""
+    """Runs the ways in turns in one ComfyUI; returns what each run took."""
     (folder / "custom_nodes").mkdir()
     for name, pack in PACKS.items():
         (folder / "custom_nodes" / name).symlink_to(ROOT / pack)

@@ -124,7 +124,7 @@ class ParallelVAEEncode(io.ComfyNode):
 
 
 def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callable[[], Any]) -> io.NodeOutput:
-    """What the ranks compute, or ComfyUI where they cannot, with the report. `stem`: of the verb."""
+    """Returns what the ranks compute, or ComfyUI where they cannot, and the report. `stem`: of the verb."""
     begun = time.perf_counter()
     try:
         result, lines = on_ranks()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_backend.errors import RequestError
+from .mapped import is_mapped
 
 
 def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) -> None:
@@ -22,14 +23,16 @@ def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) 
         weight = parameters.get(name)
         short = str(name).removeprefix("diffusion_model.")
         is_adapter = hasattr(patch, "weights") or (isinstance(patch, tuple) and len(patch) == 1)
-        factors = list(_tensors(getattr(patch, "weights", patch))) if is_adapter else []
-        if any(not factor.float().isfinite().all() for factor in factors):
+        factors = list(_tensors(getattr(patch, "weights", patch)))
+        # Those of a mapped model are not read for this: a step without numbers is refused.
+        read = (factor for factor in factors if not is_mapped(factor))
+        if any(not factor.float().isfinite().all() for factor in read):
             raise RequestError(
                 f"The LoRA's change of {short} holds NaN or infinite values: the file is damaged, or its training "
                 f"failed. Choose another one."
             )
-        if weight is None or not factors:  # others are whole weights, of which a merge is made
-            continue
+        if weight is None or not factors or not is_adapter:
+            continue  # others are whole weights, of which a merge is made
         outline = torch.empty(weight.shape, dtype=torch.float32, device="meta")
         with _errors() as errors:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_backend.errors import CheckpointError
@@ -42,6 +42,11 @@ def map_weights(spec: ModelSpec) -> Any:
             if tensor is not None:
                 _places[tensor] = _PlaceInFile(spec, identity, "param", f"{path}.{name}")
     return base
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """True for a weight of a model that was mapped here."""
+    return tensor in _places
 
 
 def mapped_words() -> tuple[Known, list[object]]:

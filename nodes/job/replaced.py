@@ -74,7 +74,7 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
         for name, (file, is_package) in packs.items()
         if name != own and not file.startswith(extras)
     )
-    known = len(sys.modules), folders
+    known = list(map(id, sys.modules.values())), folders
     if _latest is None or _latest.known != known or not _latest.still_holds():
         found, owners = _search(folders)
         _latest = _Latest(known, found, owners)
@@ -84,8 +84,11 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
 class _Latest:
     """The latest search, as long as every module and class has the values that it had then."""
 
-    def __init__(self, known: tuple[int, tuple[str, ...]], found: list[Replaced], owners: list[Any]) -> None:
+    def __init__(
+        self, known: tuple[list[int], tuple[str, ...]], found: list[Replaced], owners: list[Any]
+    ) -> None:
         self.known, self.found = known, found
+        self._owners = owners  # held: no other module takes the address of one
         self._dicts = [vars(owner) for owner in owners]
         self._marks, self._kinds = self._now()
         self._objects = [one for owner in owners for one in _searched[id(owner)].objects]

@@ -50,7 +50,7 @@ class SameNetwork:
 
 
 def _contents(value: Any) -> Any:
-    """What a container holds, by address: all that is in it is held by it."""
+    """Returns the addresses of what a container holds, which keeps all of it alive."""
     if isinstance(value, dict):
         return [(key, _contents(one)) for key, one in value.items()]
     if isinstance(value, (list, tuple)):

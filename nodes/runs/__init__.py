@@ -1,1 +1,1 @@
-"""What a run did and took, told to people: its report, badge, panel rows, and the comparison of two runs."""
+"""Tells people what a run did and took: report, badge, panel rows, and the comparison of two runs."""

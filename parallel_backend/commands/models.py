@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(root: Path, *, test: bool) -> list[Row]:
-    """Of each class whose tokens the pack can share out, and then of each other class that the ComfyUI in `root` has a
+    """Lists each class whose tokens the pack can share out, and then each other class that the ComfyUI in `root` has a
     model of. `test`: those that nobody knows."""
     digests: dict[str, str] = {}
     for name in sorted(TABLE):

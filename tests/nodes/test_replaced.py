@@ -1,0 +1,52 @@
+"""What packs have put into ComfyUI's modules is found again in each job, however they have put it there."""
+
+import sys
+import types
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+
+PACKS = {"/packs/fast": ("/packs/fast/__init__.py", True)}
+
+
+@pytest.fixture
+def search():
+    import_comfyui_here()
+    replaced = import_node_module("nodes.job.replaced")
+    return lambda: {
+        (one.module, one.path, one.name) for one in replaced.replaced_by(PACKS, "/comfyui", "ours")
+    }
+
+
+def _of_the_pack() -> types.FunctionType:
+    space: dict = {"__name__": "fast"}
+    exec(compile("def fast(*args):\n    return args\n", "/packs/fast/__init__.py", "exec"), space)  # noqa: S102
+    found: types.FunctionType = space["fast"]
+    return found
+
+
+def test_a_function_and_a_method_are_found_and_gone_again(search, monkeypatch):
+    import comfy.ldm.flux.model
+    import comfy.lora
+
+    assert search() == search() == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.lora, "calculate_weight", _of_the_pack())
+        patch.setattr(comfy.ldm.flux.model.Flux, "forward_orig", _of_the_pack())
+        expected = {("comfy.lora", "", "calculate_weight"), ("comfy.ldm.flux.model", "Flux", "forward_orig")}
+        assert search() == search() == expected
+    assert search() == set()
+
+
+def test_a_whole_module_in_the_place_of_another_is_searched(search, monkeypatch):
+    """As many modules as before, of the same names."""
+    import comfy.lora
+
+    assert search() == set()
+    other = types.ModuleType("comfy.lora")
+    other.__dict__.update(vars(comfy.lora))
+    other.calculate_weight = _of_the_pack()
+    monkeypatch.setitem(sys.modules, "comfy.lora", other)
+    assert search() == {("comfy.lora", "", "calculate_weight")}
