@@ -4,7 +4,7 @@ and a soak of mixed prompts, from fixed seeds.
     python benchmarks/adversary.py [--only prompts,jobs] [--scale 0.1] [--json]
 
 Prompts go to the real ComfyUI (scripts/environment.py gets one). All numbers but that of the prompts should be 0; what
-was found is printed as it comes. Takes up to ten minutes on two cores; `--scale` takes a part of it.
+was found is printed as it comes. Takes half an hour on two cores; `--scale` takes a part of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from adversaries.headers import fuzz_headers
 from adversaries.jobs import compare_strategies, kill_at_random
 from adversaries.prompts import fuzz_prompts
 from adversaries.soak import soak
-from subject import finish, random_flux
+from subject import ROOT, finish, random_flux
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from scripted import scripted_weights
 
-PROMPTS, JOBS, KILLS, ROUNDS, HEADERS = 400, 72, 30, 9, 20_000  # at scale 1
+PROMPTS, JOBS, KILLS, ROUNDS, HEADERS = 1000, 72, 30, 9, 20_000  # at scale 1
+PACKS = ROOT / "tests" / "comfy" / "inject_packs" / "popular"
 KINDS = ("prompts", "jobs", "kills", "environments", "headers", "soak")
 
 
@@ -79,6 +80,8 @@ def main() -> None:
 @contextlib.contextmanager
 def shared_comfyui(folder: Path, findings: Findings) -> Iterator[Comfy]:
     """One ComfyUI, whose ranks are forks; whatever outlives it is a finding."""
+    (folder / "custom_nodes").mkdir(parents=True)
+    (folder / "custom_nodes" / "parallel_test_popular").symlink_to(PACKS)
     server = start_comfyui(folder, environment={"PARALLEL_TEST_FORKED_RANKS": "1"})
     with server:
         yield Comfy(server, ComfyUIClient(server.url))

@@ -1,9 +1,13 @@
 """Memory of real ranks against the prediction, and what 2 and 4 ranks take of the host to hold one file.
 
 python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 …] [--host 2 4] [--glibc] [--json]
+python benchmarks/memory.py --full-size [--only sd15_bands …] [--json]
 
-Three measurements, each in fresh ranks that have run a small model the same way first and then let go of its weights,
-so that imports, threads and first uses of libraries are in the baseline:
+With --full-size: all private memory of fresh ranks, the process itself included, in a job of two steps of ComfyUI's own
+networks at 256 x 256 (full_size.py; it needs 10 GB on the disk and a quarter of an hour), against the prediction.
+
+Else three measurements, each in fresh ranks that have run a small model the same way first and then let go of its
+weights, so that imports, threads and first uses of libraries are in the baseline:
 - host: the sum over the ranks of their proportional set sizes (Pss: a page that n processes map counts 1/n for each) of
   the file and of memory that is no file's, after a job that read every weight, less the latter before it. Of other
   files nothing: what libraries count for a rank changes whenever any process that has them starts or ends;
@@ -19,11 +23,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import full_size
 import torch
 from subject import SIZES, finish, prompt, random_flux, sample_request
 
@@ -31,9 +37,10 @@ from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.rank_memory import CPU_BASE_BYTES
-from parallel_backend.requests import ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import BANDS, ROWS, STAY, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from shipped_jobs import ship
 
 SAMPLE_EVERY = 0.002  # seconds between two looks at a rank's memory
 STEPS = 3  # with one of warming up, patches flow for two: from then on nothing is new
@@ -61,6 +68,20 @@ HELD = {
     "tensor_2": ParallelStrategy(tensor_degree=2),
     "tensor_4": ParallelStrategy(tensor_degree=4),
 }
+# Networks of full_size.py: strategy, and how far tokens stay apart.
+_SHARDED = ParallelStrategy(ulysses_degree=2, shard_weights=True)
+FULL_SIZE = {
+    "sd15_one": ("sd15", ParallelStrategy(), ROWS),
+    "sd15_bands": ("sd15", ParallelStrategy(ulysses_degree=2), BANDS),
+    "sd15_cfg_2": ("sd15", ParallelStrategy(cfg_degree=2), ROWS),
+    "sd15_sharded": ("sd15", _SHARDED, BANDS),
+    "sdxl_bands": ("sdxl", ParallelStrategy(ulysses_degree=2), BANDS),
+    "sdxl_sharded": ("sdxl", _SHARDED, BANDS),
+    "wan_one": ("wan", ParallelStrategy(), ROWS),
+    "wan_ulysses_2": ("wan", ParallelStrategy(ulysses_degree=2), STAY),
+    "wan_cfg_2": ("wan", ParallelStrategy(cfg_degree=2), ROWS),
+    "wan_sharded": ("wan", _SHARDED, STAY),
+}
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 HOST_GOAL, PRIVATE_GOAL, PREDICTION_GOAL = 1.15, 0.10, 0.10
 
@@ -73,7 +94,8 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
     )
-    parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, "host", "idle"}))
+    parser.add_argument("--only", nargs="+", choices=sorted({*PREDICTED, *HELD, *FULL_SIZE, "host"}))
+    parser.add_argument("--full-size", action="store_true", help="all private memory of ComfyUI's networks")
     parser.add_argument(
         "--host", nargs="+", type=int, default=(2, 4), help="numbers of ranks that hold one file"
     )
@@ -85,10 +107,12 @@ def main() -> None:
         return [name for name in names if args.only is None or name in args.only]
 
     result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
-    if wanted(["idle"]):
-        with _warm_ranks(ParallelStrategy()) as sidecar:
-            idle = result["idle_rank_bytes"] = _anonymous(*sidecar.pids)
-        print(f"an idle rank         {idle / 1e6:.1f} MB, {CPU_BASE_BYTES / 1e6:.1f} MB in the model")
+    if args.full_size:
+        with tempfile.TemporaryDirectory() as folder, _environment(GIVE_BACK):
+            for name in wanted(FULL_SIZE):
+                result["predicted_over_measured"][name] = _full_size(name, Path(folder))
+        finish(result, args.json)
+        return
     with random_flux(*MIDDLE) as middle, _environment({} if args.glibc else GIVE_BACK):
         for name in wanted(PREDICTED):
             strategy, cfg = PREDICTED[name]
@@ -128,6 +152,28 @@ def _predicted_over_measured(
     for rank, grown in zip(predicted, measured, strict=True):
         print(f"  rank {rank.rank}: {grown / 1e6:.1f} MB measured, {rank.growth / 1e6:.1f} MB predicted")
     return [rank.growth / grown for rank, grown in zip(predicted, measured, strict=True)]
+
+
+def _full_size(name: str, folder: Path) -> float:
+    kind, strategy, mode = FULL_SIZE[name]
+    spec, run = full_size.write(kind, folder), full_size.sampler_run(kind)
+    job = full_size.planned(spec, run)
+    predicted = max(rank.private_bytes for rank in job.model.memory(job, strategy, on_cpu=True))
+    sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
+    try:
+        sidecar.start()
+        with _peaks(sidecar.pids) as peaks:
+            sidecar.sample(spec, ship(spec, run, mode), Placement(strategy))
+        idle = max(_anonymous(pid) for pid in sidecar.pids)
+    finally:
+        sidecar.stop()
+    ratio = round(predicted / max(peaks), 3)
+    print(
+        f"  {predicted / 1e6:.0f} MB predicted, {max(peaks) / 1e6:.0f} MB measured; {idle / 1e6:.0f} MB after the job, "
+        f"{CPU_BASE_BYTES / 1e6:.0f} MB in the model for a process alone"
+    )
+    _say(name, f"predicted / measured {ratio:.3f}", abs(ratio - 1) <= PREDICTION_GOAL)
+    return ratio
 
 
 def _host_growth(spec: ModelSpec, ranks: int) -> int:

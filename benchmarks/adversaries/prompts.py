@@ -1,4 +1,8 @@
-"""Hostile prompts: a graph that works, with some inputs replaced by what does not belong there, in the real ComfyUI."""
+"""Hostile prompts: a graph that works, with some inputs replaced by what does not belong there, in the real ComfyUI.
+
+Half of the graphs sample a Flux; the others PipeFusion on other families, a GGUF file, a batch over devices, and models
+that the nodes of other packs changed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import gguf_files
+from any_graphs import AnyGraph, write_model
 from comfy_harness import Comfy
 from comfyui_client import PromptError, PromptFailed, PromptRejected
 from graphs import Graph
@@ -26,6 +32,14 @@ BARE = (
     "UnboundLocalError",
 )
 OURS = ("Parallel", "Strategy")
+PIPELINES = ("wan_t2v", "ltx_video", "sd3")
+# Nodes of the tests' packs (tests/comfy/inject_packs) for a Flux, with their settings.
+PACKS = {
+    "TestBlockClosure": {"blocks": "single_blocks", "weight": 0.5},
+    "TestAttentionKernel": {},
+    "TestStepCache": {"limit": 0.3, "on_the_edge": False},
+}
+CHANGED = (*OURS, "KSampler", *PACKS)  # whose inputs are replaced
 DEADLINE = 60.0  # s for a prompt of three small steps, once its ranks run
 CHECK_EVERY = 20  # prompts, after which one that works must still give its latent, bit for bit
 
@@ -36,29 +50,91 @@ LITERALS = (
 )  # fmt: skip
 
 
+class Files:
+    """The files that graphs load, by what they are for."""
+
+    def __init__(self, comfy: Comfy) -> None:
+        self.comfy = comfy
+        self.flux = comfy.write_flux("tiny_dev.safetensors")
+        self.families = {kind: write_model(comfy, kind) for kind in ("flux", *PIPELINES)}
+        folder = comfy.server.base_directory / "models" / "diffusion_models"
+        self.gguf = "tiny_packed.gguf"
+        gguf_files.write(folder / self.gguf, "Q4_0", tensors=load_file(folder / self.flux))
+
+    def draw(self, draw: random.Random) -> Graph:
+        """A working graph that saves its latent."""
+        kinds = {_flux: 5, _pipeline: 2, _gguf: 1, _batch: 1, _packs: 2}
+        (kind,) = draw.choices(list(kinds), list(kinds.values()))
+        graph, result = kind(self, draw)
+        graph.save(result, "fuzzed.safetensors")
+        return graph
+
+
+def _flux(files: Files, draw: random.Random) -> tuple[Graph, list]:
+    graph = Graph()
+    is_plain = draw.random() < 0.5
+    positive, negative, latent = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
+    sizes = draw.random()
+    if sizes < 0.1:
+        graph.prompt[positive[0]]["inputs"]["width"] = draw.choice((1, 32, 4096))
+    elif sizes < 0.2:
+        graph.prompt[latent[0]]["inputs"]["channels"] = draw.choice((1, 4, 128))
+    elif sizes < 0.3:
+        graph.prompt[latent[0]]["inputs"] |= {"width": draw.choice((1, 2, 3)), "height": 1}
+    if is_plain:
+        loader = graph.parallel_loader(files.flux, "cpu:2")
+        return graph, graph.parallel_sampler(loader, positive, negative, latent, steps=2)
+    return graph, graph.ksampler(graph.model("ours", files.flux), positive, negative, latent, steps=2)
+
+
+def _pipeline(files: Files, draw: random.Random) -> tuple[Graph, list]:
+    kind = draw.choice(PIPELINES)
+    graph = AnyGraph(files.comfy, kind, files.families[kind])
+    model = graph.parallel(
+        graph.stock(),
+        pipefusion=2,
+        warmup_steps=draw.choice((0, 1, 2)),
+        num_pipeline_patch=draw.choice((0, 1, 3)),
+    )
+    settings = {"steps": 3, "cfg": draw.choice((1.0, 3.0)), "sampler_name": draw.choice(("euler", "heun"))}
+    return graph, graph.ksampler([model, 0], *graph.request(), **settings)
+
+
+def _gguf(files: Files, draw: random.Random) -> tuple[Graph, list]:
+    graph = Graph()
+    strategy = graph.strategy("cpu:2", ulysses=2, shard_weights=draw.random() < 0.5)
+    loader = graph.add(
+        "ParallelModelLoader", model_name=files.gguf, weight_dtype="default", strategy=strategy
+    )
+    request = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
+    return graph, graph.ksampler([loader, 0], *request, steps=2)
+
+
+def _batch(files: Files, draw: random.Random) -> tuple[Graph, list]:
+    graph = AnyGraph(files.comfy, "flux", files.families["flux"])
+    model = graph.parallel(graph.stock(), data=2)
+    return graph, graph.ksampler([model, 0], *graph.request(draw.randint(1, 3)), steps=2)
+
+
+def _packs(files: Files, draw: random.Random) -> tuple[Graph, list]:
+    graph = AnyGraph(files.comfy, "flux", files.families["flux"])
+    model, is_before = graph.stock(), draw.random() < 0.5
+    if not is_before:
+        model = [graph.parallel(model, ulysses=2), 0]
+    for name in draw.sample(list(PACKS), draw.randint(1, 2)):
+        model = [graph.add(name, model=model, **PACKS[name]), 0]
+    if is_before:
+        model = [graph.parallel(model, ulysses=2), 0]
+    return graph, graph.ksampler(model, *graph.request(), steps=2)
+
+
 class Fuzzed:
     """One prompt: the working graph, and how it was changed."""
 
-    def __init__(self, draw: random.Random, unet: str) -> None:
-        graph = Graph()
-        is_plain = draw.random() < 0.5
-        positive, negative, latent = graph.text(1), graph.text(2), graph.latent(width=8, height=6)
-        sizes = draw.random()
-        if sizes < 0.1:
-            graph.prompt[positive[0]]["inputs"]["width"] = draw.choice((1, 32, 4096))
-        elif sizes < 0.2:
-            graph.prompt[latent[0]]["inputs"]["channels"] = draw.choice((1, 4, 128))
-        elif sizes < 0.3:
-            graph.prompt[latent[0]]["inputs"] |= {"width": draw.choice((1, 2, 3)), "height": 1}
-        if is_plain:
-            loader = graph.parallel_loader(unet, "cpu:2")
-            result = graph.parallel_sampler(loader, positive, negative, latent, steps=2)
-        else:
-            result = graph.ksampler(graph.model("ours", unet), positive, negative, latent, steps=2)
-        graph.save(result, "fuzzed.safetensors")
-        self.prompt, self.changes = graph.prompt, []
+    def __init__(self, draw: random.Random, files: Files) -> None:
+        self.prompt, self.changes = files.draw(draw).prompt, []
         for _ in range(draw.choice((0, 1, 1, 2))):
-            name = draw.choice([n for n in self.prompt if n.startswith(OURS) or n.startswith("KSampler")])
+            name = draw.choice([n for n in self.prompt if n.startswith(CHANGED)])
             inputs = self.prompt[name]["inputs"]
             field = draw.choice(list(inputs))
             value = draw.choice(
@@ -75,15 +151,15 @@ class Fuzzed:
 def fuzz_prompts(comfy: Comfy, count: int, findings: Findings) -> None:
     """`count` prompts in one ComfyUI, which must outlive them, idle ranks and all."""
     draw = random.Random(3)
-    unet = comfy.write_flux("tiny_dev.safetensors")
-    expected = _good_latent(comfy, unet)
+    files = Files(comfy)
+    expected = _good_latent(comfy, files.flux)
     descriptors = _descriptors(comfy.server.pid)
     for number in range(count):
         findings.prompts += 1
-        _run(comfy, Fuzzed(draw, unet), findings)
+        _run(comfy, Fuzzed(draw, files), findings)
         if number % CHECK_EVERY == CHECK_EVERY - 1:
             try:
-                found = _good_latent(comfy, unet)
+                found = _good_latent(comfy, files.flux)
                 if not torch.equal(found, expected):
                     off = (found - expected).abs().max() / expected.abs().max()
                     findings.add("wrong", f"a good prompt after {number + 1} bad ones is off by {off:.1e}")

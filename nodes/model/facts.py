@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import comfy.model_base
@@ -77,6 +77,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) 
         splits_queries=mode == ATTENTION,
         is_transformer=not isinstance(module, UNetModel),
         image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
+        image_heads=_image_heads(module) if isinstance(module, UNetModel) else 0.0,
         band_rows=_band_rows(module) if mode == BANDS else 0,
         why_less=verdict.words,
         has_stages=bool(lists),
@@ -100,17 +101,35 @@ def _band_rows(unet: nn.Module) -> int:
 def _attention_of(unet: UNetModel) -> float:
     """FLOPs of attention to itself for an image of 1024 x 1024 pixels, whose latent has 128 x 128 cells: queries x keys
     and weights x values of each layer, 4 * positions² * width."""
-    flop, positions = 0.0, 128**2
+    return sum(
+        4.0 * len(layer.transformer_blocks) * (share * 128**2) ** 2 * layer.proj_in.weight.shape[0]
+        for layer, share in _attention_layers(unet)
+    )
+
+
+def _image_heads(unet: UNetModel) -> float:
+    """ComfyUIModelFile.image_heads: heads * positions² of the largest layer, in cells² of the latent."""
+    return max(
+        (
+            layer.transformer_blocks[0].n_heads * share**2
+            for layer, share in _attention_layers(unet)
+            if layer.transformer_blocks
+        ),
+        default=0.0,
+    )
+
+
+def _attention_layers(unet: UNetModel) -> Iterator[tuple[SpatialTransformer, float]]:
+    """Each with its positions, as a share of the latent's cells."""
+    share = 1.0
     for block in (*unet.input_blocks, unet.middle_block, *unet.output_blocks):
         for layer in block:
             if isinstance(layer, Downsample):
-                positions //= 4
+                share /= 4
             elif isinstance(layer, Upsample):
-                positions *= 4
+                share *= 4
             elif isinstance(layer, SpatialTransformer):
-                width = layer.proj_in.weight.shape[0]
-                flop += 4.0 * len(layer.transformer_blocks) * positions**2 * width
-    return flop
+                yield layer, share
 
 
 def _candidates(module: nn.Module) -> Iterable[nn.Module]:

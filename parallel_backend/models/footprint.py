@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FP32 = 4  # bytes
+# ComfyUI's attention_sub_quad takes so many queries at a time, and fewer where memory is short: what more scores than
+# these would take is no reason to refuse a job.
+MOST_QUERIES, MOST_SCORES = 4096, 2**31
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class TokenLoad:
 
     `hidden`: the model's width; `group`: tokens of its Ulysses group, which meet here for its share of the heads;
     `keys`: tokens whose keys and values each member of its ring brings; `tensor`: ranks that share the heads and the
-    feed-forward columns.
+    feed-forward columns; `has_scores`: attention keeps the weights of its queries and keys in memory, as ComfyUI's does
+    on the CPU.
     """
 
     rows: int
@@ -72,6 +76,7 @@ class TokenLoad:
     keys: tuple[int, ...]
     ulysses: int = 1
     tensor: int = 1
+    has_scores: bool = False
 
     @property
     def tokens(self) -> int:
@@ -79,6 +84,13 @@ class TokenLoad:
 
     def width(self, tokens: int) -> int:
         return self.rows * tokens * self.hidden * self.element
+
+    def scores(self, heads: float) -> int:
+        """Bytes of `heads`' weights of this rank's queries and all keys, before and after their softmax."""
+        if not self.has_scores or len(self.keys) > 1:  # a ring's kernel keeps none
+            return 0
+        scores = 2 * self.rows * heads * min(self.tokens, MOST_QUERIES) * sum(self.keys) * FP32
+        return min(int(scores), MOST_SCORES)
 
 
 @dataclass(frozen=True)

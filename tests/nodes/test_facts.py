@@ -81,6 +81,12 @@ def test_a_unets_attention_is_counted_layer_by_layer(facts):
     assert facts._attention_of(sd15()) == flop
 
 
+def test_the_largest_attention_of_a_unet_is_counted_in_heads_over_all_cells(facts):
+    assert facts._image_heads(sd15()) == 2
+    # SDXL has no attention at the first of its three resolutions, and width 64 with heads of 32 at the second.
+    assert facts._image_heads(sdxl()) == 2 / 16
+
+
 @pytest.mark.parametrize(
     ("stored", "dtype", "quantised", "kept"),
     [

@@ -82,12 +82,13 @@ MODELS = {
 class AnyGraph(Graph):
     """A prompt with one of MODELS, once stock and once parallel."""
 
-    def __init__(self, comfy: Comfy, kind: str) -> None:
+    def __init__(self, comfy: Comfy, kind: str, file: str = "") -> None:
+        """`file`: what write_model() gave, where it has been written."""
         super().__init__()
         self.kind = kind
         self.uneven = False  # prompts of different lengths, which ComfyUI computes in calls of their own
         self.comfy = comfy
-        self.file = write_model(comfy, kind)
+        self.file = file or write_model(comfy, kind)
 
     def stock(self) -> list:
         if self.kind in CHECKPOINTS:

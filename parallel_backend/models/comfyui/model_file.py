@@ -72,10 +72,11 @@ class ComfyUIModelFile:
     `pixels`: of the image in a cell of the latent, along a side;
     `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
-    of 1024 x 1024 pixels; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute bands;
-    `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty; `has_stages`: its
-    blocks may lie on several devices; `kept`: the dtype of a plain fp8 file's weights on ComfyUI's GPU, where that does
-    not multiply fp8 and has room for it, else empty.
+    of 1024 x 1024 pixels; `image_heads`: so many heads over all cells of the latent have as many pairs of positions as
+    the largest attention of a UNet; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute
+    bands; `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty;
+    `has_stages`: its blocks may lie on several devices; `kept`: the dtype of a plain fp8 file's weights on ComfyUI's
+    GPU, where that does not multiply fp8 and has room for it, else empty.
     """
 
     path: str
@@ -95,6 +96,7 @@ class ComfyUIModelFile:
     splits_queries: bool = False
     is_transformer: bool = True
     image_attention: float = 0.0
+    image_heads: float = 0.0
     band_rows: int = 0
     why_less: str = ""
     has_stages: bool = False
@@ -206,11 +208,14 @@ class ComfyUIModelFile:
         scale = BYTES_PER_VALUE[storage] / BYTES_PER_VALUE[dtypes.file]
         is_cast = storage != dtypes.compute
         cast = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if is_cast else 0.0
+        # The CPU's convolutions put their weights into an order of their own, for each call anew.
+        convolves = on_cpu and not self.is_transformer
+        reordered = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if convolves else 0.0
         in_place = on_cpu and dtypes.storage == dtypes.file
 
         def part(block: int | None, size: int, largest: int) -> WeightPart:
             kept = int(size * scale)
-            layer = int(largest * cast)
+            layer = int(largest * (cast + reordered))
             if sharded:
                 return WeightPart(block, -(-kept // alike), 0, kept, layer)
             own, mapped = (0, kept) if in_place else (kept, 0)
@@ -236,10 +241,12 @@ class ComfyUIModelFile:
         gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
         if not self.is_transformer:
             # Keys and values of all bands, at a quarter of the positions and twice the width.
-            yield Moment("convolution", _CONVOLUTION * width + (gathered if self.band_rows else 0) + cast)
+            beside = gathered if self.band_rows else 0
+            yield Moment("convolution", _CONVOLUTION * width + beside + cast)
+            yield Moment("attention", _CONVOLUTION * width + beside + call.scores(self.image_heads))
             return
         exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // call.ulysses
-        yield Moment("attention", _ATTENTION * width + gathered, exchanged)
+        yield Moment("attention", _ATTENTION * width + gathered + call.scores(self.heads), exchanged)
         yield Moment("feed-forward", _FEED_FORWARD * width + gathered + cast)
 
     @property

@@ -130,6 +130,7 @@ class _Rank:
             keys=keys or members,
             ulysses=ulysses,
             tensor=strategy.tensor_degree,
+            has_scores=self.on_cpu,
         )
 
     def _pipeline_runs(self) -> Iterator[_Run]:

@@ -238,6 +238,36 @@ def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     assert two < one
 
 
+def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(file):
+    """5 x 4 x 6 tokens of the video and 7 of the text, 4 heads; a ring's kernel keeps none, nor does a GPU."""
+    work, tokens = job(file, (1, 16, 5, 8, 12), has_cfg=True), 5 * 4 * 6 + 7
+
+    def activations(strategy, on_cpu, model=file):
+        return predict_memory(model, strategy, replace(work, model=CheckpointModel(model)), on_cpu=on_cpu)[0]
+
+    def scores(strategy):
+        without = replace(file, heads=0)
+        return activations(strategy, True).activations - activations(strategy, True, without).activations
+
+    one = ParallelStrategy()
+    added = activations(one, True, replace(file, heads=400)).activations
+    assert added - activations(one, True, replace(file, heads=200)).activations == 2 * 2 * 200 * tokens**2 * 4
+    assert scores(ParallelStrategy(ring_degree=2)) == 0
+    gpu = [activations(one, False, replace(file, heads=heads)).activations for heads in (4, 400)]
+    assert gpu[0] == gpu[1]
+    endless = activations(one, True, replace(file, heads=10**9))
+    assert 2**31 <= endless.activations < 2**31 + 2**24, "ComfyUI takes fewer queries where memory is short"
+
+
+def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file):
+    """The largest layer of the file: 64 x 256 numbers, bfloat16 in the file and float32 where they are computed."""
+    unet = replace(file, heads=0, is_transformer=False, patch=(1, 1, 1))
+    dtypes = Dtypes.of("auto", "bfloat16", True)
+    for model, copies in ((file, 1), (unet, 2)):
+        parts = model.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True).parts
+        assert max(part.cast for part in parts) == copies * 64 * 256 * 4
+
+
 def test_bands_are_called_so(file):
     shape = replace(file, heads=0, is_transformer=False, band_rows=8).shape
     assert shape.describe(ParallelStrategy(cfg_degree=2, ulysses_degree=2)) == "CFG 2 × bands 2"

@@ -1,0 +1,48 @@
+"""Processes killed while PipeFusion samples other families than Flux: the job goes on, and what it gives is the
+unkilled job's latent, or nearer to it than to the stock one where patches flow."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import AnyGraph
+from any_runs import latents
+from differences import relative_difference
+
+STEPS = 40
+
+
+def _pipeline(graph: AnyGraph, stock: list, warmup_steps: int) -> list:
+    choice = {"pipefusion": 2, "warmup_steps": warmup_steps, "num_pipeline_patch": 3}
+    return [graph.parallel(stock, **choice), 0]
+
+
+@pytest.mark.parametrize("warmup_steps", [1, STEPS])
+@pytest.mark.parametrize(("kind", "killed"), [("wan_t2v", 0), ("ltx_video", 1), ("sd3", 1)])
+def test_a_killed_job_gives_what_the_unkilled_one_gives(comfy, kind, killed, warmup_steps):
+    settings = {"steps": STEPS, "cfg": 3.0, "sampler_name": "euler"}
+    comfy.stop_ranks()
+    graph = AnyGraph(comfy, kind)
+    stock, request = graph.stock(), graph.request()
+    calm = latents(
+        comfy,
+        graph,
+        {
+            "stock": graph.ksampler(stock, *request, **settings),
+            "ours": graph.ksampler(_pipeline(graph, stock, warmup_steps), *request, **settings),
+        },
+    )
+    comfy.client.free()  # else ComfyUI keeps what it gave
+    before = comfy.ranks()
+
+    graph = AnyGraph(comfy, kind)
+    result = graph.ksampler(_pipeline(graph, graph.stock(), warmup_steps), *graph.request(), **settings)
+    with comfy.amid(result[0], lambda: comfy.ranks()[killed].kill()):
+        found = latents(comfy, graph, {"ours": result})
+    assert comfy.ranks() and not set(before) & set(comfy.ranks())
+    difference = relative_difference(found["ours"], calm["ours"])
+    drift = relative_difference(calm["ours"], calm["stock"])
+    if warmup_steps == STEPS:
+        assert difference == 0.0, "the steps that were made again have the same bits"
+    else:  # one more step of whole images than the unkilled job has
+        assert difference <= drift / 2
