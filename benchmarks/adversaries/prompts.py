@@ -40,6 +40,7 @@ PACKS = {
     "TestStepCache": {"limit": 0.3, "on_the_edge": False},
 }
 CHANGED = (*OURS, "KSampler", *PACKS)  # whose inputs are replaced
+FAULTS = {"on_the_edge"}  # inputs that have one rank compute another thing, which the tests of packs look at
 DEADLINE = 60.0  # s for a prompt of three small steps, once its ranks run
 CHECK_EVERY = 20  # prompts, after which one that works must still give its latent, bit for bit
 
@@ -136,7 +137,7 @@ class Fuzzed:
         for _ in range(draw.choice((0, 1, 1, 2))):
             name = draw.choice([n for n in self.prompt if n.startswith(CHANGED)])
             inputs = self.prompt[name]["inputs"]
-            field = draw.choice(list(inputs))
+            field = draw.choice([name for name in inputs if name not in FAULTS])
             value = draw.choice(
                 (*LITERALS, draw.choice([[other, draw.randint(0, 2)] for other in self.prompt]))
             )

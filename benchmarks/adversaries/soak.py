@@ -110,7 +110,7 @@ class _Mixed:
 
     def __init__(self, comfy: Comfy) -> None:
         self._comfy = comfy
-        self._unet = comfy.write_flux("tiny_dev.safetensors")
+        self._unet = comfy.write_flux("tiny_stages.safetensors", double_blocks=2, single_blocks=2)
         vae = comfy.server.base_directory / "models" / "vae" / "soak.safetensors"
         vae.parent.mkdir(parents=True, exist_ok=True)
         self._vae = write_vae(vae, dims_of()).name

@@ -1,7 +1,8 @@
 """The rows of a module call, cut to a few of them. Pure functions.
 
 A tensor whose first dimension is the number of rows has one line for each row: that holds for every argument that
-ComfyUI hands a module, but for what stands in `transformer_options`.
+ComfyUI hands a module, but for what stands in `transformer_options`, and for what it hands to any number of rows as it
+is (models/comfyui/calls.py): where that may be about rows, the call's rows stay together.
 """
 
 from __future__ import annotations

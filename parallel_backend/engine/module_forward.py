@@ -43,6 +43,10 @@ _ROWS_TOGETHER = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
+_JOINT_ROWS = (
+    "this model gets values that may be about several images of a batch, so one device computes the whole images and "
+    "prompts that cfg_degree and data_degree would share out"
+)
 _EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
@@ -275,6 +279,8 @@ class ModuleForward:
 
     def own_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
         """(the call with the rows of this rank of `axis`, or the first one's where it has none; rows of each rank)."""
+        if call.joint_rows and call.rows > 1:
+            self.add_note(_JOINT_ROWS)
         shares = split_rows(call, axis.size, self._together(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
@@ -282,7 +288,7 @@ class ModuleForward:
         return take_rows(call, mine), shares
 
     def _together(self, call: ModuleCall) -> bool:
-        return call.together or self.model.rows_together
+        return call.together or call.joint_rows or self.model.rows_together
 
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)

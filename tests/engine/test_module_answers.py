@@ -9,7 +9,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.options import ComputeOptions
-from parallel_backend.requests import ROWS, ModuleCall, Placement
+from parallel_backend.requests import ATTENTION, ROWS, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import RankError, run_ranks
 
@@ -85,6 +85,34 @@ def test_rows_that_belong_together_are_computed_by_the_first_rank_and_it_is_said
     for found, notes in run_ranks(answer, 2):
         assert torch.equal(found, rows.flip(0))
         assert len(notes) == 1 and "by their place among all" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(data_degree=2), ULYSSES_2, ParallelStrategy(cfg_degree=2)], ids=str
+)
+def test_rows_stay_together_where_an_argument_may_be_about_several(strategy):
+    """As Trellis 2 has it: each row looks up its own points in a list that all rows share."""
+
+    class Points(nn.Module):
+        def forward(self, x, counts, points, **kwargs):
+            first = torch.cumsum(counts, 0) - counts
+            means = [points[a : a + n].mean(0) for a, n in zip(first, counts, strict=True)]
+            return x + torch.stack(means[: len(x)])
+
+    model, generator = TinyModel(Points()), torch.Generator().manual_seed(0)
+    rows, points = torch.randn(2, 3, generator=generator), torch.randn(7, 3, generator=generator)
+    arguments = {"counts": torch.tensor([3, 4]), "points": points}
+    expected = model.module(rows, **arguments)
+
+    def answer(world):
+        forward = make_module_forward(model, Layouts(world), Placement(strategy))
+        calls = [ModuleCall((rows,), arguments, 2, ATTENTION, joint_rows=joint) for joint in (True, False)]
+        return [*map(forward, calls), forward.notes]
+
+    for joint, apart, notes in run_ranks(answer, 2):
+        assert torch.equal(joint, expected)
+        assert sum("may be about several images" in note for note in notes) == (strategy.row_degree > 1)
+        assert not torch.equal(apart, expected), "a row of its own took the first row's points"
 
 
 def test_an_answer_that_has_no_rows_is_refused():

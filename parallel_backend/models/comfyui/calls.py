@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 from torch import Tensor
 
 OPTIONS = "transformer_options"
@@ -29,3 +32,28 @@ OWN_OPTIONS = "parallel_"  # how the names of the pack's own options begin
 def row_count(latent: Tensor | list[Tensor]) -> int:
     """Rows of a latent, or of one that is in several parts (video and sound)."""
     return len(latent) if isinstance(latent, Tensor) else len(latent[0])
+
+
+def find_constants(conds: Mapping[str, Iterable[Mapping[str, Any]]]) -> set[str]:
+    """Names of the arguments that ComfyUI hands to any number of rows as they are (conds.CONDConstant). `conds`: a
+    guider's, of each side a list of prompts."""
+    from comfy.conds import CONDConstant
+
+    values = (prompt.get("model_conds") or {} for side in conds.values() for prompt in side or ())
+    return {name for found in values for name, value in found.items() if isinstance(value, CONDConstant)}
+
+
+def has_joint_rows(values: Iterable[Any], rows: int, is_described: bool) -> bool:
+    """Tells whether such arguments may be about several of the rows: a tensor has as many lines, or nobody has
+    described how their class reads tensors."""
+    return any(not is_described or (one.ndim > 0 and len(one) == rows) for one in _tensors(values))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        for one in value:
+            yield from _tensors(one)

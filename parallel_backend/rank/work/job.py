@@ -294,6 +294,7 @@ class _RunningJob:
             return self._sample(work, on_step, forward)
 
     def _sample(self, work: SamplerRun, on_step: StepBoundary, forward: ModuleForward) -> Tensor:
+        self._meeting.guider = work.guider
         noise, latent, sampler, sigmas, mask, seed = work.arguments
         if forward.stages is not None:
             sampler = self._flowing(work, forward, on_step)

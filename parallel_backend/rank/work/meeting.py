@@ -19,8 +19,8 @@ from ...engine.comm.collectives import broadcast
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import RequestError
-from ...models.comfyui.calls import OPTIONS, row_count
-from ...requests import ATTENTION, InputShapes, ModuleCall
+from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
+from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
 from ..outcome.agreement import RanksApart, agree, agree_on_call
 from ..outcome.errors import refusing
@@ -79,6 +79,7 @@ class ModuleMeeting:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sigma = 0.0
         self.flow: JobFlow | None = None
+        self.guider: Any = None  # that of a sampler run
         self.calls = 0
         self.notes: dict[str, None] = {}
 
@@ -244,7 +245,10 @@ class ModuleMeeting:
         runs = len(options.get("cond_or_uncond") or ()) or 1
         # What takes part may look at the rows of a prompt together.
         unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
-        call = ModuleCall(args, kwargs, rows, mode, unit=unit, by_heads=foreign.kernel)
+        constants = find_constants(getattr(self.guider, "conds", None) or {})
+        is_described = self._mode not in (ATTENTION, ROWS)
+        joint = has_joint_rows([kwargs.get(name) for name in constants], rows, is_described)
+        call = ModuleCall(args, kwargs, rows, mode, joint_rows=joint, unit=unit, by_heads=foreign.kernel)
         within = foreign.kernel or (foreign.takes_part and not foreign.between)
         return replace(call, together=foreign.takes_part and not foreign.is_pure, eager=within), foreign
 
