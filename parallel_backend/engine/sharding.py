@@ -2,13 +2,14 @@
 
 Each block, and everything around the blocks as one more part, is one run of bytes of which each rank keeps an equal
 share. A part is whole while it computes, and the next one travels meanwhile: the order of the call before tells which.
-Ranks that share weights must make the same calls together, also those without rows of their own.
+Ranks that share weights must make the same calls together, also those without rows of their own. What reads a weight
+while its part is not there is refused: it would compute on nothing, and nobody would see that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import RequestError
 from ..models.tensor_pieces import as_built, take_apart
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import all_gather_single
@@ -29,8 +31,51 @@ _BYTES = torch.uint8
 # Bytes; where tensors begin in what is gathered. Kernels want 16; a device's allocator gives 512, torch's on a host 64.
 _ALIGNMENT = 512
 _LAYERS = ("torch.", "comfy.ops", "builtins")  # where layers are defined that blocks are made of
+# What code may ask of a weight that is not there, beside its attributes.
+_KNOWN_OF_ABSENT = {
+    "__get__",
+    "__len__",
+    "__hash__",
+    "__repr__",
+    "__set__",
+    "data_ptr",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_pinned",
+    "ndimension",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+}
 
 Owners = list[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
+
+
+class AbsentWeight(nn.Parameter):
+    """Stands for a weight between its block's turns: it has shape, dtype and device, and one number in memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answers what is known without the numbers. Raises RequestError for all that would read them."""
+        name = getattr(func, "__name__", "")
+        if name in _KNOWN_OF_ABSENT or name == "to":
+            with torch._C.DisableTorchFunctionSubclass():
+                answer = func(*args, **(kwargs or {}))
+            if name != "to" or answer is args[0]:  # it is there in this dtype already
+                return answer
+        raise RequestError(
+            "A weight is read outside of its block's turn, and weights are shared out block by block. Set "
+            "shard_weights off, or leave out the node that reads it."
+        )
 
 
 class ByteSharding:
@@ -55,11 +100,11 @@ class ByteSharding:
     ) -> None:
         """Leaves this rank its share of the parameters of a module in host memory. Buffers stay what they are.
 
-        A block is a module that is called as one, by its `forward` or another method. What several of them hold stays
-        with what is around.
+        A block is a module that is called as one, by its `forward` or another method; of one that is never called, as
+        it has neither, its parts are. What several of them hold stays with what is around.
         """
         owner_of: dict[int, nn.Module] = {}
-        for block in blocks:
+        for block in _called(blocks):
             for parameter in block.parameters():
                 several = owner_of.get(id(parameter), block) is not block
                 owner_of[id(parameter)] = module if several else block
@@ -217,10 +262,8 @@ class _Part:
                 pieces.append((tensor.dtype, tensor.shape, end))
                 found.append((tensor, end))
                 end += _aligned(tensor.nbytes)
-            absent = nn.Parameter(
-                torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape),
-                requires_grad=False,
-            )
+            number = torch.empty((), dtype=parameter.dtype, device=device)
+            absent = number.expand(parameter.shape).as_subclass(AbsentWeight)
             self._shared[name] = _Shared(owners, pieces, put_together, absent)
         size = _aligned(-(-end // axis.size))
         memory = torch.empty(size, dtype=_BYTES, device="cpu" if pinned else device, pin_memory=pinned)
@@ -249,6 +292,14 @@ class _Part:
         if low < high:
             data = tensor.contiguous().reshape(-1).view(_BYTES)
             self.share.data[low - self._first : high - self._first].copy_(data[low - begin : high - begin])
+
+
+def _called(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for block in blocks:
+        if type(block).forward is nn.Module.forward and not _other_methods(block):
+            yield from _called(block.children())
+        else:
+            yield block
 
 
 def _other_methods(block: nn.Module) -> set[str]:

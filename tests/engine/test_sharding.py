@@ -20,6 +20,7 @@ from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
+from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.placing import blocks_of
@@ -274,6 +275,57 @@ def run_into_an_error(world):
     left = list(map(numbers_held, module.parameters()))
     with sharding.call():
         return left, module(torch.eye(3), (0, 1))
+
+
+class Halves(nn.Module):
+    """Two layers that nobody calls as one (as Prism has its blocks)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Reading(nn.Module):
+    """Calls the halves of its blocks; `reads`: takes a weight of the first without calling it, as Kandinsky 6 does."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.blocks = nn.ModuleList(Halves() for _ in range(3))
+        self._reads = reads
+
+    def forward(self, x):
+        for block in self.blocks:
+            first = block.first
+            x = nn.functional.linear(x, first.weight, first.bias) if self._reads else first(x)
+            x = x + block.second(x)
+        return x
+
+
+def answers_of_halves(world):
+    """Of the whole module and of the shared-out one; what is said where a weight is read."""
+    found = []
+    for reads in (False, True):
+        torch.manual_seed(5)
+        module, x = Reading(reads), torch.randn(2, 8)
+        with torch.inference_mode():
+            found.append(module(x))
+            sharding, _ = sharding_over(world)
+            sharding.shard(module, list(module.blocks), {})
+            try:
+                with sharding.call():
+                    found.append(module(x))
+            except RequestError as error:
+                found.append(str(error))
+    weight = module.blocks[0].first.weight
+    found.append([tuple(weight.shape), str(weight.dtype), str(weight.device), weight.numel(), weight.dim()])
+    return found
+
+
+def test_blocks_that_are_never_called_gather_by_their_parts_and_a_weight_that_is_only_read_is_refused():
+    for whole, shared, _, refused, known in run_ranks(answers_of_halves, 2):
+        assert torch.equal(shared, whole)
+        assert "read outside of its block's turn" in refused and "shard_weights off" in refused
+        assert known == [(8, 8), "torch.float32", "cpu", 64, 2]
 
 
 def test_a_call_that_fails_leaves_nothing_whole_and_the_next_one_runs():
