@@ -7,6 +7,9 @@ which must be the same on all ranks.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,11 +36,15 @@ def attend(
     enable_gqa: bool = False,
     low_precision_attention: bool = True,
     transformer_options: object = None,
+    preferred_attention: Any = None,
     _inside_attn_wrapper: bool = False,
 ) -> Tensor:
     """What ComfyUI's function `name` of its attention module gives for these arguments, which are those that its models
     hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention here: blocks
-    run as they are where it has an override (ModuleCall.eager), and within one ComfyUI's own function is meant."""
+    run as they are where it has an override (ModuleCall.eager), and within one ComfyUI's own function is meant.
+    `preferred_attention`: since ComfyUI 0.38 a module with the function that its file wants and its name."""
+    wants_own = preferred_attention is not None and preferred_attention.function is not None
+    preferred = preferred_attention.config["attention"] if wants_own else ""
     return _attend(
         q,
         k,
@@ -51,6 +58,7 @@ def attend(
         enable_gqa,
         low_precision_attention,
         name,
+        preferred,
         _orders[q.device.type],
     )
 
@@ -59,8 +67,8 @@ def attend(
     "parallel_backend::comfyui_attention",
     mutates_args=("order",),
     schema="(Tensor q, Tensor k, Tensor v, SymInt heads, Tensor? mask, ScalarType? attn_precision, bool skip_reshape, "
-    "bool skip_output_reshape, float? scale, bool enable_gqa, bool low_precision_attention, str name, Tensor(a!) order)"
-    " -> Tensor",
+    "bool skip_output_reshape, float? scale, bool enable_gqa, bool low_precision_attention, str name, str preferred, "
+    "Tensor(a!) order) -> Tensor",
 )
 def _attend(
     q: Tensor,
@@ -75,6 +83,7 @@ def _attend(
     enable_gqa: bool,
     low_precision_attention: bool,
     name: str,
+    preferred: str,
     order: Tensor,
 ) -> Tensor:
     from comfy.ldm.modules import attention
@@ -86,6 +95,9 @@ def _attend(
         others["enable_gqa"] = True
     if not low_precision_attention:
         others["low_precision_attention"] = False
+    if preferred:
+        function = attention.get_attention_function(preferred)
+        others["preferred_attention"] = SimpleNamespace(function=function)
     out = getattr(attention, name)(
         q,
         k,
@@ -116,6 +128,7 @@ def _(
     enable_gqa: bool,
     low_precision_attention: bool,
     name: str,
+    preferred: str,
     order: Tensor,
 ) -> Tensor:
     batch, tokens = q.shape[0], q.shape[2] if skip_reshape else q.shape[1]

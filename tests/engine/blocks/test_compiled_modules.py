@@ -12,6 +12,7 @@ from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui import attention_router as router
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill
@@ -175,3 +176,30 @@ def test_a_call_leaves_blocks_as_they_were():
         return sum("forward" in part.__dict__ for part in model.module.modules())
 
     assert run_ranks(left, 1) == [0]
+
+
+@pytest.mark.parametrize("wants_own", [True, False])
+def test_a_compiled_block_hands_on_the_attention_that_its_file_wants(monkeypatch, wants_own):
+    """As ComfyUI 0.38 has it: a module beside the layers, whose function is None where the device cannot run it."""
+    from comfy.ldm.modules import attention
+
+    class Wanted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.function = {"attention": "test_int8"}, (other if wants_own else None)
+
+    def other(q, k, v, heads, **kwargs):
+        return 2 * v
+
+    def stock(q, k, v, heads, preferred_attention=None, **kwargs):
+        return v + 0 if preferred_attention is None else preferred_attention.function(q, k, v, heads)
+
+    monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "test_int8", other)
+    routed = router._routed("optimized_attention", stock, ())
+    monkeypatch.setattr(attention, "optimized_attention", routed)
+    wanted, x = Wanted(), torch.randn(1, 6, 8)
+    compiled = torch.compile(
+        lambda x: routed(x, x, x, 2, preferred_attention=wanted) + 1, backend="eager", fullgraph=True
+    )
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), (2 * x if wants_own else x) + 1)
