@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...job.changes import HOOKS
 from ...job.purity import is_pure
@@ -29,6 +31,7 @@ _BETWEEN_BLOCKS = {
     "forward_timestep_embed_patch",
 }
 _METHODS = ("forward", "_forward")
+_PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, UUID)
 # ComfyUI's modules that networks are made of.
 _NETWORK_CODE = ("comfy.ldm", "comfy.ops", "comfy.rmsnorm", "comfy.quant_ops", "comfy.text_encoders")
 SHARE = "_parallel_share"  # the attribute by which a network's calls lead to the ranks' meeting
@@ -107,6 +110,11 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     others = [
         value for name, value in options.items() if name not in ("wrappers", "callbacks") and callable(value)
     ]
+    keeps_state = any(
+        not _is_plain(value)
+        for name, value in options.items()
+        if name not in HOST_ONLY and not name.startswith(OWN_OPTIONS) and not callable(value)
+    )
     around = (options.get("wrappers") or {}).get("diffusion_model", {})
     functions: list[Callable[..., Any]] = [
         *(one for value in patches.values() for one in value),
@@ -117,11 +125,21 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     changed, in_blocks = state.find_changes()
     between = set(patches) <= _BETWEEN_BLOCKS and set(replacing) <= {"dit"} and not others and not in_blocks
     return Foreign(
-        takes_part=bool(functions) or changed or code.takes_part,
+        takes_part=bool(functions) or changed or keeps_state or code.takes_part,
         between=between and code.between,
-        is_pure=not changed and code.is_pure and all(map(is_pure, functions)),
+        is_pure=not changed and not keeps_state and code.is_pure and all(map(is_pure, functions)),
         kernel=code.kernel,
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """False for what holds an object of some class, in which a network may keep what it has seen (Kandinsky 6 has its
+    step cache there)."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or callable(value) or isinstance(value, _PLAIN)
 
 
 def mode_of(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import uuid
 
-from parallel_backend.rank.work.call_mode import Foreign, mode_of
+import pytest
+import torch
+from torch import nn
+
+from parallel_backend.rank.work.call_mode import Foreign, NetworkState, foreign_in, mode_of
 from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
 
 CALL = {"context": object(), "y": object(), "guidance": object()}
@@ -32,3 +36,30 @@ def test_tokens_stay_apart_where_nothing_foreign_takes_part():
 )
 def test_functions_of_nodes_get_whole_tokens(foreign, has_blocks, expected):
     assert mode(foreign, has_blocks=has_blocks) == expected
+
+
+class Cache:
+    """As Kandinsky 6 has one in its options."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Cache(), {"cache": Cache()}, [1.0, (Cache(),)], torch.Generator()],
+    ids=["bare", "dict", "list", "generator"],
+)
+def test_an_object_in_the_options_may_keep_what_it_sees_so_rows_stay_together(value):
+    found = foreign_in({"somebodys": value}, NetworkState(nn.Linear(2, 2), ()), Foreign())
+    assert (found.takes_part, found.between, found.is_pure) == (True, True, False)
+
+
+def test_numbers_words_and_tensors_in_the_options_are_data():
+    options = {
+        "sigmas": torch.ones(2),
+        "cond_or_uncond": [0, 1],
+        "dtype": torch.float16,
+        "nested": {"word": "dense", "layers": {1, 2}, "none": None, "size": torch.Size((1, 2))},
+        "uuids": [uuid.uuid4()],
+        "parallel_strategy": Cache(),  # the pack's own
+        "context_window": Cache(),  # read by ComfyUI's sampling alone
+    }
+    assert foreign_in(options, NetworkState(nn.Linear(2, 2), ()), Foreign()) == Foreign()
