@@ -19,7 +19,7 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import RequestError, StrategyError
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.models.proof.states import Verdict
+from ...parallel_backend.models.proof.states import ClassVerdict
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.requests import ModelSpec
@@ -43,7 +43,9 @@ class ShippedModel:
     were sent that have compared their weights with its prints; `patches_here`: False while ComfyUI loads it for a job,
     whose patches are put in their place in the ranks alone."""
 
-    def __init__(self, spec: ModelSpec, verdict: Verdict, file: ComfyUIModelFile, outline: Outline) -> None:
+    def __init__(
+        self, spec: ModelSpec, verdict: ClassVerdict, file: ComfyUIModelFile, outline: Outline
+    ) -> None:
         self.spec, self.verdict, self.file, self.outline = spec, verdict, file, outline
         self.plan: Plan | None = None
         self.known_by: object = None
@@ -223,7 +225,7 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         )
 
 
-def check_by_hand(settings: StrategySettings, file: ModelFile, verdict: Verdict) -> None:
+def check_by_hand(settings: StrategySettings, file: ModelFile, verdict: ClassVerdict) -> None:
     """Raises StrategyError for degrees that a person set and this model cannot be split by."""
     if settings.mode != "manual":
         return

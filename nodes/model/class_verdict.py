@@ -11,7 +11,7 @@ from ...parallel_backend.machine.self_tests import SelfTestStore
 from ...parallel_backend.models.proof.states import (
     PROVEN_HERE,
     UNKNOWN,
-    Verdict,
+    ClassVerdict,
     entry_digest,
     is_proven,
     untested,
@@ -29,7 +29,7 @@ RunTests = Callable[..., Sequence[SelfTest]]
 log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 # Of this process, by class and digest: what no disk keeps, and what a test did not find out.
-_session: dict[tuple[str, str], Verdict] = {}
+_session: dict[tuple[str, str], ClassVerdict] = {}
 
 
 def ensure_verdict(
@@ -39,7 +39,7 @@ def ensure_verdict(
     should_cancel: ShouldCancel | None = None,
     *,
     run: RunTests = run_self_tests,
-) -> Verdict:
+) -> ClassVerdict:
     """How far tokens of this class of the ComfyUI in folder `root` may be shared out. Tests it where nobody knows yet.
 
     Raises Cancelled, after which it is tested the next time.
@@ -60,7 +60,7 @@ def ensure_verdict(
         return _session[key]
 
 
-def known_verdict(root: str, class_name: str) -> Verdict:
+def known_verdict(root: str, class_name: str) -> ClassVerdict:
     """The same without a test: where only one could tell, as far as the table goes, so that nothing is ruled out that
     may run."""
     if class_name not in TABLE:
@@ -81,7 +81,7 @@ def _find(
     on_phase: OnPhase | None,
     should_cancel: ShouldCancel | None,
     run: RunTests,
-) -> Verdict:
+) -> ClassVerdict:
     class_name, digest = key
     store = SelfTestStore()
     kept = store.find(class_name, digest)

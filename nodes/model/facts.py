@@ -12,7 +12,7 @@ from torch import nn
 
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, by_stages, inspect
 from ...parallel_backend.models.dtypes import ITEMSIZE
-from ...parallel_backend.models.proof.states import Verdict, trusted_mode
+from ...parallel_backend.models.proof.states import ClassVerdict, trusted_mode
 from ...parallel_backend.models.tokens.table import stage_lists
 from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
 
@@ -54,7 +54,7 @@ _PATCHED_BEFORE = {"LensTransformer2DModel", "Ideogram4Transformer2DModel"}
 _UNET_READS_PROMPT = ".attn2.to_k"
 
 
-def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: Verdict) -> ComfyUIModelFile:
+def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerdict) -> ComfyUIModelFile:
     """Of the file behind `model`. `verdict`: on the class of its module. Raises CheckpointError for a file that is
     refused."""
     header = inspect(path)

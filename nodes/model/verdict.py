@@ -6,20 +6,20 @@ from torch import nn
 
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
-from ...parallel_backend.models.proof.states import UNKNOWN, Verdict
+from ...parallel_backend.models.proof.states import UNKNOWN, ClassVerdict
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ModelSpec
 from ..host.calls import errors_as_comfyuis, interrupted, report_progress
 from .class_verdict import ensure_verdict
 
 
-def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> Verdict:
+def verdict_on(module: nn.Module, spec: ModelSpec, settings: StrategySettings) -> ClassVerdict:
     """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all, or
     its blocks laid out: by hand with any degree, since one that a request gives nothing to do becomes Ulysses."""
     return tested_verdict(type(module).__name__, spec) if _may_split_inside(settings) else UNKNOWN
 
 
-def tested_verdict(class_name: str, spec: ModelSpec) -> Verdict:
+def tested_verdict(class_name: str, spec: ModelSpec) -> ClassVerdict:
     """Of a class, however its tokens are shared out."""
     if spec.comfyui is None:
         return UNKNOWN

@@ -24,7 +24,7 @@ _MOST_BYTES = 256
 
 
 @dataclass(frozen=True)
-class Wish:
+class DrainRequest:
     """Whether to take no more prompts from a front door."""
 
     draining: bool
@@ -32,7 +32,7 @@ class Wish:
 
 def add_routes(server: PromptServer) -> None:
     """Adds the routes. `?for=` one of FOR to AGENT gets one line and no HTTP around it, as HAProxy reads it; HEALTH the
-    load as JSON; a Wish to DRAIN the same afterwards. A restart ends a drain."""
+    load as JSON; a DrainRequest to DRAIN the same afterwards. A restart ends a drain."""
     draining = False
     gauges = DeviceGauges()
 
@@ -65,7 +65,7 @@ def add_routes(server: PromptServer) -> None:
         if not is_same_origin(request):
             return refuse(NOT_YOURS, 403)
         try:
-            draining = (await read_as(Wish, request, _MOST_BYTES)).draining
+            draining = (await read_as(DrainRequest, request, _MOST_BYTES)).draining
         except RequestError as error:
             return refuse(error, 400)
         return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())

@@ -20,15 +20,15 @@ MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Wish:
+class GroupRequest:
     """For which ranks: those of a group, by its devices; none for devices that were left out."""
 
     devices: tuple[str, ...]
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
-    """GET answers {"groups": [...]} without gauges; POST of a Wish to an action the same afterwards, or {"error"} with
-    400, 403, 404, or 409 where it makes no sense now."""
+    """GET answers {"groups": [...]} without gauges; POST of a GroupRequest to an action the same afterwards, or
+    {"error"} with 400, 403, 404, or 409 where it makes no sense now."""
     served: set[tuple[str, ...]] = set()  # groups that an action is under way for
 
     @routes.get(ROUTE)
@@ -40,7 +40,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
             if not is_same_origin(request):
                 return refuse(NOT_YOURS, 403)
             try:
-                devices = (await read_as(Wish, request, MOST_BYTES)).devices
+                devices = (await read_as(GroupRequest, request, MOST_BYTES)).devices
             except RequestError as error:
                 return refuse(error, 400)
             if devices in served:

@@ -27,7 +27,7 @@ _HEADS = {"model": ("model", "strategy"), "prompt": ("prompt", "model", "strateg
 
 
 @dataclass
-class Row:
+class CostRow:
     """What one group of requests took. Device-seconds; `failed`: of those that gave nothing; `images`: of those that
     were done, 0 where only single model calls were made, which know of none; `cost`: None without a price."""
 
@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 def add_up(
     lines: Iterable[dict[str, Any]], *, by: str = "model", day: str | None = None, price: float | None = None
-) -> list[Row]:
+) -> list[CostRow]:
     """A row per `by`, the dearest first, and last the time for which ranks waited, which belongs to nobody."""
-    rows: dict[tuple[str, ...], Row] = {}
-    idle = Row(("idle", *("" for _ in _HEADS[by][1:])))
+    rows: dict[tuple[str, ...], CostRow] = {}
+    idle = CostRow(("idle", *("" for _ in _HEADS[by][1:])))
     for line in lines:
         event = line.get("event")
         if event not in ("ended", "released") or (day is not None and _text(line, "time")[:10] != day):
@@ -95,7 +95,7 @@ def add_up(
         if event == "released":
             continue
         key = _BY[by](line)
-        row = rows.setdefault(key, Row(key))
+        row = rows.setdefault(key, CostRow(key))
         seconds = _number(line, "device_seconds")
         if line.get("result") == "done":
             row.done += seconds
@@ -109,8 +109,8 @@ def add_up(
     return [*found, idle] if idle.idle else found
 
 
-def _total(rows: list[Row]) -> Row:
-    total = Row(("total",))
+def _total(rows: list[CostRow]) -> CostRow:
+    total = CostRow(("total",))
     for row in rows:
         total.images += row.images
         total.done += row.done
@@ -156,7 +156,7 @@ def _number(line: dict[str, Any], name: str) -> float:
 COLUMNS = ("images", "done s", "failed s", "idle s", "s/image", "cost", "cost/image")
 
 
-def _cells(row: Row, keys: int = 0) -> tuple[str, ...]:
+def _cells(row: CostRow, keys: int = 0) -> tuple[str, ...]:
     """`keys`: columns before the numbers, where the row's key has fewer."""
     padding = ("",) * max(0, keys - len(row.key))
     each = row.each

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import RequestError
 from ..machine.self_tests import SelfTestStore
-from ..models.proof.states import PROVEN_HERE, Verdict, entry_digest, is_proven, verdict_of
+from ..models.proof.states import PROVEN_HERE, ClassVerdict, entry_digest, is_proven, verdict_of
 from ..models.tokens.table import TABLE, state_of
 from ..requests import ATTENTION, ROWS, TOKEN_MODES
 
@@ -32,7 +32,7 @@ _UNTESTED_WORDS = "is tested on the CPU before it first runs, in 10 to 20 second
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """`state`: one of requests.TOKEN_MODES, empty where it is not known yet; `proof`: whence; `words`: for people."""
 
     module: str
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def rows(root: Path, *, test: bool) -> list[Row]:
+def rows(root: Path, *, test: bool) -> list[ModelRow]:
     """Lists each class whose tokens the pack can share out, and then each other class that the ComfyUI in `root` has a
     model of. `test`: those that nobody knows."""
     digests: dict[str, str] = {}
@@ -85,16 +85,16 @@ def rows(root: Path, *, test: bool) -> list[Row]:
             store.keep(digests[outcome.class_name], outcome)
             kept[outcome.class_name] = outcome
 
-    def row(name: str) -> Row:
+    def row(name: str) -> ModelRow:
         if name not in digests:
-            return Row(name, ROWS, _MISSING, "its sources are not where the pack knows them")
+            return ModelRow(name, ROWS, _MISSING, "its sources are not where the pack knows them")
         if name not in kept:
             return _row(name, PROVEN_HERE, _WITH_PACK)
         outcome = kept[name]
-        return Row(name, "", _UNTESTED) if outcome is None else _row(name, verdict_of(outcome), _TESTED)
+        return ModelRow(name, "", _UNTESTED) if outcome is None else _row(name, verdict_of(outcome), _TESTED)
 
     others = [
-        Row(name, state, _UNDESCRIBED, _BY_ATTENTION if state == ATTENTION else _BY_ROWS)
+        ModelRow(name, state, _UNDESCRIBED, _BY_ATTENTION if state == ATTENTION else _BY_ROWS)
         for name in _classes(root) - set(TABLE)
         for state in [state_of(name)]
     ]
@@ -109,11 +109,11 @@ def _classes(root: Path) -> set[str]:
         return set()
 
 
-def _row(name: str, verdict: Verdict, proof: str) -> Row:
-    return Row(name, max(state_of(name), verdict.mode, key=TOKEN_MODES.index), proof, verdict.words)
+def _row(name: str, verdict: ClassVerdict, proof: str) -> ModelRow:
+    return ModelRow(name, max(state_of(name), verdict.mode, key=TOKEN_MODES.index), proof, verdict.words)
 
 
-def _table(version: str, found: Sequence[Row]) -> str:
+def _table(version: str, found: Sequence[ModelRow]) -> str:
     widths = [
         max(len(text) for text in column)
         for column in zip(*((r.module, r.state) for r in found), strict=True)

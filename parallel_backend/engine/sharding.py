@@ -82,7 +82,7 @@ class AbsentWeight(nn.Parameter):
 
 
 class ByteSharding:
-    """Shares out a module over `axis` (base.ByteSharding). `offload`: a device's shares lie in pinned host memory."""
+    """Shares out a module over `axis` (base.WeightSharding). `offload`: a device's shares lie in pinned host memory."""
 
     def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, *, offload: bool) -> None:
         self._axis = axis

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StoredSelfTest:
     """`digest`: of the class's sources (models/comfyui/proof.entry_digest)."""
 
     digest: str
@@ -61,7 +61,7 @@ class SelfTestStore:
                 others = [
                     o for o in self._read() if (o.test.class_name, o.digest) != (test.class_name, digest)
                 ]
-                kept = [*others, Outcome(digest, test)][-KEPT:]
+                kept = [*others, StoredSelfTest(digest, test)][-KEPT:]
                 frame = {"format": FORMAT, "outcomes": to_json(tuple(kept))}
                 replace_whole(self.path, json.dumps(frame, allow_nan=False, indent=1).encode())
         except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
@@ -69,7 +69,7 @@ class SelfTestStore:
             return False
         return True
 
-    def _read(self) -> list[Outcome]:
+    def _read(self) -> list[StoredSelfTest]:
         if self.path is None:
             return []
         try:
@@ -83,10 +83,10 @@ class SelfTestStore:
         return list(_outcomes(frame.get("outcomes")))
 
 
-def _outcomes(entries: object) -> Iterator[Outcome]:
+def _outcomes(entries: object) -> Iterator[StoredSelfTest]:
     """Entry by entry, so that one which this version does not know costs only itself."""
     for entry in entries if isinstance(entries, list) else []:
         try:
-            yield from_json(entry, Outcome, "a self-test")
+            yield from_json(entry, StoredSelfTest, "a self-test")
         except TransportError as error:
             log.debug("a self-test's outcome is left out: %s", error)

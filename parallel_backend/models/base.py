@@ -36,7 +36,7 @@ class Slices:
     join: Callable[[Tensor], Tensor]
 
 
-class ByteSharding(Protocol):
+class WeightSharding(Protocol):
     """Shares out weights over ranks as bytes, in any format; ranks that share them make the same calls together."""
 
     @property
@@ -70,7 +70,7 @@ class ModelPart:
     stage: int = 0
     stage_shares: tuple[float, ...] = (1.0,)
     slices: Slices | None = None
-    byte_sharding: ByteSharding | None = None
+    byte_sharding: WeightSharding | None = None
 
 
 class ModuleModel(Protocol):
@@ -118,7 +118,7 @@ class ModuleModel(Protocol):
         """True if its provider can load a slice of each layer (ModelPart.slices)."""
 
     @property
-    def byte_sharding(self) -> ByteSharding | None:
+    def byte_sharding(self) -> WeightSharding | None:
         """The way to gather weights where each rank has a share of them; None where it has them all."""
 
     @property

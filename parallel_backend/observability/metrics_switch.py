@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetricsAnswer:
     """To one scrape. `status`: of HTTP."""
 
     status: int
@@ -80,17 +80,17 @@ class MetricsSwitch:
         except PlatformError as error:
             log.warning("parallel sampling: %s", error)
 
-    def scrape(self) -> Answer:
+    def scrape(self) -> MetricsAnswer:
         """The answer to Prometheus: the metrics; 404 when they are off, 503 without the library, with what to do."""
         try:
             metrics = self.follow()
         except PlatformError as error:
-            return Answer(503, f"{error}\n".encode())
+            return MetricsAnswer(503, f"{error}\n".encode())
         if metrics is None:
-            return Answer(404, f"{self._how_to_turn_on()}\n".encode())
+            return MetricsAnswer(404, f"{self._how_to_turn_on()}\n".encode())
         from .metrics import CONTENT_TYPE
 
-        return Answer(200, metrics.text(), CONTENT_TYPE)
+        return MetricsAnswer(200, metrics.text(), CONTENT_TYPE)
 
     def _wanted(self) -> bool:
         word = self._environ.get(VARIABLE, "").strip().lower()

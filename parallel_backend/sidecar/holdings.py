@@ -22,7 +22,7 @@ from .group.lease import Lease
 from .group.phases import Phase, PhaseKind
 from .model_room import (
     LACK_OF_MEMORY,
-    HeldModel,
+    CountedModel,
     ModelKey,
     Room,
     choose_to_drop,
@@ -39,7 +39,7 @@ class RankHoldings:
 
     asleep: int
     start: object
-    _held: list[HeldModel]  # the least recently used first
+    _held: list[CountedModel]  # the least recently used first
     _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
     _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
 
@@ -58,7 +58,7 @@ class RankHoldings:
         return () if self.asleep else tuple(held.key.spec for held in reversed(self._held))
 
     @property
-    def current(self) -> HeldModel:
+    def current(self) -> CountedModel:
         """The one that was made ready last."""
         return self._held[-1]
 
@@ -140,12 +140,12 @@ class RankHoldings:
     def _load(self, key: ModelKey, lease: Lease) -> LoadInfo:
         """Loads one more model. Others give way where there is no room for all."""
         check_same(key.spec.path, key.identity)
-        dropped: list[tuple[HeldModel, str]] = []
+        dropped: list[tuple[CountedModel, str]] = []
         if self._held:
             dropped = self._in_the_way(key, free_room(self._keep(self._held, lease)))
         return self._load_beside(key, dropped, lease)
 
-    def _in_the_way(self, key: ModelKey, free: Room) -> list[tuple[HeldModel, str]]:
+    def _in_the_way(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
         """The held models that give way to `key`, and why. `free`: at this moment."""
         if self._one_by_one:
             return [(model, "models are held one at a time now") for model in self._held]
@@ -158,7 +158,7 @@ class RankHoldings:
     def _load_beside(
         self,
         key: ModelKey,
-        dropped: list[tuple[HeldModel, str]],
+        dropped: list[tuple[CountedModel, str]],
         lease: Lease,
         *,
         yields: bool = False,
@@ -193,14 +193,14 @@ class RankHoldings:
         self._certain = False
         check_same(key.spec.path, key.identity)  # else each rank may have read another file
         self._certain = True
-        self._held.append(HeldModel(number, key, info, takes))
+        self._held.append(CountedModel(number, key, info, takes))
         for note in info.notes:
             lease.on_phase(Phase(PhaseKind.DROPPED, note))
         lease.on_phase(Phase(PhaseKind.LOADED, f"{info.seconds:.1f}"))
         emit(Loaded(self._ranks.devices, key.spec, info))
         return info
 
-    def _keep(self, models: list[HeldModel], lease: Lease) -> list[RankModels]:
+    def _keep(self, models: list[CountedModel], lease: Lease) -> list[RankModels]:
         """Has the ranks hold these models at most; what each of them holds then."""
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
@@ -239,7 +239,7 @@ class RankHoldings:
             self._move(Sleep(1, RankAndModel(rank, model.number)), lease)
             model.given_back |= {rank}
 
-    def _take_back(self, key: ModelKey, lease: Lease) -> HeldModel | None:
+    def _take_back(self, key: ModelKey, lease: Lease) -> CountedModel | None:
         """Has ranks move to their devices again what they gave back; None where that cost the model `key`."""
         lease.on_phase(Phase(PhaseKind.WAKING))
         self._wake_all(lease)

@@ -32,7 +32,7 @@ from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
 from .group.phases import Phase, PhaseKind
 from .holdings import RankHoldings
-from .resume import SamplingJob, ShippedRequest
+from .resume import ResumableJob, ShippedRequest
 
 _STEPS_SHOWN = 60  # whose times a status has
 
@@ -61,7 +61,7 @@ class ModelRequests:
     def sample(
         self,
         spec: ModelSpec,
-        job: SamplingJob,
+        job: ResumableJob,
         message: Sample | RunJob,
         lease: Lease,
     ) -> SampleResult:

@@ -63,7 +63,7 @@ class Room:
 
 
 @dataclass(eq=False)
-class HeldModel:
+class CountedModel:
     """A model under the `number` that the ranks know it by. `takes`: of their memory; `given_back`: the ranks whose
     part lies in host memory for now."""
 
@@ -111,11 +111,11 @@ def free_room(ranks: Sequence[RankModels]) -> Room:
 
 
 def choose_to_drop(
-    held: Sequence[HeldModel], key: ModelKey, needed: Room, free: Room
-) -> list[tuple[HeldModel, str]]:
+    held: Sequence[CountedModel], key: ModelKey, needed: Room, free: Room
+) -> list[tuple[CountedModel, str]]:
     """Those of `held`, least recently used first, that give way to `key`, and why."""
-    found: list[tuple[HeldModel, str]] = []
-    staying: list[HeldModel] = []
+    found: list[tuple[CountedModel, str]] = []
+    staying: list[CountedModel] = []
     for model in held:
         if model.key.spec == key.spec and model.key.identity != key.identity:
             found.append((model, "its file has changed"))

@@ -52,7 +52,7 @@ class ShippedRequest:
     imports: Callable[[], str] = str
 
 
-class SamplingJob:
+class ResumableJob:
     """One request, and the last state that its sampler sent.
 
     The state lives no longer than its request, whose weights' file stays the same (Lease.file). `trials`: those that it

@@ -31,7 +31,7 @@ from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
 from .model_requests import ModelRequests, sample_message
 from .process.exit_status import BUS_ERROR
-from .resume import OnStep, SamplingJob, ShippedRequest
+from .resume import OnStep, ResumableJob, ShippedRequest
 from .status import GroupStatus, read_ranks
 from .vae_requests import VaeRequests
 
@@ -162,7 +162,7 @@ class Sidecar(VaeRequests):
         self._check_placement(placement)
         check_step_cache(request.cache_threshold, placement.strategy)
         self._check_trials(trials, request, placement)
-        job = SamplingJob(request, on_step, trials)
+        job = ResumableJob(request, on_step, trials)
         message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec

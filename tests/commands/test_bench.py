@@ -17,7 +17,7 @@ from parallel_backend.commands.bench import chart, measure
 from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
 from parallel_backend.commands.bench.fitting import split_by_memory
 from parallel_backend.commands.bench.outcome import Outcome, Row
-from parallel_backend.commands.bench.rounds import Comparison, fits_side_by_side, random_request
+from parallel_backend.commands.bench.rounds import BenchComparison, fits_side_by_side, random_request
 from parallel_backend.commands.bench.table import as_text
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine.cache_files import VARIABLE
@@ -223,7 +223,7 @@ def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them
 def _comparison(model, device_bytes, devices=("a", "b")):
     file = inspect_flux(model)
     request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
-    return Comparison(
+    return BenchComparison(
         ModelSpec(str(model)),
         job_from_request(CheckpointModel(file), request),
         request,

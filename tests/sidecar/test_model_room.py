@@ -10,7 +10,7 @@ from parallel_backend.sidecar.model_room import (
     FREE_FOR_CALLS,
     LACK_OF_MEMORY,
     MOST_MAPPED,
-    HeldModel,
+    CountedModel,
     ModelKey,
     Room,
     choose_to_drop,
@@ -34,7 +34,7 @@ def key(name, weights=None, inode=1):
 
 def model(name, *device_gib, host=0, **more):
     devices = tuple(gib * GIB for gib in device_gib) or (0, 0)
-    return HeldModel(ord(name), key(name, **more), INFO, Room(devices, host * GIB))
+    return CountedModel(ord(name), key(name, **more), INFO, Room(devices, host * GIB))
 
 
 def dropped(held, wanted, needed, free):

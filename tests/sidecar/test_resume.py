@@ -12,7 +12,7 @@ from parallel_backend.engine.load import load_under
 from parallel_backend.errors import RankFailed, RequestError, TransportError
 from parallel_backend.requests import LoopState, ModelSpec, Placement, RunInfo, SamplerState
 from parallel_backend.sampling.denoise import denoise
-from parallel_backend.sidecar.resume import SamplingJob, ShippedRequest
+from parallel_backend.sidecar.resume import ResumableJob, ShippedRequest
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.payloads import state_tensors, take_loop_state, take_state
 from parallel_backend.wire.protocol import Progress
@@ -162,7 +162,7 @@ def info(**changes):
 
 
 def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps():
-    job, told = SamplingJob(scripted_request(), lambda *step: told.append(step)), []
+    job, told = ResumableJob(scripted_request(), lambda *step: told.append(step)), []
     assert "state.x" not in job.begin()
     state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8))
     job.take(Progress(1, 4, 0.1), {"denoised": torch.zeros(1)})
@@ -191,7 +191,7 @@ def answers(step, first, calls):
 
 
 def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
-    job = SamplingJob(shipped(), None)
+    job = ResumableJob(shipped(), None)
     assert "state.answers" not in job.begin()
     for state in (answers(1, 0, 1), replace(answers(2, 1, 2), calls=3, reused=1)):
         job.take(Progress(state.step, 4, 0.1), state_tensors(state))
@@ -207,7 +207,7 @@ def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
 
 
 def test_a_record_ends_where_a_part_of_it_was_lost():
-    job = SamplingJob(shipped(), None)
+    job = ResumableJob(shipped(), None)
     job.begin()
     for state in (answers(1, 0, 1), answers(3, 2, 1), answers(4, 3, 1)):
         job.take(Progress(state.step, 4, 0.1), state_tensors(state))
@@ -225,13 +225,13 @@ def test_a_record_ends_where_a_part_of_it_was_lost():
     ids=["step", "count", "dtype"],
 )
 def test_answers_that_are_none_are_refused(change):
-    job = SamplingJob(shipped(), None)
+    job = ResumableJob(shipped(), None)
     with pytest.raises(TransportError):
         job.take(Progress(1, 4, 0.1), state_tensors(answers(1, 0, 1)) | change)
 
 
 def test_a_second_approximation_is_said():
-    job = SamplingJob(scripted_request(), None)
+    job = ResumableJob(scripted_request(), None)
     job.begin()
     state = SamplerState(2, torch.ones(1, 4, 6, 6), None, torch.zeros(5, dtype=torch.uint8), exact=False)
     job.take(Progress(2, 4, 0.2), state_tensors(state))

@@ -28,7 +28,7 @@ from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory
 from .outcome import Outcome, Row
-from .rounds import Comparison, random_request, run_rounds
+from .rounds import BenchComparison, random_request, run_rounds
 
 _UNNAMED = ("", "all")
 
@@ -66,7 +66,7 @@ def measure(
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
     wanted = _wanted(strategies, job, names, engine)
-    comparison = Comparison(
+    comparison = BenchComparison(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
         job=job,
         request=request,

@@ -29,7 +29,7 @@ USABLE = 0.92
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchComparison:
     """The job that every strategy runs, and its request. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
 
     spec: ModelSpec
@@ -67,7 +67,7 @@ def random_request(
     )
 
 
-def fits_side_by_side(comparison: Comparison, strategies: Sequence[ParallelStrategy]) -> bool:
+def fits_side_by_side(comparison: BenchComparison, strategies: Sequence[ParallelStrategy]) -> bool:
     """Whether a group for every layout of the weights can stay warm at once on the first device. A machine of a cluster
     serves one group."""
     if machine_of(comparison.devices[0]):
@@ -77,7 +77,7 @@ def fits_side_by_side(comparison: Comparison, strategies: Sequence[ParallelStrat
 
 
 def run_rounds(
-    comparison: Comparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
+    comparison: BenchComparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
 ) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
     together = fits_side_by_side(comparison, strategies)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import AttentionCall, ByteSharding
+from ..base import AttentionCall, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE
 from .attention_router import attention_by, attention_kernel
@@ -29,7 +29,7 @@ class ComfyUIModel:
         bytes: int,
         stored_dtype: str,
         originals: Mapping[str, Tensor],
-        byte_sharding: ByteSharding | None,
+        byte_sharding: WeightSharding | None,
     ) -> None:
         self.patcher = patcher
         self.device = device

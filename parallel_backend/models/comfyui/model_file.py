@@ -74,7 +74,7 @@ class ComfyUIModelFile:
     they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
     of 1024 x 1024 pixels; `image_heads`: so many heads over all cells of the latent have as many pairs of positions as
     the largest attention of a UNet; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute
-    bands; `why_less`: in words, why less of it is shared out than the table has (proof.Verdict), else empty;
+    bands; `why_less`: in words, why less of it is shared out than the table has (proof.ClassVerdict), else empty;
     `has_stages`: its blocks may lie on several devices; `kept`: the dtype of a plain fp8 file's weights on ComfyUI's
     GPU, where that does not multiply fp8 and has room for it, else empty.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..base import ByteSharding
+from ..base import WeightSharding
 from ..staging import StagedReader
 from ..tensor_pieces import as_built, take_apart
 from .key_layouts import Joined
@@ -17,7 +17,7 @@ def place(
     model: nn.Module,
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
-    sharding: ByteSharding | None,
+    sharding: WeightSharding | None,
     absent: Iterable[str] = (),
     staged: StagedReader | None = None,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..base import AttentionCall, ByteSharding
+from ..base import AttentionCall, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
@@ -25,7 +25,7 @@ class DiffusersModel:
     bytes: int
     stored_dtype: str
     compute_dtype: torch.dtype
-    byte_sharding: ByteSharding | None = None
+    byte_sharding: WeightSharding | None = None
 
     attention: ClassVar[str] = "pytorch"
     splits_layers: ClassVar[bool] = True

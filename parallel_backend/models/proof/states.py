@@ -31,7 +31,7 @@ _known: dict[tuple[str, str], tuple[_Stamps, str]] = {}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClassVerdict:
     """`mode`: the most that tokens of a class may stay apart, one of requests.TOKEN_MODES; `words`: for people, why
     that is less than the table has; else empty."""
 
@@ -39,11 +39,11 @@ class Verdict:
     words: str = ""
 
 
-UNKNOWN = Verdict(ATTENTION)  # of a class that the table does not have: exact without knowledge of it
-PROVEN_HERE = Verdict(STAY)
+UNKNOWN = ClassVerdict(ATTENTION)  # of a class that the table does not have: exact without knowledge of it
+PROVEN_HERE = ClassVerdict(STAY)
 
 
-def trusted_mode(class_name: str, kwargs: Mapping[str, Any], verdict: Verdict) -> str:
+def trusted_mode(class_name: str, kwargs: Mapping[str, Any], verdict: ClassVerdict) -> str:
     """token_mode(), as far as the verdict on the class goes."""
     return max(token_mode(class_name, kwargs), verdict.mode, key=TOKEN_MODES.index)
 
@@ -53,33 +53,33 @@ def is_proven(class_name: str, digest: str) -> bool:
     return digest in _proven().get(class_name, ())
 
 
-def verdict_of(found: SelfTest) -> Verdict:
+def verdict_of(found: SelfTest) -> ClassVerdict:
     """What a self-test that ran says."""
     name = found.class_name
     if found.mode in (STAY, BANDS):
         return PROVEN_HERE
     if found.mode == ATTENTION:
-        return Verdict(
+        return ClassVerdict(
             ATTENTION,
             f"this version of ComfyUI computes {name} in another way than the pack knows: in place of bands of rows, "
             f"devices share out the queries of attention",
         )
     if found.mode == BLOCK:
-        return Verdict(
+        return ClassVerdict(
             BLOCK,
             f"between its blocks, this version of ComfyUI computes {name} in another way than the pack knows: each "
             f"block gathers what it gives, which is exact and takes longer",
         )
-    return Verdict(
+    return ClassVerdict(
         ROWS,
         f"this version of ComfyUI computes {name} in another way than the pack knows: only whole images and prompts "
         f"are shared out (CFG, data)",
     )
 
 
-def untested(class_name: str, reason: str) -> Verdict:
+def untested(class_name: str, reason: str) -> ClassVerdict:
     """Where there is no outcome."""
-    return Verdict(
+    return ClassVerdict(
         ROWS,
         f"this version of ComfyUI is new to the pack, and a test of how it computes {class_name} did not end "
         f"({reason}): only whole images and prompts are shared out (CFG, data)",

@@ -15,7 +15,7 @@ from ...job.purity import is_pure
 from ...job.restore import Replaced
 from ...models.comfyui.attention_router import is_attention
 from ...models.comfyui.calls import HOST_ONLY, OPTIONS, OWN_OPTIONS
-from ...models.proof.states import Verdict, trusted_mode
+from ...models.proof.states import ClassVerdict, trusted_mode
 from ...models.tokens.regions import Region
 from ...requests import ATTENTION, BLOCK, TOKEN_MODES
 
@@ -156,4 +156,4 @@ def mode_of(
         for name, value in options.items()
         if name not in HOST_ONLY and not name.startswith(OWN_OPTIONS)
     }
-    return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, Verdict(proven))
+    return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, ClassVerdict(proven))

@@ -16,7 +16,7 @@ from parallel_backend.models.proof.states import (
     PROVEN,
     PROVEN_HERE,
     UNKNOWN,
-    Verdict,
+    ClassVerdict,
     entry_digest,
     is_proven,
     source_digest,
@@ -137,8 +137,8 @@ def test_an_entry_has_one_digest_in_every_process(root):
     ("verdict", "proven_call", "other_call"),
     [
         (PROVEN_HERE, STAY, BLOCK),
-        (Verdict(BLOCK), BLOCK, BLOCK),
-        (Verdict(ROWS), ROWS, ROWS),
+        (ClassVerdict(BLOCK), BLOCK, BLOCK),
+        (ClassVerdict(ROWS), ROWS, ROWS),
     ],
 )
 def test_a_mode_goes_as_far_as_its_proof(verdict, proven_call, other_call):
@@ -158,7 +158,7 @@ def test_what_a_test_found_in_words():
         == verdict_of(SelfTest("UNetModel", BANDS, 1e-7))
     )
     assert not UNKNOWN.words
-    assert verdict_of(SelfTest("HunyuanVideo", ROWS, 0.07)) == Verdict(
+    assert verdict_of(SelfTest("HunyuanVideo", ROWS, 0.07)) == ClassVerdict(
         ROWS,
         "this version of ComfyUI computes HunyuanVideo in another way than the pack knows: only whole images and "
         "prompts are shared out (CFG, data)",

@@ -89,7 +89,7 @@ def key(name):
 
 def known_model(number, gib):
     info = LoadInfo(1.0, 4, False, "bfloat16", "bfloat16")
-    return sidecar_held_models.HeldModel(number, key(str(number)), info, Room((gib * GIB,)))
+    return sidecar_held_models.CountedModel(number, key(str(number)), info, Room((gib * GIB,)))
 
 
 def test_weights_move_out_once_and_those_that_are_elsewhere_stay():

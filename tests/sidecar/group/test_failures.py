@@ -15,7 +15,7 @@ from parallel_backend.errors import (
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.group.supervisor import Supervisor
-from parallel_backend.sidecar.resume import SamplingJob
+from parallel_backend.sidecar.resume import ResumableJob
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.wire import deadlines
 from scripted import (
@@ -198,6 +198,6 @@ def test_errors_that_the_code_raises_count_against_neither_the_group_nor_a_devic
 def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
     sidecar.load(weights)
     with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"rank 0 answered.*6, 6"):
-        patched.setattr(SamplingJob, "shape", (1, 4, 6, 7))
+        patched.setattr(ResumableJob, "shape", (1, 4, 6, 7))
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == ()
