@@ -37,7 +37,7 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.routes import ranks as rank_routes
             from .nodes.routes import runs as runs_route
             from .nodes.routes import strategy as strategy_route
-            from .parallel_backend.observability.event_log import begin_log
+            from .parallel_backend.observability.logs.event_log import begin_log
 
             devices_route.add_route(PromptServer.instance.routes)
             doctor_route.add_route(PromptServer.instance.routes)

@@ -38,6 +38,7 @@ ROOMS = {
 }
 # The folders of a room, lowest first; those of one floor do not import each other, "" is the room's own files.
 FLOORS = {
+    "wire": [{""}, {"checks"}],
     "models": [
         {"tokens"},
         {""},
@@ -48,6 +49,7 @@ FLOORS = {
     "rank": [{"outcome"}, {"checks", "pipefusion"}, {"work"}, {"joined"}, {""}],
     "sidecar": [{"cluster", "process"}, {"group"}, {""}],
     "planner": [{"workload"}, {""}],
+    "observability": [{""}, {"logs", "prometheus", "preview"}],
     "commands": [{"doctor"}, {"bench"}, {"gpu_check"}, {""}],
     "nodes": [{"host"}, {"model"}, {"job", "runs"}, {"", "routes", "preload"}],
 }
@@ -63,11 +65,6 @@ MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LARGE_FOLDERS = {
     "parallel_backend/commands/doctor": 13,
     "parallel_backend/models": 13,
-    "parallel_backend/models/comfyui": 14,
-    "parallel_backend/models/diffusers": 14,
-    "parallel_backend/observability": 15,
-    "parallel_backend/sidecar": 13,
-    "parallel_backend/wire": 15,
 }
 LONG_FILES: set[str] = set()
 # The first three stay: a process's door, a table of colours, and what must load nothing first.
@@ -83,7 +80,7 @@ SHORT_FILES = {
     "parallel_backend/commands/gpu_check/groups.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/models/cards.py",
-    "parallel_backend/wire/self_test.py",
+    "parallel_backend/wire/checks/self_test.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms that know no family of models: what is one family's lives in its folder below models/.
@@ -105,7 +102,7 @@ ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
 DIFFUSERS_OWNERS = {
     "parallel_backend.engine.attention.kernels",
     "parallel_backend.engine.bands.row_bands",
-    "parallel_backend.models.comfyui.gguf_layout",
+    "parallel_backend.models.comfyui.formats.gguf_layout",
     "parallel_backend.models.vae.module",
 }
 XFUSER_OWNERS = {

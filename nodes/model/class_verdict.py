@@ -19,7 +19,7 @@ from ...parallel_backend.models.proof.states import (
 )
 from ...parallel_backend.models.tokens.table import TABLE
 from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
-from ...parallel_backend.wire.self_test import SelfTest
+from ...parallel_backend.wire.checks.self_test import SelfTest
 
 _DURATION = "10 to 20 seconds, once"  # most of it torch's import and ComfyUI's
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
-from ...parallel_backend.models.comfyui.gguf import outline
-from ...parallel_backend.models.comfyui.key_layouts import without_prefix
+from ...parallel_backend.models.comfyui.formats.gguf import outline
+from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefix
 from ...parallel_backend.models.gguf_file import is_gguf
 from .on_meta import META, build_on_meta
 

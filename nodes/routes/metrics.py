@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from ...parallel_backend.observability.metrics_switch import MetricsSwitch
+from ...parallel_backend.observability.prometheus.metrics_switch import MetricsSwitch
 from ..host.settings import price_per_gpu_hour, setting
 from .http import is_same_origin
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from ...parallel_backend.observability import queue_log
+from ...parallel_backend.observability.logs import queue_log
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's

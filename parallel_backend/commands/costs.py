@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..observability.cost import amount, money
-from ..observability.event_log import VARIABLE
+from ..observability.logs.event_log import VARIABLE
 
 _MOST_SECONDS = 1e12  # more, and what is no number, is damage
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")

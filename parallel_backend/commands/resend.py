@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import RequestError
-from ..observability.queue_log import VARIABLE, Entry, QueueLogFile
+from ..observability.logs.queue_log import VARIABLE, Entry, QueueLogFile
 
 _TIMEOUT = 150.0  # s; ComfyUI validates a prompt before it answers, and the front door waits 120
 _COOKIE = "COMFYUI"  # by which the front door keeps a session with one ComfyUI

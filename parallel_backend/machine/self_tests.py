@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import TransportError
-from ..wire.self_test import SelfTest
+from ..wire.checks.self_test import SelfTest
 from ..wire.strict_json import from_json, parse, to_json
 from .cache_files import cache_folder, locked, replace_whole
 

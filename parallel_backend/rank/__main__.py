@@ -105,7 +105,7 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, 
     """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
     import torch
 
-    from ..wire.fault_injection import arm
+    from ..wire.checks.fault_injection import arm
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
     from .outcome.errors import failure

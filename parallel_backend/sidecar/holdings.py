@@ -20,6 +20,7 @@ from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease
 from .group.phases import Phase, PhaseKind
+from .group.vae_client import VaeOnRanks
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
@@ -30,7 +31,6 @@ from .model_room import (
     predict_room,
     slowest,
 )
-from .vae_client import VaeOnRanks
 
 
 class RankHoldings:

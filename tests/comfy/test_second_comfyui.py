@@ -13,7 +13,7 @@ import torch
 from comfyui_client import ComfyUIClient, PromptFailed
 from graphs import Graph
 from parallel_backend.__main__ import main
-from parallel_backend.observability.queue_log import read_open
+from parallel_backend.observability.logs.queue_log import read_open
 from second_comfyui import DEVICES
 from waiting import wait_until
 

@@ -33,7 +33,7 @@ from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire import fault_injection as faults
+from parallel_backend.wire.checks import fault_injection as faults
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_backend.__main__ import main
 from parallel_backend.commands.costs import COLUMNS
-from parallel_backend.observability.event_log import VARIABLE, begin_log
+from parallel_backend.observability.logs.event_log import VARIABLE, begin_log
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group.events import Ended, Released, Started, emit
 from parallel_backend.strategy import ParallelStrategy

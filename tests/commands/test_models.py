@@ -14,7 +14,7 @@ from parallel_backend.models.proof.states import entry_digest
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import ATTENTION, BLOCK, STAY
 from parallel_backend.sidecar import self_test
-from parallel_backend.wire.self_test import SelfTest
+from parallel_backend.wire.checks.self_test import SelfTest
 
 LTX, LTX_SOURCE = "LTXVModel", "comfy/ldm/lightricks/model.py"
 

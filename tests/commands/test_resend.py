@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from parallel_backend.__main__ import main
-from parallel_backend.observability.queue_log import QueueLogFile
+from parallel_backend.observability.logs.queue_log import QueueLogFile
 
 IDS = ("a", "b", "c")
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from parallel_backend.wire.gpu_check import Finding, serve
+from parallel_backend.wire.checks.gpu_check import Finding, serve
 
 
 def make_checks(subject, rank, rendezvous):

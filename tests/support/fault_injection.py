@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
-from parallel_backend.wire.fault_injection import VARIABLE
+from parallel_backend.wire.checks.fault_injection import VARIABLE
 
 
 @contextmanager

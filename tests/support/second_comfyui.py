@@ -13,7 +13,7 @@ from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
 from comfyui_server import ComfyUIServer
 from parallel_backend.cluster import endpoint as endpoints
-from parallel_backend.observability import queue_log
+from parallel_backend.observability.logs import queue_log
 from parallel_backend.sidecar.process import device_lock
 
 DEVICES = "cpu:4,cpu:5"  # on which its ranks start with it, as they do outside tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ...wire.gpu_check import Run, Subject, serve
+from ...wire.checks.gpu_check import Run, Subject, serve
 
 
 def make_checks(subject: Subject, rank: int, rendezvous: str) -> Mapping[str, Run]:

@@ -10,7 +10,7 @@ from ...observability.gauges import DeviceGauges
 from ...options import ComputeOptions
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
-from ...wire.gpu_check import NO_GPU, Finding
+from ...wire.checks.gpu_check import NO_GPU, Finding
 from ..doctor.examine import look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links

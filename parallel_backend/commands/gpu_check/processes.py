@@ -21,7 +21,7 @@ from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit
 from ...sidecar.process.rank_process import OUTPUT_KEPT
 from ...wire import deadlines
-from ...wire.gpu_check import SHOW_STACK, Answer, Subject
+from ...wire.checks.gpu_check import SHOW_STACK, Answer, Subject
 from ...wire.strict_json import from_json, parse, to_json
 
 _READ = 64 * 1024  # bytes at once

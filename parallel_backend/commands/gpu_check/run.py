@@ -13,7 +13,7 @@ from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
 from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import rank_environment
-from ...wire.gpu_check import Answer, Finding, Subject
+from ...wire.checks.gpu_check import Answer, Finding, Subject
 from ..doctor.privacy import Private, find_private, scrub
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import Verdict

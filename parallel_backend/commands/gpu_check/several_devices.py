@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
-from ...wire.gpu_check import Finding
+from ...wire.checks.gpu_check import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity
 from ..doctor.rank_probe import probe_links

@@ -24,10 +24,10 @@ from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
 from ..staging import staged_reader
 from ..tokens.table import stage_lists
-from . import gguf
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
-from .key_layouts import from_diffusers, without_prefix
+from .formats import gguf
+from .formats.key_layouts import from_diffusers, without_prefix
 from .model import ComfyUIModel
 from .placing import place
 

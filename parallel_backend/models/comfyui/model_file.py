@@ -22,7 +22,7 @@ from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
-from .quantised import check_quantised
+from .formats.quantised import check_quantised
 
 # Where the diffusion model lies in a file that has other things beside it, the longest first.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "transformer.")

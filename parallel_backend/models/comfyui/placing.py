@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..base import WeightSharding
 from ..staging import StagedReader
 from ..tensor_pieces import as_built, take_apart
-from .key_layouts import Joined
+from .formats.key_layouts import Joined
 
 
 def place(

@@ -17,9 +17,9 @@ from ..arithmetic import Family, joint_blocks, single_blocks
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
-from .activation_bytes import moments
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
-from .weight_bytes import chunks_of, held_weights
+from .memory.activation_bytes import moments
+from .memory.weight_bytes import chunks_of, held_weights
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}

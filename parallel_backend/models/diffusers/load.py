@@ -32,9 +32,9 @@ from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
 from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
+from .memory.weight_bytes import is_kept_in_compute_dtype
 from .model import DiffusersModel
 from .tensor_parallel import slice_layers, take_slice
-from .weight_bytes import is_kept_in_compute_dtype
 
 
 def load(

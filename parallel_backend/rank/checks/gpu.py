@@ -1,4 +1,4 @@
-"""One rank that runs checks: `python -m parallel_backend.rank.checks.gpu`; see wire/gpu_check.py."""
+"""One rank that runs checks: `python -m parallel_backend.rank.checks.gpu`; see wire/checks/gpu_check.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...wire.gpu_check import Run, Subject, serve
+from ...wire.checks.gpu_check import Run, Subject, serve
 
 if TYPE_CHECKING:
     from .gpu_module_call import ModelCalls

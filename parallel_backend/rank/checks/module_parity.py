@@ -35,8 +35,8 @@ from ...models.tokens.table import TABLE, has_stages, token_mode
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from ...sampling.image_patches import ElementPatches
 from ...strategy import ParallelStrategy
+from ...wire.checks.self_test import SelfTest
 from ...wire.parent_death import die_with_parent
-from ...wire.self_test import SelfTest
 from ..outcome.errors import is_out_of_memory
 
 EXACT = 1e-5  # of the largest value; float32 on the CPU comes within 1e-6, a token in the wrong place is off by 1e-2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...devices import is_cpu
 from ...options import COMPILE_BACKEND, DEVICE_QUEUES, THREADS_ALONE
-from ...wire.fault_injection import VARIABLE as FAULT
+from ...wire.checks.fault_injection import VARIABLE as FAULT
 
 _NAMES = {
     "PATH",

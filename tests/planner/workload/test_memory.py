@@ -19,8 +19,8 @@ from parallel_backend.models.base import Slices
 from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, diffusers_shapes
+from parallel_backend.models.diffusers.memory.weight_bytes import held_weights, kept_dtype
 from parallel_backend.models.diffusers.tensor_parallel import slice_layers
-from parallel_backend.models.diffusers.weight_bytes import held_weights, kept_dtype
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.communicators import COMMUNICATOR_BYTES

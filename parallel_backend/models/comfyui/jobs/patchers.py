@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ....errors import RequestError
-from ..gguf import is_packed, unpacked
+from ..formats.gguf import is_packed, unpacked
 
 if TYPE_CHECKING:
     from ..model import ComfyUIModel

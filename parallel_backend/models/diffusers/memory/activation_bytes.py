@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..footprint import FP32, Moment, TokenLoad
-from .keys import FluxDims
+from ...footprint import FP32, Moment, TokenLoad
+from ..keys import FluxDims
 
 
 def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Iterator[Moment]:

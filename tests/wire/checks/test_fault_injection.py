@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.wire import fault_injection
+from parallel_backend.wire.checks import fault_injection
 
 
 def test_a_device_is_filled_no_further_than_it_is_large(monkeypatch):

@@ -19,7 +19,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.comfyui.gguf import LAYOUT, is_packed
+from parallel_backend.models.comfyui.formats.gguf import LAYOUT, is_packed
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model_file import inspect
 from parallel_backend.models.dtypes import BYTES_PER_VALUE, GGUF

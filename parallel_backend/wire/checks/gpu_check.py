@@ -16,9 +16,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ParallelError
-from .parent_death import die_with_parent
-from .strict_json import from_json, parse, to_json
+from ...errors import ParallelError
+from ..parent_death import die_with_parent
+from ..strict_json import from_json, parse, to_json
 
 NO_GPU = "no GPU"
 SHOW_STACK = signal.SIGUSR1  # has a process write where it is to its stderr

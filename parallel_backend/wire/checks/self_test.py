@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import RequestError
-from ..requests import TOKEN_MODES
+from ...errors import RequestError
+from ...requests import TOKEN_MODES
 
 
 @dataclass(frozen=True)

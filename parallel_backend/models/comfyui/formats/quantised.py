@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import CheckpointError
-from ..checkpoint import Header, TensorEntry, open_regular
+from ....errors import CheckpointError
+from ...checkpoint import Header, TensorEntry, open_regular
 
 _NOTE, _METADATA = ".comfy_quant", "_quantization_metadata"
 # Files from before ComfyUI 0.4: a mark for the file, and a scale beside each fp8 weight.

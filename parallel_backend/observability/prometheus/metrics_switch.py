@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import PlatformError
-from ..sidecar import pool
-from ..sidecar.group.events import listen
-from .gauges import DeviceGauges
+from ...errors import PlatformError
+from ...sidecar import pool
+from ...sidecar.group.events import listen
+from ..gauges import DeviceGauges
 
 if TYPE_CHECKING:
     from .metrics import Metrics

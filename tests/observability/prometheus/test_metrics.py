@@ -19,8 +19,14 @@ from fake_nvml import h100_nvswitch, two_4090
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.gauges import DeviceGauges
-from parallel_backend.observability.metrics import CONTENT_TYPE, MOST_MODELS, PREFIX, Metrics, pack_version
-from parallel_backend.observability.metrics_switch import VARIABLE, MetricsSwitch
+from parallel_backend.observability.prometheus.metrics import (
+    CONTENT_TYPE,
+    MOST_MODELS,
+    PREFIX,
+    Metrics,
+    pack_version,
+)
+from parallel_backend.observability.prometheus.metrics_switch import VARIABLE, MetricsSwitch
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group import events
@@ -30,7 +36,7 @@ from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, scripted_request, scripted_sidecar, scripted_weights, two_ranks
 from waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
 PAGE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
 
@@ -354,7 +360,7 @@ def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, settin
 
 def test_without_the_library_all_else_works_and_a_scrape_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it raises ImportError
-    monkeypatch.delitem(sys.modules, "parallel_backend.observability.metrics")
+    monkeypatch.delitem(sys.modules, "parallel_backend.observability.prometheus.metrics")
     switch, before = MetricsSwitch(lambda: True, {}), _listeners()
     switch.begin()
     assert "pip install prometheus_client" in caplog.text

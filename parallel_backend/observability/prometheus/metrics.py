@@ -26,14 +26,14 @@ from prometheus_client import (
 from prometheus_client import Gauge as PriceGauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..errors import FAILURES
-from ..sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
-from ..sidecar.group.lease import State
-from ..sidecar.status import GroupStatus, RankStatus
-from ..strategy import ParallelStrategy
-from ..wire.protocol import VERSION
-from .cost import device_seconds, model_name
-from .gauges import Gauge
+from ...errors import FAILURES
+from ...sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
+from ...sidecar.group.lease import State
+from ...sidecar.status import GroupStatus, RankStatus
+from ...strategy import ParallelStrategy
+from ...wire.protocol import VERSION
+from ..cost import device_seconds, model_name
+from ..gauges import Gauge
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "parallel_sampling_"
@@ -43,7 +43,7 @@ RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 _MOST_LETTERS = 80  # of a model's name
 MOST_MODELS = 50  # with a label of their own; the rest are `other`
-_PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+_PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 Statuses = Callable[[], Iterable[GroupStatus]]
 Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]

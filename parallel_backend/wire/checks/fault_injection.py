@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .heartbeat import Heartbeat
-from .strict_json import from_json, parse
+from ..heartbeat import Heartbeat
+from ..strict_json import from_json, parse
 
 VARIABLE = "PARALLEL_SAMPLING_FAULT"
 HANG = 3600  # s, longer than any deadline

@@ -18,9 +18,9 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 
-from ..models.registry import provider_of
-from ..sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
-from .cost import device_seconds, model_name, money
+from ...models.registry import provider_of
+from ...sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
+from ..cost import device_seconds, model_name, money
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins

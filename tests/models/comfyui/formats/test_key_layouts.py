@@ -14,7 +14,7 @@ from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
-from parallel_backend.models.comfyui.key_layouts import Joined, from_diffusers, without_prefix
+from parallel_backend.models.comfyui.formats.key_layouts import Joined, from_diffusers, without_prefix
 from parallel_backend.models.comfyui.load import load
 from tiny_flux import write_tiny_flux
 

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError
+from ...errors import RequestError
 
 VARIABLE = "PARALLEL_SAMPLING_QUEUE_LOG"  # a file
 FILE_BYTES = 64 * 2**20  # then what has ended is left out of it

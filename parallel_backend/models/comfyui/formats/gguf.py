@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError
-from ..gguf_file import PLAIN, GGUFTensor, read_tensors
+from ....errors import CheckpointError
+from ...gguf_file import PLAIN, GGUFTensor, read_tensors
 
 LAYOUT = f"{__package__}.gguf_layout"  # imported where packed weights are: it takes a second, and newer ComfyUIs alone
 _UNPACKED = torch.float16  # what a packed tensor unpacks to until its module wants another dtype

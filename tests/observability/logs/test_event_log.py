@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from parallel_backend.observability import event_log
-from parallel_backend.observability.event_log import KEPT_FILES, VARIABLE, begin_log
+from parallel_backend.observability.logs import event_log
+from parallel_backend.observability.logs.event_log import KEPT_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar.group import events
 from parallel_backend.sidecar.group.events import (

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..devices import is_cpu
-from ..errors import TransportError
-from ..requests import LoadInfo
-from ..wire import deadlines
-from ..wire.decode_messages import Decode, DecodeInfo, DecodeResult, Encode, EncodeResult, VaeWeights
-from ..wire.payloads import Tensors
-from ..wire.protocol import Done, LoadVae, Message, Progress
-from .group.exchange import AGREED_ERRORS, USER_ERRORS, Exchange, expect, reports
-from .group.phases import OnPhase, Phase, PhaseKind
+from ...devices import is_cpu
+from ...errors import TransportError
+from ...requests import LoadInfo
+from ...wire import deadlines
+from ...wire.decode_messages import Decode, DecodeInfo, DecodeResult, Encode, EncodeResult, VaeWeights
+from ...wire.payloads import Tensors
+from ...wire.protocol import Done, LoadVae, Message, Progress
+from .exchange import AGREED_ERRORS, USER_ERRORS, Exchange, expect, reports
+from .phases import OnPhase, Phase, PhaseKind
 
 NewExchange = Callable[[frozenset[str]], Exchange[Done]]  # takes the errors that leave the group usable
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.errors import RequestError
-from parallel_backend.observability import queue_log
-from parallel_backend.observability.queue_log import QueueLog, QueueLogFile, begin, read_open
+from parallel_backend.observability.logs import queue_log
+from parallel_backend.observability.logs.queue_log import QueueLog, QueueLogFile, begin, read_open
 from waiting import wait_until
 
 BODY = {"prompt": {"1": {"class_type": "Something", "inputs": {}}}, "client_id": "page"}

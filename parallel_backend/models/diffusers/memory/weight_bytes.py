@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ...layout import RankCoordinates, stage_blocks
-from ...strategy import ParallelStrategy
-from ..dtypes import FP8, ITEMSIZE, Dtypes
-from ..footprint import HeldWeights, WeightPart
-from .keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
+from ....layout import RankCoordinates, stage_blocks
+from ....strategy import ParallelStrategy
+from ...dtypes import FP8, ITEMSIZE, Dtypes
+from ...footprint import HeldWeights, WeightPart
+from ..keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
 
 
 def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:

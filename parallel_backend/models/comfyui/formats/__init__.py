@@ -1,0 +1,1 @@
+"""How files keep weights: GGUF, quantised layers, other layouts of keys."""

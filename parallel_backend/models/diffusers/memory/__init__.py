@@ -1,0 +1,1 @@
+"""Bytes of diffusers' Flux.1 on a rank, by counting."""

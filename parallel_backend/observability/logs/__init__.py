@@ -1,0 +1,1 @@
+"""Files of lines: what happened to the ranks, and which prompts wait."""

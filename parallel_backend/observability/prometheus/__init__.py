@@ -1,0 +1,1 @@
+"""Counts for Prometheus, and their switch."""
