@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
-from ...wire.checks.gpu_check import Finding
 from ...wire.checks.fault_injection import VARIABLE
+from ...wire.checks.gpu_check import Finding
 from .checks import Check, Group
 from .ranks import Ranks, compared
 

@@ -34,12 +34,14 @@ def row_count(latent: Tensor | list[Tensor]) -> int:
     return len(latent) if isinstance(latent, Tensor) else len(latent[0])
 
 
-def find_constants(conds: Mapping[str, Iterable[Mapping[str, Any]]]) -> set[str]:
+def find_constants(conds: Any) -> set[str]:
     """Names of the arguments that ComfyUI hands to any number of rows as they are (conds.CONDConstant). `conds`: a
-    guider's, of each side a list of prompts."""
+    guider's, of each side a list of prompts; what another pack's guider has in another form names none."""
     from comfy.conds import CONDConstant
 
-    values = (prompt.get("model_conds") or {} for side in conds.values() for prompt in side or ())
+    sides = conds.values() if isinstance(conds, Mapping) else ()
+    prompts = [one for side in sides for one in side or () if isinstance(one, Mapping)]
+    values = [prompt.get("model_conds") or {} for prompt in prompts]
     return {name for found in values for name, value in found.items() if isinstance(value, CONDConstant)}
 
 

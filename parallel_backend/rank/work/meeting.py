@@ -245,7 +245,7 @@ class ModuleMeeting:
         runs = len(options.get("cond_or_uncond") or ()) or 1
         # What takes part may look at the rows of a prompt together.
         unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
-        constants = find_constants(getattr(self.guider, "conds", None) or {})
+        constants = find_constants(getattr(self.guider, "conds", None))
         is_described = self._mode not in (ATTENTION, ROWS)
         joint = has_joint_rows([kwargs.get(name) for name in constants], rows, is_described)
         call = ModuleCall(args, kwargs, rows, mode, joint_rows=joint, unit=unit, by_heads=foreign.kernel)

@@ -26,7 +26,8 @@ def test_constants_are_what_comfyui_calls_so_in_any_prompt():
         "none": None,
     }
     assert find_constants(conds) == {"points", "rate"}
-    assert find_constants({}) == set()
+    for other in ({}, None, [rows], {"positive": [[torch.ones(1), {}]]}):
+        assert find_constants(other) == set()
 
 
 @pytest.mark.parametrize(
