@@ -70,11 +70,14 @@ class AbsentWeight(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name == "detach":  # for a list of all weights, by which memory is counted
             return args[0]
-        if name in _KNOWN_OF_ABSENT or name == "to":
-            with torch._C.DisableTorchFunctionSubclass():
-                answer = func(*args, **(kwargs or {}))
-            if name != "to" or answer is args[0]:  # it is there in this dtype already
-                return answer
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _KNOWN_OF_ABSENT:
+                return func(*args, **(kwargs or {}))
+            if name == "to":  # the module moves, asleep or awake: one number does
+                absent, *where = args
+                number = torch.empty((), dtype=absent.dtype, device=absent.device)
+                moved = func(number, *where, **(kwargs or {}))
+                return absent if moved is number else moved.expand(absent.shape).as_subclass(cls)
         raise RequestError(
             "A weight is read outside of its block's turn, and weights are shared out block by block. Set "
             "shard_weights off, or leave out the node that reads it."

@@ -19,7 +19,7 @@ from parallel_backend.engine.comm.groups import Axis, Layouts
 from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.engine.sharding import ByteSharding
+from parallel_backend.engine.sharding import AbsentWeight, ByteSharding
 from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
@@ -326,6 +326,19 @@ def test_blocks_that_are_never_called_gather_by_their_parts_and_a_weight_that_is
         assert torch.equal(shared, whole)
         assert "read outside of its block's turn" in refused and "shard_weights off" in refused
         assert known == [(8, 8), "torch.float32", "cpu", 64, 2]
+
+
+def test_a_weight_that_is_not_there_moves_with_its_module_in_no_memory_and_is_absent_in_any_dtype():
+    """As ranks that sleep and wake have it: on a device, in host memory, on the device."""
+    module = Halves()
+    module.first.weight = torch.empty(()).expand(8, 8).as_subclass(AbsentWeight)
+    for device in ("cpu", "meta"):
+        module.to(device)
+        found = module.first.weight
+        assert (found.device.type, found.shape, found.stride()) == (device, (8, 8), (0, 0))
+    for other in (module.first.weight, module.first.weight.to(torch.bfloat16), module.first.weight.detach()):
+        with pytest.raises(RequestError, match="outside of its block's turn"):
+            other + 1
 
 
 def test_a_call_that_fails_leaves_nothing_whole_and_the_next_one_runs():
