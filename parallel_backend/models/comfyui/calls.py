@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 OPTIONS = "transformer_options"
 # What ComfyUI's sampling alone does with a call: wrappers have run by then (those of EasyCache and of context windows
@@ -48,14 +49,5 @@ def find_constants(conds: Any) -> set[str]:
 def has_joint_rows(values: Iterable[Any], rows: int, is_described: bool) -> bool:
     """Tells whether such arguments may be about several of the rows: a tensor has as many lines, or nobody has
     described how their class reads tensors."""
-    return any(not is_described or (one.ndim > 0 and len(one) == rows) for one in _tensors(values))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(value.values())
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        for one in value:
-            yield from _tensors(one)
+    tensors = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
+    return any(not is_described or (one.ndim > 0 and len(one) == rows) for one in tensors)
