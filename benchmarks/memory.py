@@ -102,6 +102,9 @@ def main() -> None:
     parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    known = set(FULL_SIZE) if args.full_size else {*PREDICTED, *HELD, "host"}
+    if other := sorted(set(args.only or ()) - known):
+        parser.error(f"{other[0]} is measured {'without' if args.full_size else 'with'} --full-size")
 
     def wanted(names) -> list[str]:
         return [name for name in names if args.only is None or name in args.only]

@@ -101,9 +101,7 @@ def _job_times(folder: Path, runs: int) -> dict[str, list[dict]]:
                 texts = {"positive": graph.text(1), "negative": graph.text(2)}
                 numbers = {"steps": 4, "cfg": 2.0, "runs": runs}
                 latent = graph.latent(width=32, height=32)
-                graph.add(
-                    "BenchComparison", model=model, **texts, latent=latent, **numbers, path="times.json"
-                )
+                graph.add("BenchJob", model=model, **texts, latent=latent, **numbers, path="times.json")
                 comfy.run(graph.prompt, timeout=600)
                 found.setdefault(way, []).extend(json.loads(comfy.output("times.json").read_text()))
     return found

@@ -15,7 +15,7 @@ import torch
 RECORD = "parallel_record"  # of a MODEL's options: where the pack notes what a run took
 
 
-class BenchComparison:
+class BenchJob:
     """Samples `runs` times. Writes for each what it took (s) and the seconds of its steps, which a stock model is timed
     by from one step's end to the next."""
 
@@ -68,4 +68,4 @@ def _record():
     return sys.modules[name].RunRecord()
 
 
-NODE_CLASS_MAPPINGS = {"BenchComparison": BenchComparison}
+NODE_CLASS_MAPPINGS = {"BenchJob": BenchJob}

@@ -45,4 +45,4 @@ def test_a_killed_job_gives_what_the_unkilled_one_gives(comfy, kind, killed, war
     if warmup_steps == STEPS:
         assert difference == 0.0, "the steps that were made again have the same bits"
     else:  # one more step of whole images than the unkilled job has
-        assert difference <= drift / 2
+        assert difference <= drift / 5

@@ -302,7 +302,7 @@ class Reading(nn.Module):
 
 
 def answers_of_halves(world):
-    """Of the whole module and of the shared-out one; what is said where a weight is read."""
+    """Returns the answers of the whole module and of the shared-out one, and what is said where a weight is read."""
     found = []
     for reads in (False, True):
         torch.manual_seed(5)
@@ -329,7 +329,7 @@ def test_blocks_that_are_never_called_gather_by_their_parts_and_a_weight_that_is
 
 
 def test_a_weight_that_is_not_there_moves_with_its_module_in_no_memory_and_is_absent_in_any_dtype():
-    """As ranks that sleep and wake have it: on a device, in host memory, on the device."""
+    """Ranks that sleep and wake move their modules to host memory and back."""
     module = Halves()
     module.first.weight = torch.empty(()).expand(8, 8).as_subclass(AbsentWeight)
     for device in ("cpu", "meta"):

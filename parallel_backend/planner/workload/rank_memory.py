@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 # A CUDA context and the allocator's slack, on each GPU, beside communicators: an allowance, not measured here.
 GPU_BASE_BYTES = 1_500_000_000
-# Private memory of a rank on the CPU that has run a job and is idle, ComfyUI imported (benchmarks/memory.py --only
-# sd15_bands and the like measures it).
+# Private memory of a rank on the CPU that has run a job and is idle, ComfyUI imported (benchmarks/memory.py
+# --full-size measures it).
 CPU_BASE_BYTES = 350_000_000
 
 

@@ -21,15 +21,7 @@ from torch import Tensor
 
 from ...engine.comm.groups import Axis, Layout, World
 from ...errors import StrategyError
-from ...wire.calibration import (
-    ALL_TO_ALL,
-    PAIR,
-    POINT_TO_POINT,
-    SIZES,
-    Calibration,
-    RankFacts,
-    Transfer,
-)
+from ...wire.calibration import ALL_TO_ALL, PAIR, POINT_TO_POINT, SIZES, Calibration, RankFacts, Transfer
 from ...wire.protocol import Calibrate
 from ..outcome.errors import is_out_of_memory
 

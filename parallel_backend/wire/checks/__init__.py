@@ -1,1 +1,1 @@
-"""What checks ask of processes and what they answer: the GPU check, self-tests of classes, injected faults."""
+"""This folder has the messages of checks: the GPU check, self-tests of classes, injected faults."""

@@ -180,7 +180,7 @@ def test_a_call_leaves_blocks_as_they_were():
 
 @pytest.mark.parametrize("wants_own", [True, False])
 def test_a_compiled_block_hands_on_the_attention_that_its_file_wants(monkeypatch, wants_own):
-    """As ComfyUI 0.38 has it: a module beside the layers, whose function is None where the device cannot run it."""
+    """ComfyUI 0.38 puts a module beside the layers, whose function is None where the device cannot run it."""
     from comfy.ldm.modules import attention
 
     class Wanted(torch.nn.Module):
