@@ -45,6 +45,7 @@ _KNOWN_OF_ABSENT = {
     "is_complex",
     "is_contiguous",
     "is_floating_point",
+    "is_inference",
     "is_pinned",
     "ndimension",
     "nelement",
@@ -68,7 +69,7 @@ class AbsentWeight(nn.Parameter):
     ) -> Any:
         """Answers what is known without the numbers. Raises RequestError for all that would read them."""
         name = getattr(func, "__name__", "")
-        if name == "detach":  # for a list of all weights, by which memory is counted
+        if name in ("detach", "clone"):  # for a list of all weights, and by layers of ComfyUI that move
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _KNOWN_OF_ABSENT:

@@ -59,7 +59,7 @@ def stored_bytes(module):
 
 
 def sharded_answers(world, paths):
-    """Of each file: answers of two calls, and of one after a share was lost."""
+    """Of each file: answers of two calls, of one after its ranks slept, and of one after a share was lost."""
     results = {}
     for form, path in paths.items():
         sharding, traffic = sharding_over(world)
@@ -70,10 +70,13 @@ def sharded_answers(world, paths):
         sent = traffic.bytes_sent - sent
         held = sum(share.nbytes for share in sharding.shares)
         left = sum(map(numbers_held, model.module.parameters()))
+        for chunk in model.chunks:
+            chunk.to(CPU)  # as ranks move it to sleep and to wake
+        woken = answer(model)
         if world.rank == 1:
             for share in sharding.shares:
                 share.data.zero_()
-        results[form] = [first, again, answer(model)], held, left, sent
+        results[form] = [first, again, woken, answer(model)], held, left, sent
     return results
 
 
