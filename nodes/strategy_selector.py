@@ -112,7 +112,7 @@ class StrategySelector(io.ComfyNode):
                     "devices",
                     default="all",
                     tooltip="all, or GPU numbers such as 0,1,3 or 0-3; cluster:NAME for those of other machines. "
-                    "On the CPU the number of ranks, such as cpu:2.",
+                    "On the CPU the number of processes, such as cpu:2.",
                 ),
                 _degree(
                     "cfg_degree", "2 computes the positive and the negative prompt on different devices."

@@ -75,7 +75,7 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         ranks = int(cpu[1] or 1)
         if not 1 <= ranks <= MAX_CPU_RANKS:
             nearest = f"cpu:{min(max(ranks, 1), MAX_CPU_RANKS)}"
-            raise _refuse(f"{text!r}: the CPU takes 1 to {MAX_CPU_RANKS} ranks; use e.g. cpu:2.", nearest)
+            raise _refuse(f"{text!r}: the CPU takes 1 to {MAX_CPU_RANKS} processes; use e.g. cpu:2.", nearest)
         return tuple(f"cpu:{i}" for i in range(ranks))
     if re.fullmatch(rf"cpu:\d+({_BETWEEN}cpu:\d+)+", wanted):
         return _cpu_ranks(text, [int(index) for index in re.findall(r"\d+", wanted)])
@@ -90,7 +90,7 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         indices += range(int(first), int(last or first) + 1)
     if len(set(indices)) != len(indices):
         once = ",".join(str(i) for i in dict.fromkeys(indices) if i < gpus)
-        raise _refuse(f"{text!r} names a GPU twice; each rank needs a GPU of its own.", once or "all")
+        raise _refuse(f"{text!r} names a GPU twice; each process needs a GPU of its own.", once or "all")
     missing = [i for i in indices if i >= gpus]
     if missing:
         without = "no GPU, since ComfyUI runs with --cpu" if _only_cpu else "no GPU that torch can use"
@@ -116,7 +116,7 @@ def devices_of_a_run(text: str) -> tuple[str, ...]:
     if other is None or other.type in ("cuda", "mps"):
         return found
     raise _refuse(
-        f"{text!r}: ranks compute on GPUs of NVIDIA (CUDA) and AMD (ROCm), and ComfyUI computes on "
+        f"{text!r}: processes compute on GPUs of NVIDIA (CUDA) and AMD (ROCm), and ComfyUI computes on "
         f"{other.type.upper()} here. Take the parallel nodes out, or write cpu:2 to run on the CPU.",
         "cpu:2",
     )
@@ -164,7 +164,7 @@ def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
     if len(set(indices)) != len(indices) or max(indices) >= MAX_CPU_RANKS:
         last = MAX_CPU_RANKS - 1
         nearest = f"cpu:{min(len(indices), MAX_CPU_RANKS)}"
-        raise _refuse(f"{text!r}: ranks on the CPU are cpu:0 to cpu:{last}, each named once.", nearest)
+        raise _refuse(f"{text!r}: processes on the CPU are cpu:0 to cpu:{last}, each named once.", nearest)
     return tuple(f"cpu:{index}" for index in indices)
 
 

@@ -99,7 +99,7 @@ class RankFailed(ParallelError):
     """
 
     def __init__(self, rank: int | None, cause: str, *, crashed: bool = False, reason: str = "error") -> None:
-        super().__init__(f"{'the ranks' if rank is None else f'rank {rank}'} failed: {cause}")
+        super().__init__(f"{'the processes' if rank is None else f'process {rank}'} failed: {cause}")
         self.rank = rank
         self.cause = cause
         self.crashed = crashed
@@ -111,7 +111,7 @@ class RankFailed(ParallelError):
 
     def who(self, device: str | None) -> str:
         """In words. `device`: device_of."""
-        return "all ranks" if device is None else f"rank {self.rank} on {device}"
+        return "all processes" if device is None else f"process {self.rank} on {device}"
 
 
 # Under which a rank reports that its device or the link to its peers failed.

@@ -34,7 +34,7 @@ def overview() -> Image.Image:
     for row, text in enumerate(_STOCK):
         _box(draw, (60, 130 + row * 80, 400, 190 + row * 80), text, _EDGE)
     _arrow(draw, (410, 320), (500, 320), "one job")
-    _title(draw, 520, "The ranks", "Ulysses, Ring, CFG, PipeFusion, …")
+    _title(draw, 520, "The processes", "Ulysses, Ring, CFG, PipeFusion, …")
     whole = mark(380)
     half = whole.width // 2
     for number, colour in enumerate(_DEVICES):

@@ -100,7 +100,7 @@ def become(environment: Environment, *command: str | Path) -> NoReturn:
 def _make_virtual_environment() -> None:
     if platform.system() != "Linux":
         print(
-            "   note: several GPUs need Linux (on Windows: WSL2); elsewhere only the CPU ranks can be tried."
+            "   note: several GPUs need Linux (on Windows: WSL2); elsewhere only the CPU processes can be tried."
         )
     try:
         venv.create(ENVIRONMENT, with_pip=True, upgrade_deps=False)

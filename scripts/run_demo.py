@@ -15,7 +15,7 @@ def parse_options() -> argparse.Namespace:
     """The command line of scripts/demo."""
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
-        description="Sample one small picture on several ranks and on one, in a real ComfyUI, and compare.",
+        description="Sample one small picture on several processes and on one, in a real ComfyUI, and compare.",
     )
     parser.add_argument(
         "--ranks", type=int, default=2, help="GPUs, or CPU processes without GPUs (default 2)"

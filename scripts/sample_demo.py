@@ -79,9 +79,9 @@ def main() -> int:
             client = ComfyUIClient(server.url)
             prompt = read_workflow(client)
             try:
-                with step(f"Sampling on {options.ranks} ranks ({many})"):
+                with step(f"Sampling on {options.ranks} processes ({many})"):
                     parallel = sample(client, server, prompt, many)
-                with step(f"Sampling on 1 rank ({one})"):
+                with step(f"Sampling on 1 process ({one})"):
                     single = sample(client, server, prompt, one)
             except PromptError as error:
                 raise SetupError(
@@ -109,7 +109,7 @@ def choose_devices(ranks: int) -> tuple[str, str, bool]:
         return chosen, "0", True
     if gpus:
         print(
-            f"   {gpus} GPU found, {ranks} ranks wanted: the demo runs on the CPU (try --ranks {max(2, gpus)})."
+            f"   {gpus} GPU found, {ranks} processes wanted: the demo runs on the CPU (try --ranks {max(2, gpus)})."
         )
     return f"cpu:{ranks}", "cpu:1", False
 
@@ -177,7 +177,7 @@ def report(
     """Print what came out; returns whether the two latents agree as far as they must."""
     scale = single.latent.abs().max().item()
     difference = (parallel.latent - single.latent).abs().max().item()
-    for name, sampled in ((f"{ranks} ranks", parallel), ("1 rank", single)):
+    for name, sampled in ((f"{ranks} processes", parallel), ("1 process", single)):
         print(
             f"\n{name}: {sampled.first_seconds:.1f} s with start and loading, {sampled.warm_seconds:.1f} s warm"
         )

@@ -9,7 +9,7 @@ import { translate } from "./lib/said.js";
 const COMMAND = "parallel_sampling.gpu_check";
 const BEFORE = `Tries everything that a GPU is for, with the demo model: kernels, memory, every way to split a picture, faults.
 
-It takes some minutes, and longer on GPUs, where it compiles. It ends the ranks that are warm, kills ranks of its own on purpose,
+It takes some minutes, and longer on GPUs, where it compiles. It ends the processes that are warm, kills processes of its own on purpose,
 and for a moment takes all memory of the first GPU: save your work, run no prompt meanwhile, and unload ComfyUI's models.
 Closing this dialog ends it.
 `;

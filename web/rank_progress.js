@@ -25,7 +25,7 @@ function barsOf(node) {
   const found = panel.querySelector(".parallel-bars");
   if (found) return found;
   const made = element("ul", "parallel-bars");
-  made.setAttribute("aria-label", translate("Progress of each rank"));
+  made.setAttribute("aria-label", translate("Progress of each process"));
   const left = element("p", "parallel-left");
   left.hidden = true;
   panel.prepend(made, left);

@@ -35,19 +35,19 @@ app.registerExtension({
       "Some steps of a first run use other exact strategies, and auto keeps the fastest. Off: it gives the same bits as the next ones.",
     ),
     setting(
-      "start_at_launch", "Ranks", "Start the ranks with ComfyUI", "boolean", false,
-      "Starts ranks on the default devices when ComfyUI starts. They load a model with the first prompt.",
+      "start_at_launch", "Processes", "Start the processes with ComfyUI", "boolean", false,
+      "Starts processes on the default devices when ComfyUI starts. They load a model with the first prompt.",
     ),
     setting(
-      "preload_next", "Ranks", "Load the next prompt's model early", "boolean", true,
+      "preload_next", "Processes", "Load the next prompt's model early", "boolean", true,
       "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held.",
     ),
     setting(
-      "sleep_after_minutes", "Ranks", "Minutes until idle ranks sleep (0: never)", "number", 0,
+      "sleep_after_minutes", "Processes", "Minutes until idle processes sleep (0: never)", "number", 0,
       "Gives the devices' memory back; the next prompt loads the weights again.", MINUTES,
     ),
     setting(
-      "stop_after_minutes", "Ranks", "Minutes until idle ranks end (0: never)", "number", 0,
+      "stop_after_minutes", "Processes", "Minutes until idle processes end (0: never)", "number", 0,
       "Ends the processes; the next prompt starts them again.", MINUTES,
     ),
     setting(

@@ -17,7 +17,7 @@ const RANKS = "/parallel_sampling/ranks";
 const SAY_AGAIN = 5000; // ms; the server's lease is three times as long
 const PATIENCE = 8000; // ms for an answer
 const SILENT = "ComfyUI does not answer. What stands here is the last that it said; it goes on by itself.";
-const NO_GROUPS = "No ranks yet: they start with the first prompt.";
+const NO_GROUPS = "No processes yet: they start with the first prompt.";
 const STYLE = `
 .parallel-status { height: 100%; overflow-y: auto; overflow-x: hidden; box-sizing: border-box; padding: 8px; min-width: 0;
   font: 12px sans-serif; color: var(--input-text);
@@ -170,7 +170,7 @@ class Panel {
   }
 
   showLeftOut(devices) {
-    const text = devices.length && translate(`${devices.join(", ")} left out by auto: ranks there failed more than once lately. `);
+    const text = devices.length && translate(`${devices.join(", ")} left out by auto: processes there failed more than once lately. `);
     if (this.leftOut.dataset.text === String(text)) return;
     this.leftOut.dataset.text = text;
     this.leftOut.hidden = !text;
@@ -207,7 +207,7 @@ app.registerExtension({
       id: TAB,
       icon: "pi pi-server",
       title: "Parallel",
-      tooltip: "Parallel Sampling: devices and ranks",
+      tooltip: "Parallel Sampling: devices and processes",
       type: "custom",
       render(container) {
         if (panel?.root.parentElement === container) return; // asked to draw again what stands there

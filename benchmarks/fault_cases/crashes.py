@@ -70,14 +70,14 @@ def killed_in_collectives(subject: Subject) -> Iterator[Check]:
         (PIPELINE, "a PipeFusion hop"),
     ):
         yield from after_a_fault(
-            subject, placement, "kill", point, RankFailed, words="rank 1 failed: killed by SIGKILL"
+            subject, placement, "kill", point, RankFailed, words="process 1 failed: killed by SIGKILL"
         )
 
 
 @case("3", "segfault, abort")
 def signals(subject: Subject) -> Iterator[Check]:
     for kind, name in (("segfault", "SIGSEGV"), ("abort", "SIGABRT")):
-        words = f"rank 1 failed: killed by {name}"
+        words = f"process 1 failed: killed by {name}"
         yield from after_a_fault(subject, ULYSSES, kind, "an all-to-all", RankFailed, words=words)
 
 
@@ -96,7 +96,7 @@ def host_memory(subject: Subject) -> Iterator[Check]:
 @case("5", "an out-of-memory exception on one rank")
 def out_of_memory(subject: Subject) -> Iterator[Check]:
     yield from after_a_fault(
-        subject, ULYSSES, "oom", "an all-to-all", OutOfMemory, words="Rank 1 ran out of memory"
+        subject, ULYSSES, "oom", "an all-to-all", OutOfMemory, words="Process 1 ran out of memory"
     )
 
 
@@ -112,7 +112,7 @@ def hangs(subject: Subject) -> Iterator[Check]:
                 kind,
                 "an all-to-all",
                 RankFailed,
-                words="missed in an all-to-all by rank 0",
+                words="missed in an all-to-all by process 0",
                 allowed=1.0,
             )
         finally:

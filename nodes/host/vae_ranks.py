@@ -37,7 +37,9 @@ def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...]
     if sidecar.devices == wanted:
         return sidecar, shares, []
     used = len(sidecar.devices)
-    note = f"note: {used} of the {len(chosen)} devices chosen had running ranks; they stay, with the model they hold"
+    note = (
+        f"note: {used} of the {len(chosen)} devices chosen had running processes; they stay, with their model"
+    )
     return sidecar, shares, [note]
 
 

@@ -44,7 +44,7 @@ def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[Load
     model, settings = named_model(prompt, node)
     devices, strategy = _placed(model, settings)
     if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
-        raise RequestError(f"No ranks wait on {', '.join(devices)}.")
+        raise RequestError(f"No processes wait on {', '.join(devices)}.")
     info = pool.preload(devices, model.spec, strategy)
     keep_ahead(model.spec, model.patcher.model.diffusion_model)
     return info, devices

@@ -54,4 +54,4 @@ def _start_ranks() -> None:
     try:
         pool.get_sidecar(live_status.default_devices()).start()
     except ParallelError as error:
-        log.warning("parallel sampling: the ranks did not start with ComfyUI: %s", error)
+        log.warning("parallel sampling: the processes did not start with ComfyUI: %s", error)

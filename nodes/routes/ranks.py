@@ -44,7 +44,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
             except RequestError as error:
                 return refuse(error, 400)
             if devices in served:
-                return refuse("these ranks are busy with another button", 409)
+                return refuse("these processes are busy with another button", 409)
             served.add(devices)
             try:
                 return await asyncio.to_thread(_act, name, devices) or await _shown()
@@ -72,14 +72,14 @@ def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
         return None
     status = next((group for group in found if group.devices == devices), None)
     if status is None:
-        return refuse("there are no such ranks (any more)", 404)
+        return refuse("there are no such processes (any more)", 404)
     if reason := why_not(status, left_out(found))[name]:
         return refuse(reason, 409)
     sidecar = next((one for one in pool.all_sidecars() if one.devices == devices), None)
     if sidecar is None and devices == default_devices():
         sidecar = pool.get_sidecar(devices)
     if sidecar is None:
-        return refuse("there are no such ranks (any more)", 404)
+        return refuse("there are no such processes (any more)", 404)
     _ACTIONS[name](sidecar)
     return None
 

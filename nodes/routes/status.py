@@ -97,7 +97,7 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
         elif said.client_id not in server.sockets:
             return refuse("this page has no websocket here", 409)
         elif not await asyncio.to_thread(lambda: sender.watch(said.client_id, LEASE, anew=said.anew)):
-            return refuse("too many pages look at the ranks already", 429)
+            return refuse("too many pages look at the processes already", 429)
         return web.json_response({"seconds": LEASE})
 
     return sender

@@ -114,7 +114,7 @@ class Relay:
         except LinkClosed:
             self._leave(frame.rank)
         except LinkFull:
-            raise TransportError(f"rank {frame.rank} takes no messages") from None
+            raise TransportError(f"process {frame.rank} takes no messages") from None
 
     def _forward(self, rank: int, link: Link) -> None:
         """Passes one datagram of a local link on."""
@@ -122,7 +122,7 @@ class Relay:
             received = link.receive(0.0)
         except TransportError as error:
             if not isinstance(error, LinkClosed):
-                log.warning("rank %d: %s", rank, error)
+                log.warning("process %d: %s", rank, error)
             self._leave(rank)
             return
         if received is None:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         default="",
-        help="'0,1', 'all', 'cpu:2' or 'cluster:NAME'; all GPUs if not given, or two ranks on the CPU",
+        help="'0,1', 'all', 'cpu:2' or 'cluster:NAME'; all GPUs if not given, or two processes on the CPU",
     )
     # Of who starts it with itself: ComfyUI's button. The ranks end with the doctor in the same way.
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)

@@ -133,8 +133,8 @@ def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
     kinds = [kind for region in model.regions for kind in region.lists.values()]
     if forward.layout.sequence.size > 1 and any(kind.whole for kind in kinds):
         return [
-            f"some blocks of {name} run uncompiled where tokens are shared out: ranks meet inside of them outside of "
-            f"attention too"
+            f"some blocks of {name} run uncompiled where tokens are shared out: processes meet inside of them "
+            f"outside of attention too"
         ]
     return []
 

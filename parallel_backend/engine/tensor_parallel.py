@@ -31,4 +31,4 @@ def _meeting(axis: Axis, layouts: Layouts) -> SliceMeeting:
         sizes = (columns.shape[1],) * axis.size
         return all_gather(columns.T, sizes, axis, traffic).T
 
-    return SliceMeeting(f"ranks {axis.ranks}", axis.size, layouts.world.device, add_up, join)
+    return SliceMeeting(f"processes {axis.ranks}", axis.size, layouts.world.device, add_up, join)

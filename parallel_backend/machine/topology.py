@@ -141,7 +141,7 @@ class Topology:
     def describe(self) -> str:
         """One sentence for a person."""
         if not self.devices:
-            return "No GPU: ranks run on the CPU over gloo."
+            return "No GPU: processes run on the CPU over gloo."
         counts: dict[str, int] = {}
         for d in self.devices:
             label = f"{d.name} ({d.memory / 2**30:.0f} GiB)"

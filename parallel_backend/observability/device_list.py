@@ -45,7 +45,7 @@ def list_devices(
         gauge = read.get(device)
         ours = [group for group in groups if device in group.devices]
         other = device_lock.holder_of(device)
-        users = [f"ranks of this ComfyUI: {group_words(group)}" for group in ours]
+        users = [f"processes of this ComfyUI: {group_words(group)}" for group in ours]
         users += [f"another ComfyUI ({other})"] if other else []
         users += _programs(running.get(device, {}), own, proc)
         listed.append(

@@ -11,9 +11,9 @@ from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 from .time_left import in_gb, time_left
 
-BUSY = "a prompt is using the ranks; cancel it first"
+BUSY = "a prompt is using the processes; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
-NO_RANKS = "there are no ranks; they start with the next prompt, or by Start"
+NO_RANKS = "there are no processes; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # whose steps are
 _WARM = (State.READY.value, State.ASLEEP.value)
@@ -72,8 +72,8 @@ def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, st
     asleep = state == State.ASLEEP.value
     none = FAILED_TOO_OFTEN if is_broken else NO_RANKS
     return {
-        "sleep": none if not warm else "the ranks sleep already" if asleep else "",
-        "wake": none if not warm else "" if asleep else "the ranks are awake",
+        "sleep": none if not warm else "the processes sleep already" if asleep else "",
+        "wake": none if not warm else "" if asleep else "the processes are awake",
         "restart": FAILED_TOO_OFTEN if is_broken else "",
         "stop": "" if warm else none,
         "reset": "" if failing else "nothing failed too often",

@@ -37,20 +37,20 @@ class Notifier:
         names = ", ".join(event.devices)
         if isinstance(event, Started) and event.after:
             self._show(
-                Toast("warn", "Ranks started again", f"On {names}, after: {event.after}", _LONGER, names)
+                Toast("warn", "Processes started again", f"On {names}, after: {event.after}", _LONGER, names)
             )
         elif isinstance(event, Recovering):
             self._show(Toast("warn", "A process died; starting again", event.words, about=names))
         elif isinstance(event, Started):
             self._show(
-                Toast("success", "Ranks started", f"On {names}, in {event.seconds:.1f} s", _BRIEF, names)
+                Toast("success", "Processes started", f"On {names}, in {event.seconds:.1f} s", _BRIEF, names)
             )
         elif isinstance(event, RequestFailed) and event.broken:
-            who = "all ranks" if event.rank is None else f"rank {event.rank} on {event.device}"
+            who = "all processes" if event.rank is None else f"process {event.rank} on {event.device}"
             self._show(
                 Toast(
                     "error",
-                    "The ranks failed too often",
+                    "The processes failed too often",
                     f"On {names}; last {who}: {event.cause}. They are not started again by themselves for now: "
                     f"look with the doctor, or press Allow restarts in the sidebar tab Parallel.",
                     about=names,

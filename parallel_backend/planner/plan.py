@@ -159,7 +159,7 @@ def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:
     rule = describe(plan.strategy)
     because = f"each device takes whole images, which is no more work than {rule} and sends less"
     if first.world_size == 1:
-        because = f"ranks on a CPU share its cores, so {rule} must show first that it gains"
+        because = f"processes on a CPU share its cores, so {rule} must show first that it gains"
     return replace(plan, strategy=first, reason=f"{describe(first)}: {because}")
 
 

@@ -43,7 +43,7 @@ def main(make_worker: MakeWorker | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True, help="the inherited control link")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument(
-        "--epoch", type=int, required=True, help="which start of the group this rank belongs to"
+        "--epoch", type=int, required=True, help="which start of the group this process belongs to"
     )
     parser.add_argument("--heartbeat", type=int, required=True, help="the inherited page of heartbeats")
     arguments = parser.parse_args()

@@ -58,7 +58,7 @@ class VaeWorker:
         if not is_held or network is None:
             network = None
             self._drop(message.encodes)
-            raise error or PeerFailed("another rank could not hold the VAE")
+            raise error or PeerFailed("another process could not hold the VAE")
         self._held[message.encodes] = message.identity, network
         return LoadInfo(
             seconds=time.perf_counter() - begun,
@@ -149,7 +149,7 @@ class VaeWorker:
         encodes = isinstance(message, Encode)
         identity, network = self._held.get(encodes, ("", None))
         if network is None or identity != message.identity:
-            raise RequestError("the ranks do not hold the VAE of this request.")
+            raise RequestError("the processes do not hold the VAE of this request.")
         name, check = ("pixels", check_encode) if encodes else ("latent", check_decode)
         if set(tensors) != {name}:
             raise RequestError(f"{name} was expected, not the tensors {', '.join(sorted(tensors))}.")

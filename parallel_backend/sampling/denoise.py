@@ -89,7 +89,9 @@ def denoise(
     The maths is ComfyUI's KSAMPLER for flow models (CONST): x0 = sigma * noise + (1 - sigma) * latent.
     """
     if request.sampler not in STEPS:
-        raise RequestError(f"sampler {request.sampler!r} does not run on the ranks; use {', '.join(STEPS)}.")
+        raise RequestError(
+            f"sampler {request.sampler!r} does not run on the processes; use {', '.join(STEPS)}."
+        )
     device = forward.device
     noise, latent = (t.to(device, torch.float32) for t in (request.noise, request.latent))
     sigmas = Sigmas(request.sigmas.to(torch.float32), device)

@@ -183,7 +183,7 @@ class RankHoldings:
         infos = reports(done, lambda answer: answer.load)
         models = self._take_models(done, exchange)[0].models
         if not models or models[-1] != number:
-            raise exchange.refuse(f"the ranks hold the models {models} after they were given {number}")
+            raise exchange.refuse(f"the processes hold the models {models} after they were given {number}")
         takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
         self._took[key] = takes
         for model in before:
@@ -211,7 +211,7 @@ class RankHoldings:
         """Notes what the ranks say that they hold."""
         ranks = reports(done, lambda answer: answer.models)
         if len({rank.models for rank in ranks}) > 1:
-            raise exchange.refuse(f"ranks hold different models: {[rank.models for rank in ranks]}")
+            raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self._held = [model for model in self._held if model.number in ranks[0].models]
         self._certain = True
         return ranks

@@ -100,7 +100,7 @@ class IdleWatch:
         try:
             return self._timeouts()
         except Exception:
-            log.exception("parallel sampling: how long idle ranks stay is not known")
+            log.exception("parallel sampling: how long idle processes stay is not known")
             return Timeouts(0.0, 0.0)
 
     def _look(self) -> None:
@@ -110,7 +110,7 @@ class IdleWatch:
                 if at is not None and sidecar.state in _IDLE:
                     _act(sidecar, self._clock() - at, timeouts)
         except Exception:  # the next look is not lost for it
-            log.exception("parallel sampling: looking after idle ranks met an error and goes on")
+            log.exception("parallel sampling: looking after idle processes met an error and goes on")
         living = {sidecar.devices for sidecar in self._sidecars() if sidecar.pids}
         with self._lock:
             self._used = {devices: at for devices, at in self._used.items() if devices in living}
@@ -123,11 +123,11 @@ def _act(sidecar: Sidecar, idle_s: float, timeouts: Timeouts) -> None:
     try:
         if 0 < timeouts.stop_s <= idle_s:
             if sidecar.stop_if_idle():
-                log.info("parallel sampling: ended the ranks on %s, idle for %.0f s", names, idle_s)
+                log.info("parallel sampling: ended the processes on %s, idle for %.0f s", names, idle_s)
         elif 0 < timeouts.sleep_s <= idle_s and sidecar.state is State.READY:
             sidecar.sleep(level=2, should_cancel=lambda: sidecar.state not in _IDLE)
-            log.info("parallel sampling: put the ranks on %s to sleep, idle for %.0f s", names, idle_s)
+            log.info("parallel sampling: put the processes on %s to sleep, idle for %.0f s", names, idle_s)
     except Cancelled:  # somebody asked for them meanwhile
-        log.info("parallel sampling: the ranks on %s are wanted and stay awake", names)
+        log.info("parallel sampling: the processes on %s are wanted and stay awake", names)
     except ParallelError:
-        log.warning("parallel sampling: idle ranks on %s did not obey", names, exc_info=True)
+        log.warning("parallel sampling: idle processes on %s did not obey", names, exc_info=True)

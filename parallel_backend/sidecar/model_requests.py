@@ -87,7 +87,7 @@ class ModelRequests:
                 return
             step = expect(rank, answer, Progress)
             if not 0 <= step.strategy < len(strategies):
-                raise TransportError(f"rank {rank} names a strategy {step.strategy}, of {len(strategies)}")
+                raise TransportError(f"process {rank} names a strategy {step.strategy}, of {len(strategies)}")
             seconds.append(step.seconds)
             self.progress.step, self.progress.steps = step.step, step.steps
             self.progress.seconds.append(step.seconds)
@@ -148,7 +148,7 @@ class ModelRequests:
         half-way through a collective."""
         load = self._holdings.ensure_ready(spec, placement.strategy, lease)
         if load.inputs is None:
-            raise TransportError("the ranks loaded a model without saying what it takes")
+            raise TransportError("the processes loaded a model without saying what it takes")
         check_inputs(request, load.inputs)
         return load, load.inputs
 
@@ -193,7 +193,7 @@ def _answer(exchange: Exchange[Done]) -> list[Tensor]:
     """Rank 0's answer to a call of the network: one tensor, or several."""
     parts = unpack_answer(exchange.result)
     if not parts or any(part.dtype != torch.float32 for part in parts):
-        raise exchange.refuse("rank 0 gave no answer to a model call")
+        raise exchange.refuse("process 0 gave no answer to a model call")
     return parts
 
 
@@ -206,7 +206,7 @@ def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None])
         for name, shape in shapes.items()
     )
     if not fits:
-        raise exchange.refuse(f"rank 0 answered with the tensors {found}; expected {shapes}, float32")
+        raise exchange.refuse(f"process 0 answered with the tensors {found}; expected {shapes}, float32")
     return result
 
 

@@ -56,8 +56,8 @@ def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrateg
         for key, other in _sidecars.items():
             if key != devices and set(key) & set(devices) and other.state in _RUNNING:
                 raise RequestError(
-                    f"Nothing was loaded: it belongs on {', '.join(devices)}, and ranks on {', '.join(key)} would end "
-                    f"for it. Stop those, or choose the same devices."
+                    f"Nothing was loaded: it belongs on {', '.join(devices)}, and processes on {', '.join(key)} would "
+                    f"end for it. Stop those, or choose the same devices."
                 )
         sidecar = get_sidecar(devices)
     return sidecar.preload(spec, strategy)
@@ -99,9 +99,9 @@ def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
     try:
         ask()
     except Cancelled:  # the ranks were stopped, or asked for something else
-        log.info("parallel sampling: the ranks on %s keep their memory", ", ".join(sidecar.devices))
+        log.info("parallel sampling: the processes on %s keep their memory", ", ".join(sidecar.devices))
     except ParallelError:
-        log.warning("parallel sampling: ranks did not give their memory back", exc_info=True)
+        log.warning("parallel sampling: processes did not give their memory back", exc_info=True)
 
 
 def bytes_on(spec: ModelSpec, device: str) -> int:

@@ -106,7 +106,7 @@ class ResumableJob:
             return
         shape = state.x.shape if isinstance(state, SamplerState) else state.answers.shape[2:]
         if tuple(shape) != self.shape and not isinstance(self.request, ShippedRequest):
-            raise TransportError(f"rank 0 sent a state of shape {list(shape)}")
+            raise TransportError(f"process 0 sent a state of shape {list(shape)}")
         if isinstance(state, SamplerState):
             self._state = state
             return
@@ -119,7 +119,7 @@ class ResumableJob:
         self.give_up_trials()
         cause = error.cause.split("\n", 1)[0]
         goes_on = "begins again" if self._state is None else f"goes on after step {self._state.step}"
-        text = f"{error.who(device)} failed ({cause}); the job {goes_on} on ranks started anew"
+        text = f"{error.who(device)} failed ({cause}); the job {goes_on} on processes started anew"
         self._notes += (text,)
         return text
 

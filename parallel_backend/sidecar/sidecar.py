@@ -316,6 +316,6 @@ class Sidecar(VaeRequests):
         size = placement.strategy.world_size
         if size not in (1, len(self.devices)):
             raise StrategyError(
-                f"{placement.strategy.describe()} needs {size} rank{'s' if size > 1 else ''}; this group has "
+                f"{placement.strategy.describe()} needs {size} process{'es' if size > 1 else ''}; this group has "
                 f"{len(self.devices)}. Choose degrees whose product is {len(self.devices)}."
             )

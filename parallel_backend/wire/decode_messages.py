@@ -116,4 +116,4 @@ def check_encode(pixels: torch.Tensor, shares: tuple[float, ...], ranks: int) ->
 
 def _check_shares(shares: tuple[float, ...], ranks: int) -> None:
     if shares and (len(shares) != ranks or min(shares) <= 0):
-        raise RequestError(f"shares is {list(shares)}; expected {ranks} numbers above 0, one per rank.")
+        raise RequestError(f"shares is {list(shares)}; expected {ranks} numbers above 0, one per process.")

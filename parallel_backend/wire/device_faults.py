@@ -74,7 +74,7 @@ _FAULTS = (
     ),
     DeviceFault(
         r"[Dd]uplicate GPU detected",
-        "two ranks were given one GPU, or two MIG slices of one, which NCCL does not join",
+        "two processes were given one GPU, or two MIG slices of one, which NCCL does not join",
         "Name each GPU once in CUDA_VISIBLE_DEVICES, and one slice of each",
     ),
     DeviceFault(
@@ -84,12 +84,12 @@ _FAULTS = (
     ),
     DeviceFault(
         r"no socket interface found|with family \d+ is neither",
-        "the ranks meet over this machine's loopback network interface, and lo is down or missing",
+        "the processes meet over this machine's loopback network interface, and lo is down or missing",
         "Bring it up (ip link set lo up), or start the container or sandbox with one",
     ),
     DeviceFault(
         r"[Tt]oo many open files",
-        "the ranks have no file descriptors left",
+        "the processes have no file descriptors left",
         "ulimit -n 4096 before ComfyUI starts, or LimitNOFILE= in its service",
     ),
     DeviceFault(
@@ -115,8 +115,8 @@ _FAULTS = (
     ),
     DeviceFault(
         r"Watchdog caught collective operation timeout|Heartbeat monitor timed out",
-        "NCCL gave up waiting for another rank",
-        "Look at the other ranks' devices with the doctor; unset TORCH_NCCL_* variables of your own",
+        "NCCL gave up waiting for another process",
+        "Look at the other processes' devices with the doctor; unset TORCH_NCCL_* variables of your own",
         repeats=False,
     ),
     DeviceFault(

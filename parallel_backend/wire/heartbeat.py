@@ -343,4 +343,4 @@ def in_words(beats: Sequence[RankBeat], rank: int) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -32,7 +32,7 @@ def _gpu(index: int, **changes) -> dict:
 
 BOX = {
     "devices": [
-        _gpu(0, users=["ranks of this ComfyUI: sampling 3/28"], busy=True),
+        _gpu(0, users=["processes of this ComfyUI: sampling 3/28"], busy=True),
         _gpu(1, users=["blender (process 77): 9.50 GiB"]),
         *map(_gpu, range(2, 8)),
     ],
@@ -154,5 +154,5 @@ def test_it_speaks_the_pages_language(page):
     finally:
         page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
     assert BOX["devices"][0]["name"] in words
-    for english in ("free ", "ranks of", "process", "slowest path", "devices on"):
+    for english in ("free ", "processes of", "process", "slowest path", "devices on"):
         assert english not in words

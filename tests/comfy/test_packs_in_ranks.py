@@ -182,7 +182,7 @@ def test_patches_that_are_in_the_weights_already_are_not_put_there_again(packs):
         return (len(counted.read_text().splitlines()) if counted.exists() else 0) - before
 
     first = calls(1, 0.8)
-    assert first and not first % 2, "in both ranks"
+    assert first and not first % 2, "in both processes"
     assert calls(2, 0.8) == 0
     assert calls(2, 0.5) == first
     assert calls(3, 0.5, on=False) == 0
@@ -226,8 +226,8 @@ def _works_again(packs) -> None:
     [
         ("TestRaises", "parallel_test_raises", "no such kernel for this device"),
         ("TestBreaks", "parallel_test_breaks", "it needs a library that is not installed"),
-        ("TestHangs", "parallel_test_hangs", "rank 1"),
-        ("TestEnds", "parallel_test_ends", "rank 1"),
+        ("TestHangs", "parallel_test_hangs", "process 1"),
+        ("TestEnds", "parallel_test_ends", "process 1"),
     ],
 )
 def test_a_pack_that_fails_in_one_rank_is_named_and_the_next_prompt_works(impatient, node, pack, words):

@@ -120,7 +120,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
         _, report = decoded(comfy, graph, output)
         assert "devices: cpu:0, cpu:1\n" in report
         assert draw == 11 or "was on the devices already" in report
-    assert "2 of the 4 devices chosen had running ranks" in report
+    assert "2 of the 4 devices chosen had running processes" in report
     graph, latent = sampled(2)
     _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
     assert "weights were warm" in report

@@ -59,7 +59,7 @@ def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm)
     held = _group(warm)
     assert (held["state"], held["model"], len(held["ranks"])) == ("ready", "tiny_ranks.safetensors", 2)
     assert all(rank["weight_bytes"] > 0 and rank["pid"] for rank in held["ranks"])
-    assert press("wake") == (409, "the ranks are awake")
+    assert press("wake") == (409, "the processes are awake")
     assert press("sleep") == (200, "asleep")
     assert press("wake") == (200, "ready") and _group(warm)["model"] == "tiny_ranks.safetensors"
     pids = {rank["pid"] for rank in held["ranks"]}

@@ -108,16 +108,16 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     page.wait_for_function("() => recorded.some(t => /^sampling [1-9]\\d*\\/24$/.test(t))", timeout=120_000)
     shoot("status-sampling")
     os.kill(_group(comfy)["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
-    page.wait_for_function("() => recorded.includes('Ranks started again')", timeout=60_000)
+    page.wait_for_function("() => recorded.includes('Processes started again')", timeout=60_000)
     page.locator(".p-toast-detail", has_text="killed by SIGKILL").wait_for(timeout=10_000)
-    card = panel.get_by_label("Ranks on cpu:0, cpu:1")
+    card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length", timeout=20_000)
     seen = page.evaluate("recorded")
     bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 24", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " a step" in card.inner_text()
-    card.locator("button[title='Not now: the ranks are awake']").wait_for(
+    card.locator("button[title='Not now: the processes are awake']").wait_for(
         timeout=10_000
     )  # soon after the state
 
@@ -131,7 +131,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
         "() => window.app?.extensions?.some(e => e.name === 'parallel_sampling.status_panel')", timeout=60_000
     )
     panel = _open(page)
-    card = panel.get_by_label("Ranks on cpu:0, cpu:1")
+    card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("asleep")
     assert any(EVENT in frame for frame in frames)
 
@@ -139,11 +139,11 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     page.evaluate(RECORD, ".p-toast-summary")
     os.kill(_group(comfy)["ranks"][1]["pid"], signal.SIGKILL)
     wait_for("failed")
-    assert "rank 1 failed" in card.locator(".reason").inner_text()
+    assert "process 1 failed" in card.locator(".reason").inner_text()
     shoot("status-failed")
     press("Start", "ready")
-    page.wait_for_function("() => recorded.includes('Ranks started')", timeout=20_000)
-    assert page.evaluate("recorded.filter(t => t === 'Ranks started').length") == 1
+    page.wait_for_function("() => recorded.includes('Processes started')", timeout=20_000)
+    assert page.evaluate("recorded.filter(t => t === 'Processes started').length") == 1
     press("Stop", "not started")
 
     # Nobody looks: nothing is sent.
@@ -188,7 +188,7 @@ def _case(devices: list[int], state: str, said: str, reason: str = "", **rank) -
     )
     buttons = ("sleep", "wake", "restart", "stop", "reset")
     broken = "they failed too often; press Allow restarts first"
-    why = broken if state == "broken" else "a prompt is using the ranks"
+    why = broken if state == "broken" else "a prompt is using the processes"
     return {
         "devices": [f"cuda:{i}" for i in devices],
         "state": state,
@@ -207,9 +207,14 @@ STATES = {
         _case([0, 1], "running", "sampling 12/28", words="step 12 of 28", progress=0.43),
         _case([2, 3], "running", "loading 43 %", words="loading 43 %", progress=0.43),
         _case(
-            [4], "failed", "failed", "rank 0 failed: killed by signal 9 (SIGKILL)", pid=None, weight_bytes=0
+            [4],
+            "failed",
+            "failed",
+            "process 0 failed: killed by signal 9 (SIGKILL)",
+            pid=None,
+            weight_bytes=0,
         ),
-        _case([5], "broken", "broken", "rank 0 failed: " + "CUDA_ERROR_ILLEGAL_ADDRESS" * 4, pid=None),
+        _case([5], "broken", "broken", "process 0 failed: " + "CUDA_ERROR_ILLEGAL_ADDRESS" * 4, pid=None),
     ],
     "left_out": ["cuda:7"],
     "settings": ["the setting default_devices is 'cuda:99': there is no such GPU; all counts"],
@@ -257,12 +262,12 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
     # A toast that stays, as it comes from the server.
     toast = {
         "severity": "error",
-        "summary": "The ranks failed too often",
+        "summary": "The processes failed too often",
         "detail": "Allow restarts",
         "life": None,
     }
     page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")
-    page.get_by_text("The ranks failed too often").wait_for(timeout=10_000)
+    page.get_by_text("The processes failed too often").wait_for(timeout=10_000)
 
     # ComfyUI goes away, and comes back.
     page.unroute("**/parallel_sampling/watch")
@@ -289,13 +294,13 @@ def test_before_a_first_run_the_machine_is_there_and_eight_gpus_are_seen_at_once
 
     say()
     words = panel.inner_text()
-    assert "No ranks yet" in words and "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH." in words
-    assert words.count("of 24.0 GiB") == 7 and all(f"rank {i} · cuda:{i}" in words for i in range(7))
+    assert "No processes yet" in words and "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH." in words
+    assert words.count("of 24.0 GiB") == 7 and all(f"process {i} · cuda:{i}" in words for i in range(7))
     assert "cuda:7 NVIDIA H100 · free 70 GiB of 80 GiB · blender (process 77): 9.50 GiB" in words
 
     told |= {"groups": [_case(list(range(8)), "ready", "ready")], "others": []}
     say()
-    panel.get_by_text("rank 7 · cuda:7").wait_for(timeout=20_000)
+    panel.get_by_text("process 7 · cuda:7").wait_for(timeout=20_000)
     inside = "e => [e.scrollHeight, e.clientHeight]"
     scrolls, seen = panel.evaluate(inside)
     assert scrolls <= seen + 1, (scrolls, seen)

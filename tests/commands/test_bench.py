@@ -258,7 +258,7 @@ def outcome(*rows, **changes):
         Row(ONE, "native", (1.0, 1.2, 0.8), difference=0.0),
         Row(ULYSSES, "native", (0.6, 0.6, 0.7), difference=1e-6, sent_bytes=2**21),
         Row(PIPE, "native", (0.5, 0.5, 0.5), difference=2e-2),
-        Row(RING, problem="rank 1 ran out of memory"),
+        Row(RING, problem="process 1 ran out of memory"),
     )
     base = Outcome(tuple(rows), "Flux.1", "1024x1024", ("2 × card",), ("torch 2.13",), 3, True)
     return replace(base, **changes)
@@ -269,7 +269,7 @@ def test_the_text_says_what_is_fastest_what_is_approximate_and_what_did_not_run(
     assert max(map(len, text.splitlines())) <= 100
     assert "→ Ulysses 2" in text and "1.67x" in text and "2.0" in text
     assert "PipeFusion 2 ≈ is faster still, but approximate" in text
-    assert "did not run: rank 1 ran out of memory" in text
+    assert "did not run: process 1 ran out of memory" in text
     assert "differ from one device's by 1.0e-06" in text
 
 

@@ -63,7 +63,7 @@ def report(calls, tmp_path, monkeypatch):
 def test_the_fastest_and_what_it_won_is_said(report):
     lines = report({ULYSSES: 0.033, RING: 0.034, ONE: 0.055}, **TINY)
     assert lines[0].startswith(
-        "strategy: Ulysses 2: the fastest of those tried in this run, which began with one device: ranks on a CPU "
+        "strategy: Ulysses 2: the fastest of those tried in this run, which began with one device: processes on a CPU "
     )
     assert (
         "tried: a step took one device 0.055 s, Ulysses 2 0.033 s, Ring 2 0.034 s; Ulysses 2 ran the rest, 1.7 "

@@ -93,7 +93,7 @@ def test_each_sentence_is_said_somewhere(sources):
 
 
 def test_a_sentence_that_nobody_says_is_found(sources):
-    assert not sources.say("the ranks are fast asleep")
+    assert not sources.say("the processes are fast asleep")
 
 
 def test_each_language_says_each_sentence_once_with_the_same_things_in_it():

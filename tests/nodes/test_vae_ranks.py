@@ -61,7 +61,7 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
     module = import_node_module("nodes.vae_nodes")
 
     def ends(*_, **__):
-        raise OutOfMemory("Rank 1 ran out of memory on cuda:1")
+        raise OutOfMemory("Process 1 ran out of memory on cuda:1")
 
     sidecar = SimpleNamespace(devices=CHOSEN, **{verb: ends})
     monkeypatch.setattr(module, "splittable", lambda half, vae: None)
@@ -75,5 +75,5 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
         memory_used_decode=lambda *_: 0.0,
         memory_used_encode=lambda *_: 0.0,
     )
-    with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Rank 1 ran out"):
+    with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Process 1 ran out"):
         getattr(module, f"_{verb}")(vae, torch.zeros(given), StrategySettings())

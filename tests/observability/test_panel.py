@@ -30,7 +30,7 @@ def loading(seconds: float, size: int = 0) -> Phase:
 STATES = {
     "not started": replace(GROUP, state="down", ranks=()),
     "starting, about 10 s, once": replace(
-        GROUP, state="starting", phase=Phase(PhaseKind.STARTING, "2 ranks")
+        GROUP, state="starting", phase=Phase(PhaseKind.STARTING, "2 processes")
     ),
     "loading 38 % · about 7 s left": replace(GROUP, state="running", phase=loading(4.2)),
     "first step": replace(GROUP, state="running", phase=Phase(PhaseKind.FIRST_STEP), steps=28),
@@ -49,8 +49,10 @@ STATES = {
     "decoding": replace(GROUP, state="running", phase=Phase(PhaseKind.DECODING)),
     "ready": GROUP,
     "asleep": replace(GROUP, state="asleep"),
-    "failed": replace(GROUP, state="failed", reason="rank 1 failed: killed"),  # what died still has its page
-    "broken": replace(GROUP, state="broken", reason="rank 1 failed: killed", ranks=()),
+    "failed": replace(
+        GROUP, state="failed", reason="process 1 failed: killed"
+    ),  # what died still has its page
+    "broken": replace(GROUP, state="broken", reason="process 1 failed: killed", ranks=()),
 }
 
 
@@ -65,7 +67,7 @@ def test_each_state_has_its_words_and_goes_over_the_wire(words):
     (group,) = show_groups([STATES[words]], {"cuda:1": gauge})["groups"]
     assert json.loads(json.dumps(group)) == group
     assert group["words"] == words
-    assert group["reason"] == ("rank 1 failed: killed" if words in ("failed", "broken") else "")
+    assert group["reason"] == ("process 1 failed: killed" if words in ("failed", "broken") else "")
     assert [rank["device"] for rank in group["ranks"]] == ["cuda:0", "cuda:1"]
     ended = words in ("not started", "failed", "broken")
     assert [(rank["pid"], rank["weight_bytes"]) for rank in group["ranks"]] == (

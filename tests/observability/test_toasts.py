@@ -23,19 +23,21 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
         return [(toast.severity, toast.summary, toast.life is None) for toast in toasts]
 
     assert shown_after(Changed(DEVICES), Started(DEVICES, 2.5, ""), DONE, DONE) == [
-        ("success", "Ranks started", False)
+        ("success", "Processes started", False)
     ]
     assert toasts[0].detail == "On cuda:0, cuda:1, in 2.5 s"
     failing.add("cuda:1")
-    assert shown_after(failed(), Started(DEVICES, 2.5, "rank 1 failed: killed"), DONE) == [
-        ("warn", "Ranks started again", False)
+    assert shown_after(failed(), Started(DEVICES, 2.5, "process 1 failed: killed"), DONE) == [
+        ("warn", "Processes started again", False)
     ]
-    assert "rank 1 failed: killed" in toasts[0].detail
+    assert "process 1 failed: killed" in toasts[0].detail
     failing.add("cuda:1")
     assert shown_after(failed(), DONE, DONE) == [("warn", "A device is left out", False)]
     assert "cuda:1 left out" in toasts[0].detail
-    assert shown_after(failed(broken=True), DONE) == [("error", "The ranks failed too often", True)]
-    assert "Allow restarts" in toasts[0].detail and "rank 1 on cuda:1: killed by signal 9" in toasts[0].detail
+    assert shown_after(failed(broken=True), DONE) == [("error", "The processes failed too often", True)]
+    assert (
+        "Allow restarts" in toasts[0].detail and "process 1 on cuda:1: killed by signal 9" in toasts[0].detail
+    )
     failing.clear()
     assert shown_after(DONE) == []
     failing.add("cuda:1", 2)
@@ -45,8 +47,8 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
 def test_a_death_is_told_at_once_and_the_start_that_follows_takes_its_place():
     toasts = []
     notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
-    words = "rank 1 on cuda:1 failed (killed); the job goes on after step 52 on ranks started anew"
-    for event in (failed(), Recovering(DEVICES, words), Started(DEVICES, 2.5, "rank 1 failed: killed")):
+    words = "process 1 on cuda:1 failed (killed); the job goes on after step 52 on processes started anew"
+    for event in (failed(), Recovering(DEVICES, words), Started(DEVICES, 2.5, "process 1 failed: killed")):
         notifier.on_event(event)
     died, started = toasts
     assert (died.severity, died.detail, died.life) == ("warn", words, None)

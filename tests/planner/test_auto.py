@@ -117,7 +117,7 @@ def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     assert first.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
     assert first.devices == CPUS  # the other rank is there for the trials
     assert first.reason == (
-        "one device: ranks on a CPU share its cores, so Ulysses 2 must show first that it gains"
+        "one device: processes on a CPU share its cores, so Ulysses 2 must show first that it gains"
     )
     trials = (Trial(ONE, (1.6, 1.7, 1.8)), Trial(ULYSSES, (1.0, 1.2, 1.1)), Trial(RING, (0.8, 0.8)))
     assert cpus.record(job(), RunInfo("native", RING, (9.0, 1.0), trials=trials))

@@ -31,7 +31,7 @@ def test_a_rank_of_another_version_is_refused(no_leaks):
 @pytest.mark.real_start
 def test_a_rank_that_sends_garbage_is_ended(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.garbage_rank")
-    with pytest.raises(TransportError, match="rank 0 sent what the protocol does not allow"):
+    with pytest.raises(TransportError, match="process 0 sent what the protocol does not allow"):
         sidecar.start()
     assert sidecar.pids == ()
 

@@ -178,7 +178,7 @@ def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
     """Without a word before they try it together, the first would wait for the second."""
     source = import_comfyui_here()
     first, second = run_ranks(_load_where_one_rank_lacks_weights, 2, source)
-    assert first == ("another rank could not hold the VAE", 1, (1, 16, 16, 3))
+    assert first == ("another process could not hold the VAE", 1, (1, 16, 16, 3))
     assert "lacks" in second[0] and second[1:] == (1, None)
 
 
@@ -259,7 +259,7 @@ def test_a_decode_whose_rank_dies_is_made_again(tmp_path, point):
             result = sidecar.decode(vae.weights, latent, on_phase=texts.append)
         assert (tmp_path / "fired").exists() and vae.asked == 2
         assert is_right(result.image, vae.image(latent))
-        assert any("rank 1 on cpu:1 failed" in text for text in texts)
+        assert any("process 1 on cpu:1 failed" in text for text in texts)
     finally:
         sidecar.stop()
 
@@ -275,7 +275,7 @@ def other_network():
     [
         (Weights(FLUX).weights, torch.zeros(1, 4, 6, 6), (), "has 4 channels and the VAE decodes 16"),
         (Weights(FLUX).weights, torch.zeros(1, 16, 2, 6, 6), (), "expected \\[batch, channels"),
-        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0,), "one per rank"),
+        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0,), "one per process"),
         (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
         (VaeWeights("other", other_network), torch.zeros(1, 16, 6, 6), (), "not built like"),
     ],
@@ -325,7 +325,7 @@ def test_a_second_killed_rank_is_named_and_the_next_decode_works(ranks):
             killed.append(ranks.pids[1])
             os.kill(killed[-1], signal.SIGKILL)
 
-    with pytest.raises(RankFailed, match=r"rank 1 failed: killed by SIGKILL"):
+    with pytest.raises(RankFailed, match=r"process 1 failed: killed by SIGKILL"):
         ranks.decode(vae.weights, latent, on_step=kill)
     assert len(killed) == 2
     assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))

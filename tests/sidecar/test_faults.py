@@ -69,7 +69,7 @@ def works_again(sidecar, weights, expected):
 def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, sidecar, weights, kind, name):
     with (
         fault(kind, "an all-reduce", step=2),
-        pytest.raises(RankFailed, match=f"rank 1 failed: killed by {name}") as caught,
+        pytest.raises(RankFailed, match=f"process 1 failed: killed by {name}") as caught,
     ):
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert caught.value.crashed
@@ -83,7 +83,7 @@ def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_
         if join is None:
             pytest.skip("no right to make a control group")
         out = run_script(join + OUT_OF_HOST_MEMORY, tmp_path)
-    assert "rank 1 failed: killed by SIGKILL: host memory ran out" in out
+    assert "process 1 failed: killed by SIGKILL: host memory ran out" in out
     assert "of the 1.5 GiB there are" in out and "fine" in out
 
 
@@ -97,7 +97,7 @@ def test_memory_that_ends_on_one_rank_is_raised_as_such_and_not_tried_again(
     try:
         with (
             fault("oom", "an all-reduce", step=2, once=once),
-            pytest.raises(OutOfMemory, match="Rank 1 ran out of memory"),
+            pytest.raises(OutOfMemory, match="Process 1 ran out of memory"),
         ):
             sidecar.sample(weights, scripted_request(), two_ranks())
         assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
@@ -113,11 +113,11 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 2.0)
     with (
         fault(kind, "an all-reduce", step=2),
-        pytest.raises(RankFailed, match=r"rank 1 failed: .*limit here is 2 s") as caught,
+        pytest.raises(RankFailed, match=r"process 1 failed: .*limit here is 2 s") as caught,
     ):
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert caught.value.reason == "hang"
-    assert "missed in an all-reduce by rank 0, after 2 steps" in caught.value.cause
+    assert "missed in an all-reduce by process 0, after 2 steps" in caught.value.cause
     assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
     assert ("fault_injection.py" in caught.value.cause) == (kind != "stop")  # where it hangs
 
@@ -161,7 +161,7 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
 def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, weights, monkeypatch):
     monkeypatch.setattr(deadlines, "START", 5.0)  # s; the other, a fork, has greeted by then
     sidecar = scripted_sidecar(resumes=True)
-    with fault("stop", "start"), pytest.raises(RankFailed, match="rank 1 failed: was stopped by a signal"):
+    with fault("stop", "start"), pytest.raises(RankFailed, match="process 1 failed: was stopped by a signal"):
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == ()
     sidecar.stop()
@@ -169,7 +169,7 @@ def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, we
 
 def test_a_rank_killed_while_ranks_start_is_named_and_the_next_prompt_works(no_leaks, weights):
     sidecar = scripted_sidecar(resumes=True)
-    with fault("kill", "start"), pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+    with fault("kill", "start"), pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == ()
     sidecar.sample(weights, scripted_request(), two_ranks())
@@ -326,7 +326,7 @@ def test_a_job_goes_on_after_a_rank_died_in_a_collective(no_leaks, flux, tmp_pat
     finally:
         sidecar.stop()
     (note,) = [note for note in result.info.notes if "failed" in note]
-    assert "rank 1 on cpu:1 failed (killed by SIGKILL" in note and "goes on after step" in note
+    assert "process 1 on cpu:1 failed (killed by SIGKILL" in note and "goes on after step" in note
     assert note in phases
     assert len(result.info.step_seconds) == 5
     if strategy.pipefusion_degree == 1:
@@ -348,7 +348,7 @@ def test_a_job_resumed_by_a_scripted_rank_gives_the_same_bits(no_leaks, weights,
     finally:
         sidecar.stop()
     (note,) = result.info.notes
-    assert "rank 0 on cpu:0 failed (killed by SIGKILL" in note and "goes on after step" in note
+    assert "process 0 on cpu:0 failed (killed by SIGKILL" in note and "goes on after step" in note
     assert not result.info.load.cached  # new ranks loaded the weights again, which the report tells
 
 
@@ -356,14 +356,14 @@ def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights
     sidecar = scripted_sidecar(resumes=True)
     try:
         with fault("kill", "an all-reduce", step=1):
-            with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+            with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
                 sidecar.sample(weights, scripted_request(), two_ranks())
             assert sidecar.state is State.FAILED
-            with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+            with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
                 sidecar.sample(weights, scripted_request(), two_ranks())
         assert sidecar.state is State.BROKEN
         with pytest.raises(
-            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, rank 1 on cpu:1: killed by SIGKILL"
+            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, process 1 on cpu:1: killed by SIGKILL"
         ):
             sidecar.sample(weights, scripted_request(), two_ranks())
     finally:

@@ -113,7 +113,7 @@ def test_an_error_ends_no_watch(watched, caplog):
     timeouts |= wished
     time.turn(LOOK_AGAIN)
     assert ranks.state is State.DOWN
-    assert "how long idle ranks stay is not known" in caplog.text
+    assert "how long idle processes stay is not known" in caplog.text
 
 
 def test_an_error_of_one_group_ends_no_watch(watched, monkeypatch):

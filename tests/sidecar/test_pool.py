@@ -76,7 +76,7 @@ def test_ranks_stopped_while_they_give_their_memory_back_are_no_warning(tmp_path
     sidecar.load(spec)
 
     def stopped(*_, **__):
-        raise Cancelled("The ranks were stopped while they worked on the request.")
+        raise Cancelled("The processes were stopped while they worked on the request.")
 
     monkeypatch.setattr(sidecar, "sleep", stopped)
     pool.put_to_sleep(spec)

@@ -108,7 +108,7 @@ def test_a_file_that_is_not_there_or_is_refused_costs_nothing(sidecar, make):
     sidecar.load(first)
     with pytest.raises(CheckpointError, match="cannot be read"):
         sidecar.preload(ModelSpec("/nowhere/at all.safetensors"))
-    with pytest.raises(CheckpointError, match="refused by rank 1"):
+    with pytest.raises(CheckpointError, match="refused by process 1"):
         sidecar.preload(make(2.0, "refused 1"))
     assert scale_of(sidecar, first) == (1.0, True)
 
@@ -160,7 +160,7 @@ def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, make, monkeypatch)
     try:
         first = make(1.0)
         pool.preload(("cpu:0", "cpu:1"), first, WHOLE)
-        with pytest.raises(RequestError, match="ranks on cpu:0, cpu:1 would end"):
+        with pytest.raises(RequestError, match="processes on cpu:0, cpu:1 would end"):
             pool.preload(("cpu:1", "cpu:2"), first, WHOLE)
         assert [sidecar.models for sidecar in pool.all_sidecars()] == [(first,)]
     finally:

@@ -171,7 +171,7 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
     text = job.survive(RankFailed(1, "killed by SIGKILL\nwith output"), "cuda:1")
     assert (
         text
-        == "rank 1 on cuda:1 failed (killed by SIGKILL); the job goes on after step 2 on ranks started anew"
+        == "process 1 on cuda:1 failed (killed by SIGKILL); the job goes on after step 2 on processes started anew"
     )
     assert torch.equal(job.begin()["state.x"], state.x)
     result = job.merged(info(notes=("a note",)))

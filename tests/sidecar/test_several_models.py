@@ -149,7 +149,7 @@ def test_a_refused_file_costs_none_of_the_others(sidecar, make):
     first, second = make(1.0), make(2.0)
     sidecar.load(first)
     sidecar.load(second)
-    with pytest.raises(CheckpointError, match="refused by rank 1"):
+    with pytest.raises(CheckpointError, match="refused by process 1"):
         sidecar.load(make(3.0, "refused 1"))
     assert sidecar.load(first).cached and sidecar.load(second).cached
     assert sidecar.models == (second, first)
@@ -160,7 +160,7 @@ def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, make):
     first, second = make(1.0), make(2.0)
     sidecar.load(first)
     sidecar.load(second)
-    with pytest.raises(CheckpointError, match="refused by rank 1"):
+    with pytest.raises(CheckpointError, match="refused by process 1"):
         sidecar.load(make(3.0, "no-memory-then-refused 1"))
     assert not sidecar.load(first).cached
     assert scale_of(sidecar, first)[0] == 1.0 and scale_of(sidecar, second)[0] == 2.0

@@ -53,7 +53,7 @@ def test_every_step_is_told_with_its_preview_and_every_phase_in_words(sidecar, w
     assert torch.allclose(steps[-1][2], result.latent, atol=1e-6)  # at sigma 0 the latent is the denoised one
     seconds = re.fullmatch(r"loaded in (\d\.\d) s", phases[2])
     assert seconds and phases == [
-        "starting 2 ranks",
+        "starting 2 processes",
         "loading good.safetensors",
         seconds[0],
         "first step",
@@ -102,7 +102,7 @@ def test_a_file_that_one_rank_refuses_is_held_by_none_and_the_old_model_stays(
     sidecar.load(weights)
     pids = sidecar.pids
     refused = scripted_weights(tmp_path / "bad.safetensors", f"refused {rank} 1.0")
-    with pytest.raises(CheckpointError, match=f"refused by rank {rank}"):
+    with pytest.raises(CheckpointError, match=f"refused by process {rank}"):
         sidecar.load(refused)
     assert sidecar.state is State.READY
     assert sidecar.load(weights).cached
@@ -142,14 +142,14 @@ def test_a_request_with_wrong_shapes_is_refused_before_a_rank_starts(sidecar, we
 def test_a_request_that_the_ranks_refuse_leaves_the_group_warm(sidecar, weights):
     sidecar.start()
     pids = sidecar.pids
-    with pytest.raises(RequestError, match="does not run on the ranks"):
+    with pytest.raises(RequestError, match="does not run on the processes"):
         sidecar.sample(weights, replace(scripted_request(), sampler="nonsense"), two_ranks())
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
 
 
 def test_a_strategy_of_another_size_is_refused(sidecar, weights):
-    with pytest.raises(StrategyError, match="needs 3 ranks; this group has 2"):
+    with pytest.raises(StrategyError, match="needs 3 processes; this group has 2"):
         sidecar.sample(weights, scripted_request(), Placement(ParallelStrategy(ring_degree=3)))
 
 

@@ -35,7 +35,7 @@ def test_ranks_that_slept_give_the_same_bits_however_they_hold_the_weights(two_r
             assert sidecar.state is State.READY
             assert torch.equal(after.latent, before)
             shown = [phase for phase in phases if not phase.startswith("loaded in")]
-            assert shown == ["waking the ranks", *loads, "first step", "sampling"]
+            assert shown == ["waking the processes", *loads, "first step", "sampling"]
     for level in (1, 2):
         sidecar.sleep(level)
         assert sidecar.wake().seconds > 0

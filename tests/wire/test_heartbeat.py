@@ -113,7 +113,7 @@ def test_a_rank_that_gave_its_answer_is_not_to_blame():
 def test_words_name_the_collective_and_who_waits_there():
     notes = [inside("an all-to-all", 0, 1), outside("a broadcast")]
     assert in_words(notes, 1) == (
-        "the last collective that it entered was a broadcast; missed in an all-to-all by rank 0, after 2 steps"
+        "the last collective that it entered was a broadcast; missed in an all-to-all by process 0, after 2 steps"
     )
     assert in_words(notes, 0) == "inside an all-to-all, after 2 steps"
     assert in_words([outside(""), outside("")], 0) == ""

@@ -5,11 +5,11 @@ import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
 
 const ACTIONS = [
-  ["sleep", "Sleep", "Give the devices' memory back; the ranks stay, and the next prompt loads the weights again"],
+  ["sleep", "Sleep", "Give the devices' memory back; the processes stay, and the next prompt loads the weights again"],
   ["wake", "Wake", "Load the weights again now, not with the next prompt"],
-  ["restart", "Restart", "End the ranks and start new ones; the next prompt loads the weights"],
-  ["stop", "Stop", "End the ranks; the next prompt starts them again"],
-  ["reset", "Allow restarts", "Let ranks start again that failed too often, and take back devices that were left out"],
+  ["restart", "Restart", "End the processes and start new ones; the next prompt loads the weights"],
+  ["stop", "Stop", "End the processes; the next prompt starts them again"],
+  ["reset", "Allow restarts", "Let processes start again that failed too often, and take back devices that were left out"],
 ];
 const NOT_STARTED = ["down", "failed"]; // states in which Restart starts
 const MANY = 4; // more ranks than these are drawn in two lines each, so that eight are seen at once
@@ -100,7 +100,7 @@ function memoryBar() {
       entry.hidden = (at > 1 && !total) || (at === 2 && !sizes[at]);
     });
     bar.setAttribute("aria-label", translate(`Memory of ${rank.device}: ${words.join(", ")}`));
-    if (gauge?.shared) bar.title = key.title = translate("The machine's memory, which all ranks on the CPU share");
+    if (gauge?.shared) bar.title = key.title = translate("The machine's memory, which all processes on the CPU share");
   };
   return { bar, key, update };
 }
@@ -116,7 +116,7 @@ function rankRow() {
   const root = element("li", "parallel-rank", element("div", "line", device, words), name, progress, memory.bar, memory.key);
   root.append(gauges, sent);
   const update = (rank) => {
-    show(device, translate(`rank ${rank.rank} · ${rank.device}`));
+    show(device, translate(`process ${rank.rank} · ${rank.device}`));
     show(words, [rank.words, rank.left].filter(Boolean).map(translate).join(" · "));
     show(name, rank.gauge?.name ?? "");
     root.title = name.textContent; // which is not drawn where there are many
@@ -127,7 +127,7 @@ function rankRow() {
     }
     memory.update(rank);
     show(gauges, gaugeWords(rank.gauge));
-    show(sent, rank.pid === null ? "" : translate(`${inBytes(rank.bytes_sent)} sent to other ranks · process ${rank.pid}`));
+    show(sent, rank.pid === null ? "" : translate(`${inBytes(rank.bytes_sent)} sent to other processes · PID ${rank.pid}`));
   };
   return { root, update };
 }
@@ -180,7 +180,7 @@ export function groupCard(ask) {
   const update = (group) => {
     devices = group.devices;
     show(title, group.devices.join(", "));
-    root.setAttribute("aria-label", translate(`Ranks on ${group.devices.join(", ")}`));
+    root.setAttribute("aria-label", translate(`Processes on ${group.devices.join(", ")}`));
     root.dataset.state = group.state;
     show(state, translate(group.words));
     show(reason, translate(group.reason));
@@ -188,7 +188,7 @@ export function groupCard(ask) {
     for (const { name, text, hint, made } of buttons) {
       const starts = name === "restart" && NOT_STARTED.includes(group.state);
       show(made, translate(starts ? "Start" : text));
-      explain(made, group.why_not[name], translate(starts ? "Start the ranks now, not with the next prompt" : hint));
+      explain(made, group.why_not[name], translate(starts ? "Start the processes now, not with the next prompt" : hint));
     }
     steps.update(group.step_seconds);
     root.classList.toggle("many", group.ranks.length > MANY);

@@ -120,7 +120,7 @@ def _with_memory(row: Row, job: Job, devices: tuple[str, ...]) -> Row:
 def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
     if machines := machines_of(devices):
         counts = [str(sum(machine_of(device) == machine for device in devices)) for machine in machines]
-        what = "ranks on the CPU" if is_cpu(devices) else "GPUs"
+        what = "processes on the CPU" if is_cpu(devices) else "GPUs"
         return (f"{len(machines)} machine(s) of a cluster, {' + '.join(counts)} {what}",)
     if topology.devices:
         return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
@@ -129,7 +129,7 @@ def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
         return (f"{len(devices)} GPUs, of which nobody tells more", f"{cores()} cores ({cpu_name()})")
     return (
         f"no GPU, gloo on {cores()} cores ({cpu_name()})",
-        f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank",
+        f"{os.environ['OMP_NUM_THREADS']} thread(s) a process",
     )
 
 
@@ -137,6 +137,6 @@ def _links(ranks: tuple[Calibration, ...]) -> str:
     parts = [f"{ranks[0].strategy.describe()} ({ranks[0].backend})"]
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
         if (rate := slowest_rate(ranks, kind)) is not None:
-            parts.append(f"{label} {rate / 1e9:.3g} GB/s a rank")
+            parts.append(f"{label} {rate / 1e9:.3g} GB/s a process")
     parts.append(f"tiny all-reduce {max(c.collective_s for c in ranks) * 1e6:.0f} us")
     return ", ".join(parts)

@@ -23,7 +23,10 @@ def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> lis
         verdicts = [*noted, Verdict(GROUP, "CPU", "ok", cpu)]
         verdicts.append(
             Verdict(
-                GROUP, "GPUs", "skipped", "none: ranks run on the CPU, which is for trying things out only"
+                GROUP,
+                "GPUs",
+                "skipped",
+                "none: processes run on the CPU, which is for trying things out only",
             )
         )
         return verdicts
@@ -89,7 +92,7 @@ def _device(index: int, device: Device) -> Verdict:
             GROUP,
             name,
             "broken",
-            f"{finding}: its compute mode lets one process use it, and ComfyUI and the ranks are several",
+            f"{finding}: its compute mode lets one process use it, and ComfyUI with its worker processes is several",
             "nvidia-smi -c DEFAULT, as root",
         )
     if (0, 0) < device.capability < NO_BF16:

@@ -59,7 +59,7 @@ def examine(
     ]
     if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
         verdicts.append(
-            Verdict(SAMPLING, "ranks", "skipped", "the ranks cannot start without what is missing")
+            Verdict(SAMPLING, "processes", "skipped", "the processes cannot start without what is missing")
         )
         verdicts += check_kernels(probe_kernels(), [], on_gpus)
     else:
@@ -119,14 +119,14 @@ def _with_ranks(
             known = of_ranks(topology, facts) if on_gpus and not across else None
             verdicts += check_links(calibrations, known, across=across)
         elif calibrations:
-            verdicts.append(Verdict(LINKS, "links", "skipped", "one rank has none"))
+            verdicts.append(Verdict(LINKS, "links", "skipped", "one process has none"))
         verdicts += check_kernels(probe_kernels(), facts, on_gpus)
         if not calibrations:
             return verdicts
         if len(devices) == 1:
             verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
             return verdicts
-        report_progress("sampling the demo model on two ranks and on one")
+        report_progress("sampling the demo model on two processes and on one")
         pair = pair_of(devices)
         if pair != devices:
             everyone.stop()

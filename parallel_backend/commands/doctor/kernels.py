@@ -34,7 +34,7 @@ def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus
         verdicts = [Verdict(GROUP, "installed", "ok", listed)]
     broken = next((f for f in facts if f.kernel_problem), None)
     if not facts:
-        verdicts.append(Verdict(GROUP, "in use", "skipped", "no rank could be asked"))
+        verdicts.append(Verdict(GROUP, "in use", "skipped", "no process could be asked"))
     elif broken is not None:
         name = broken.kernel or "the attention kernel"
         verdicts.append(

@@ -56,18 +56,20 @@ def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
             GROUP,
             "all-reduce",
             "broken",
-            f"{backend} over {len(ranks)} ranks gives a wrong sum (rank {worst.rank} is off by "
+            f"{backend} over {len(ranks)} processes gives a wrong sum (process {worst.rank} is off by "
             f"{error:g}): pictures would be wrong",
             _CORRUPT,
         )
-    return Verdict(GROUP, "all-reduce", "ok", f"{backend} over {len(ranks)} ranks gives the right sum")
+    return Verdict(GROUP, "all-reduce", "ok", f"{backend} over {len(ranks)} processes gives the right sum")
 
 
 def _intact(ranks: Sequence[Calibration]) -> Verdict:
     broken = [(c.rank, t) for c in ranks for t in c.transfers if not t.intact]
     if broken:
         rank, transfer = broken[0]
-        where = f"between ranks {transfer.peer} and {rank}" if transfer.peer >= 0 else f"at rank {rank}"
+        where = (
+            f"between processes {transfer.peer} and {rank}" if transfer.peer >= 0 else f"at process {rank}"
+        )
         return Verdict(
             GROUP,
             "data",
@@ -155,7 +157,7 @@ def _together(ranks: Sequence[Calibration]) -> Verdict:
         return Verdict(GROUP, "all at once", "skipped", "no time was left to measure it", "run it again")
     sizes = " / ".join(_size(size) for size in SIZES)
     return Verdict(
-        GROUP, "all at once", "ok", f"GB/s that the slowest rank sends at {sizes}: {'; '.join(parts)}"
+        GROUP, "all at once", "ok", f"GB/s that the slowest process sends at {sizes}: {'; '.join(parts)}"
     )
 
 
@@ -170,7 +172,7 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
             f"{finding}, and a step makes hundreds of them",
             "keep tokens and layers inside a machine, as mode auto does: CFG, batches and PipeFusion wait rarely"
             if across
-            else "look whether the CPU is busy with something else, or give the ranks more cores",
+            else "look whether the CPU is busy with something else, or give the processes more cores",
         )
     return Verdict(GROUP, "latency", "ok", finding)
 

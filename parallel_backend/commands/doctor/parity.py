@@ -53,8 +53,8 @@ def failed_start(devices: int, cause: str) -> Verdict:
     """The ranks could not start, or ended while they were examined."""
     return Verdict(
         GROUP,
-        "ranks",
+        "processes",
         "broken",
-        f"a group of {devices} ranks does not work: {cause}",
+        f"a group of {devices} processes does not work: {cause}",
         "the last lines of the cause say what is missing; `broken` lines above often explain it",
     )

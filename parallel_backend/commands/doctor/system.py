@@ -73,7 +73,7 @@ def check_leftovers(seen: Leftovers) -> Verdict:
             GROUP,
             "leftovers",
             "broken",
-            f"{len(seen.ranks)} rank processes live on without the ComfyUI that started them, and hold memory",
+            f"{len(seen.ranks)} worker processes live on without the ComfyUI that started them, and hold memory",
             f"kill {pids}, and report how that ComfyUI ended",
         )
     if seen.folders:
@@ -82,13 +82,13 @@ def check_leftovers(seen: Leftovers) -> Verdict:
             "leftovers",
             "ok",
             f"no processes; {seen.folders} empty rendezvous folders of a ComfyUI that was killed, which do no harm",
-            "none: the next ranks that start remove them",
+            "none: the next processes that start remove them",
         )
     return Verdict(GROUP, "leftovers", "ok", "none")
 
 
 def _cores(seen: System, ranks: int, on_gpus: bool) -> Verdict:
-    finding = f"{seen.cores} for {ranks} ranks"
+    finding = f"{seen.cores} for {ranks} processes"
     if on_gpus and seen.cores < LEAST_CORES_PER_RANK * ranks:
         return Verdict(
             GROUP,
@@ -121,10 +121,10 @@ def _open_files(seen: System) -> Verdict:
     remedy = "ulimit -n 4096 before ComfyUI starts, or LimitNOFILE= in its service"
     if 0 <= seen.open_files < FEWEST_FILES:
         return Verdict(
-            GROUP, "open files", "broken", f"{finding}: too few for the links of the ranks", remedy
+            GROUP, "open files", "broken", f"{finding}: too few for the links of the processes", remedy
         )
     if 0 <= seen.open_files < ENOUGH_FILES:
-        return Verdict(GROUP, "open files", "slow", f"{finding}: enough for few ranks only", remedy)
+        return Verdict(GROUP, "open files", "slow", f"{finding}: enough for few processes only", remedy)
     return Verdict(GROUP, "open files", "ok", finding)
 
 
@@ -140,7 +140,7 @@ def _temp_folder(seen: System) -> Verdict:
             GROUP,
             "temp folder",
             "broken",
-            f"the ranks cannot meet there: {seen.temp_problem}",
+            f"the processes cannot meet there: {seen.temp_problem}",
             "free some space, or set TMPDIR to a folder that can be written to",
         )
     return Verdict(GROUP, "temp folder", "ok", f"can be written to, {_size(seen.temp_free)} free")

@@ -112,7 +112,7 @@ def check_platform(platform: str, release: str) -> Verdict:
             GROUP,
             "system",
             "broken",
-            f"{platform}: the ranks need Linux",
+            f"{platform}: the processes need Linux",
             "on Windows run ComfyUI inside WSL2",
         )
     if "microsoft" in release.lower():

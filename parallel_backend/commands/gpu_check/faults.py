@@ -47,9 +47,11 @@ def check_cancel(ranks: Ranks) -> Sequence[Finding]:
     else:
         return [Finding("cancel", "skipped", f"{_LONG} steps were over before they could be cancelled")]
     if sidecar.pids != before:
-        remedy = "report it: ranks that are cancelled stay warm"
-        return [Finding("cancel", "slow", f"{words}, and the ranks had to be started again", remedy)]
-    return [compared("cancel", ranks.sample(strategy), expected, f"{words}; the next job on the same ranks")]
+        remedy = "report it: processes that are cancelled stay warm"
+        return [Finding("cancel", "slow", f"{words}, and the processes had to be started again", remedy)]
+    return [
+        compared("cancel", ranks.sample(strategy), expected, f"{words}; the next job on the same processes")
+    ]
 
 
 def check_kill(ranks: Ranks) -> Sequence[Finding]:
@@ -69,7 +71,7 @@ def check_kill(ranks: Ranks) -> Sequence[Finding]:
     words = (
         f"{strategy.describe()}: killed after a step, done {time.monotonic() - began:.1f} s after its begin"
     )
-    return [compared("killed rank", result, expected, words)]
+    return [compared("killed process", result, expected, words)]
 
 
 def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
@@ -89,7 +91,7 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
             return [Finding("out of memory", "broken", "nothing failed, though all memory was taken", remedy)]
         result = ranks.sample(strategy)
         after = sidecar.pids
-    kept = "the same ranks" if after == before else "new ranks"
+    kept = "the same processes" if after == before else "new processes"
     ranks.close()  # they still have the fault in their environment
     return [compared("out of memory", result, expected, f"told ({words}); the next job on {kept}")]
 

@@ -42,7 +42,7 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
             Finding(
                 "UUIDs",
                 "broken",
-                "two ranks compute on one card",
+                "two processes compute on one card",
                 "name each GPU once in CUDA_VISIBLE_DEVICES, and report it",
             )
         ]
@@ -53,7 +53,7 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
             Finding(
                 "UUIDs",
                 "slow",
-                f"{seen.source} does not know the cards that the ranks name",
+                f"{seen.source} does not know the cards that the processes name",
                 "pip install nvidia-ml-py; in a container, let it see the same GPUs as CUDA_VISIBLE_DEVICES",
             )
         ]

@@ -155,7 +155,7 @@ def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
     for rank, answer in enumerate(answers):
         for finding in answer.findings:
             name = check.name if finding.name == "error" else finding.name
-            yield replace(finding, name=f"{name}, rank {rank}" if len(answers) > 1 else name)
+            yield replace(finding, name=f"{name}, process {rank}" if len(answers) > 1 else name)
 
 
 def _words(subject: Subject) -> Sequence[str]:

@@ -106,7 +106,7 @@ def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
         return Finding(
             "memory after each", "ok", "the second round takes no more than the first", details=table
         )
-    remedy = "report it with this table; stop the ranks in the status panel when memory is short"
+    remedy = "report it with this table; stop the processes in the status panel when memory is short"
     return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
 
 

@@ -98,7 +98,7 @@ def why_not(
 ) -> str | None:
     """Why a kernel cannot compute in `dtype` on a device, in a user's words; None when it should."""
     if device_type != "cuda":
-        return f"it needs a GPU, and this rank computes on the {device_type.upper()}"
+        return f"it needs a GPU, and this process computes on the {device_type.upper()}"
     if rocm and kernel.nvidia:
         return "it is for NVIDIA's GPUs, and this is ROCm"
     if dtype not in HALVES:

@@ -121,7 +121,9 @@ class _UspAttention(UnevenAttention):
         if unknown:
             return f"it takes no {', '.join(unknown)}"
         if not min(lengths):
-            return f"it needs a token for each rank, and {len(lengths)} ranks share {sum(lengths)} tokens"
+            return (
+                f"it needs a token for each process, and {len(lengths)} processes share {sum(lengths)} tokens"
+            )
         if max(lengths) - min(lengths) > _MAX_SURPLUS:
             return "it needs equal shares, and device_shares asks for others"
         return ""

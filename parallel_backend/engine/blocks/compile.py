@@ -89,7 +89,7 @@ class Compiler:
         if done.uncompiled:
             return [
                 f"some blocks ran uncompiled: {MOST_VERSIONS} versions of a block are the most, and this request would "
-                f"have needed another; stop the ranks (sidebar tab Parallel) to begin anew, or set compile to off"
+                f"have needed another; stop the processes (sidebar tab Parallel) to begin anew, or set compile to off"
             ]
         return []
 

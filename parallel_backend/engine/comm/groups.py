@@ -74,8 +74,8 @@ class World:
                 if _NO_INTERFACE not in str(error):
                     raise
                 raise PlatformError(
-                    "The ranks meet over this machine's loopback network interface, and lo is down or missing. Bring "
-                    "it up (ip link set lo up), or start the container or sandbox with one."
+                    "The processes meet over this machine's loopback network interface, and lo is down or missing. "
+                    "Bring it up (ip link set lo up), or start the container or sandbox with one."
                 ) from error
 
 

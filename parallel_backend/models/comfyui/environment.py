@@ -47,9 +47,9 @@ def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
         _imported = wanted
     elif wanted != _imported:
         raise RequestError(
-            f"The ranks have imported ComfyUI from {_imported.root} with the flags {' '.join(_imported.flags)}, and "
-            f"this model asks for {wanted.root} with {' '.join(wanted.flags)}; Python cannot take an import back. "
-            f"Restart ComfyUI, so that the ranks start anew."
+            f"The processes have imported ComfyUI from {_imported.root} with the flags {' '.join(_imported.flags)}, "
+            f"and this model asks for {wanted.root} with {' '.join(wanted.flags)}; Python cannot take an import back. "
+            f"Restart ComfyUI, so that the processes start anew."
         )
 
 
@@ -57,8 +57,8 @@ def _import(wanted: _Imported, device: torch.device) -> None:
     root = Path(wanted.root)
     if not (root / "comfy" / "cli_args.py").is_file():
         raise RequestError(
-            f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The ranks run the modules of the ComfyUI "
-            f"that they are told of; start them from there."
+            f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The processes run the modules of the "
+            f"ComfyUI that they are told of; start them from there."
         )
     # Last: ComfyUI's folder has modules such as `nodes`, `utils` and `server`, whose names others have too.
     sys.path.append(wanted.root)
@@ -84,8 +84,8 @@ def _import_modules(flags: tuple[str, ...], device: torch.device) -> None:
         import comfy.sd
     except SystemExit:  # where a kernel's package is missing, which ComfyUI's own process may have elsewhere
         raise RequestError(
-            f"ComfyUI does not start with the flags {' '.join(flags)} where this rank runs; the ranks' output says "
-            f"why. Install what is missing there, or start ComfyUI without the flag."
+            f"ComfyUI does not start with the flags {' '.join(flags)} where this process runs; the processes' output "
+            f"says why. Install what is missing there, or start ComfyUI without the flag."
         ) from None
     # By --fast autotune, as ComfyUI's server does when it starts; an older ComfyUI does when it is imported.
     getattr(comfy.model_management, "set_cudnn_benchmark", lambda: None)()
@@ -102,7 +102,7 @@ def _read_command_line(flags: tuple[str, ...]) -> None:
         import comfy.cli_args
     except SystemExit:
         raise RequestError(
-            f"This ComfyUI does not know one of the flags {' '.join(flags)}; the ranks' output says which. Start "
+            f"This ComfyUI does not know one of the flags {' '.join(flags)}; the processes' output says which. Start "
             f"ComfyUI without it."
         ) from None
     finally:

@@ -80,17 +80,17 @@ class Metrics:
         )
         self._idle_seconds = counter(
             "idle_device_seconds_total",
-            "Devices times the seconds that ranks waited for a request",
+            "Devices times the seconds that processes waited for a request",
             "devices",
         )
         self._images = counter(
             "images_total", "Images of the jobs that were done", "request", "strategy", "model"
         )
         self._cancel_seconds = seconds("cancel_seconds", "From a cancel to the end of its request")
-        self._start_seconds = seconds("start_seconds", "Starts of groups until every rank was ready")
-        self._restarts = counter("restarts_total", "Starts of groups after a rank failed", "devices")
-        self._failures = counter("rank_failures_total", "Ranks that failed", "device", "reason")
-        self._load_seconds = seconds("load_seconds", "Loads of models, by the slowest rank")
+        self._start_seconds = seconds("start_seconds", "Starts of groups until every process was ready")
+        self._restarts = counter("restarts_total", "Starts of groups after a process failed", "devices")
+        self._failures = counter("rank_failures_total", "Processes that failed", "device", "reason")
+        self._load_seconds = seconds("load_seconds", "Loads of models, by the slowest process")
         self._loaded_bytes = counter("loaded_bytes_total", "Sizes of the models that were loaded")
         build = Info(PREFIX + "build", "Versions of what runs", registry=registry)
         build.info(
@@ -216,11 +216,13 @@ class _Groups:
             ),
             GaugeMetricFamily(
                 PREFIX + "device_memory_bytes",
-                "Memory of ranks for weights and beside them",
+                "Memory of processes for weights and beside them",
                 labels=("device", "kind"),
             ),
             CounterMetricFamily(
-                PREFIX + "sent_bytes", "Bytes that a rank sent to others since it began", labels=("device",)
+                PREFIX + "sent_bytes",
+                "Bytes that a process sent to others since it began",
+                labels=("device",),
             ),
             GaugeMetricFamily(
                 PREFIX + "held_models",

@@ -73,7 +73,7 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
         if not sizes or not 0 < sizes[0] < needed:
             return None
         return (
-            f"Ranks on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
+            f"Processes on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
             f"computer has {in_gib(sizes[0])} GiB."
         )
     others = capacity.others or (0,) * len(sizes)

@@ -56,7 +56,7 @@ class RankMemory:
             f"{in_gib(self.activations)}, buffers {in_gib(self.buffers)}, the process itself {in_gib(self.base)})"
         )
         if self.mapped:
-            parts += f"; once for all ranks, {in_gib(self.mapped)} GiB of the model's file"
+            parts += f"; once for all processes, {in_gib(self.mapped)} GiB of the model's file"
         if self.host:
             parts += f"; and {in_gib(self.host)} GiB of host memory"
         return parts

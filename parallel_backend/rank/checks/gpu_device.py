@@ -47,5 +47,5 @@ def _allocator(cuda: Any) -> Finding:
         "allocator",
         "broken",
         f"{finding}: with NCCL beside it, memory runs out after a few steps",
-        "take backend: out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and report that a rank had it",
+        "take backend: out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and report that a process had it",
     )

@@ -64,7 +64,7 @@ def join(argv: list[str]) -> tuple[Link, int, int, OwnFiles]:
     os.environ.update(DEVICE_QUEUES)  # before CUDA is looked at
     if "LOCAL_RANK" not in os.environ:
         raise PlatformError(
-            "A rank joins a cluster when torchrun starts it; docs/deployment.md has the command."
+            "A process joins a cluster when torchrun starts it; docs/deployment.md has the command."
         )
     local, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     machine = arguments.machine or re.sub(r"[^a-z0-9_.-]+", "-", socket.gethostname().lower()).strip("-.")

@@ -94,7 +94,7 @@ class JoinedWorker(RankWorker):
         """All ranks find the file or none goes on: what comes next they do together."""
         spec, error = message.spec, None
         try:
-            assert message.content is not None, "a head says it to ranks of other machines"
+            assert message.content is not None, "a head says it to processes of other machines"
             found = find_model(self._own.models, PurePosixPath(spec.path), message.content, self._own.machine)
             spec = replace(spec, path=str(found), comfyui=self._own.source(spec.comfyui))
         except Exception as failure:

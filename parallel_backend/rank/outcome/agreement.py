@@ -27,7 +27,7 @@ def agree(world: World, error: BaseException | None) -> None:
         with heartbeat.inside("the agreement on a job", range(world.world_size)):
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=world.control)
         if int(failed) and error is None:
-            raise PeerFailed("another rank could not run the job")
+            raise PeerFailed("another process could not run the job")
     if error is not None:
         raise error
 
@@ -45,7 +45,7 @@ def agree_on_call(world: World, failed: bool, number: int, form: int, value: int
         dist.all_reduce(words, dist.ReduceOp.MAX, group=world.control)
     found = words.tolist()
     if found[0]:
-        raise RanksApart("another rank could not run the job")
+        raise RanksApart("another process could not run the job")
     if found[: len(same)] != same:
         raise RanksApart(
             "The devices went different ways: a sampler or a node decides by values that differ between them. Take "

@@ -77,7 +77,7 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
     if is_out_of_memory(error):
         kind = "OutOfMemory"
         message = (
-            f"Rank {rank} ran out of memory on {device} ({error}). Use a smaller image or batch, more devices, or "
+            f"Process {rank} ran out of memory on {device} ({error}). Use a smaller image or batch, more devices, or "
             "weight_dtype float8_e4m3fn."
         )
     elif isinstance(error, PeerFailed):

@@ -34,7 +34,7 @@ def device_of(name: str) -> torch.device:
     device = torch.device("cpu" if name.startswith("cpu") else local_name(name))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(
-            f"{name} is not there: a rank sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
+            f"{name} is not there: a process sees {torch.cuda.device_count()} GPUs. It may have failed (nvidia-smi, or "
             f"an Xid in the kernel's log), or CUDA_VISIBLE_DEVICES was changed. Take it out of the Strategy Selector's "
             f"devices, or restart ComfyUI.",
             device=name,

@@ -58,7 +58,7 @@ class HeldModels:
         """Raises RequestError for one that is not held."""
         found = self._models.get(number)
         if found is None:
-            raise RequestError(f"the ranks hold no model {number}; load one first.")
+            raise RequestError(f"the processes hold no model {number}; load one first.")
         return found
 
     def add(self, number: int, held: HeldModel) -> None:

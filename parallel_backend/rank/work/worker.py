@@ -92,7 +92,7 @@ class RankWorker:
             held = None
             collect(device)
             self._record_weights()
-            raise error or PeerFailed("another rank could not load the model")
+            raise error or PeerFailed("another process could not load the model")
         self.models.add(message.model, held)
         self._record_weights()
         model = held.model
@@ -180,7 +180,7 @@ class RankWorker:
         """Runs a job that was shipped whole; the latent is the first rank's."""
         held = self.models.get(message.model)
         if not hasattr(held.model, "patcher"):
-            raise RequestError("the ranks hold no model of ComfyUI's; load one first.")
+            raise RequestError("the processes hold no model of ComfyUI's; load one first.")
 
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
             return self._forward(held, replace(message.placement, strategy=strategy))
@@ -244,7 +244,7 @@ class RankWorker:
             worst = self._agree(error)
         if worst != _GOOD:
             self.models.clear()
-            raise error or PeerFailed("another rank could not move its weights")
+            raise error or PeerFailed("another process could not move its weights")
         collect(self.world.device)
 
     def _try_move(self, device: torch.device) -> Exception | None:
@@ -276,7 +276,7 @@ class RankWorker:
         except Exception as failure:
             error = failure
         if self._agree(error) != _GOOD:
-            raise error or PeerFailed("another rank lacks the attention kernel")
+            raise error or PeerFailed("another process lacks the attention kernel")
 
     def _try_load(
         self, spec: ModelSpec, strategy: ParallelStrategy

@@ -123,7 +123,7 @@ class ClusterHead:
 
     def _why(self, name: str) -> str:
         if name in self._machines:
-            return "serves other ranks of this ComfyUI; stop those (sidebar tab Parallel, Stop)."
+            return "serves other processes of this ComfyUI; stop those (sidebar tab Parallel, Stop)."
         gone = self._gone.get(name)
         return (
             f"is not there ({gone.words if gone else 'it has not joined'}; waited {deadlines.MACHINES:g} s). See that "

@@ -106,7 +106,7 @@ class RemoteMachine:
         for first in range(0, len(text), size):
             rank, beat = text[first], text[first + 1 : first + size]
             if rank not in self._ranks or self._page is None:
-                raise TransportError(f"a sign of life came for rank {rank}, which is not there")
+                raise TransportError(f"a sign of life came for process {rank}, which is not there")
             try:
                 self._page.copy_in(rank, beat)
             except (ValueError, struct.error):  # the page was closed meanwhile

@@ -55,7 +55,7 @@ def left_out(failing: Sequence[str]) -> str:
 
 def _failed_too_often(failing: Sequence[str]) -> str:
     return (
-        f"{', '.join(failing)} left out: ranks there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
+        f"{', '.join(failing)} left out: processes there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
         f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Allow restarts in ComfyUI's sidebar tab Parallel "
         f"takes it back at once"
     )

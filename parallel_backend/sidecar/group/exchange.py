@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 def expect(rank: int, message: Message, kind: type[M]) -> M:
     """`message`, which is a `kind`. Raises TransportError for any other."""
     if not isinstance(message, kind):
-        raise TransportError(f"rank {rank} sent {type(message).__name__} where {kind.__name__} was due")
+        raise TransportError(f"process {rank} sent {type(message).__name__} where {kind.__name__} was due")
     return message
 
 
@@ -67,7 +67,7 @@ def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
     for rank, answer in enumerate(done):
         part = of(answer)
         if part is None:
-            raise TransportError(f"rank {rank} ended the request without saying how it ran")
+            raise TransportError(f"process {rank} ended the request without saying how it ran")
         found.append(part)
     return found
 
@@ -247,7 +247,7 @@ class Exchange(Generic[Terminal]):
         except LinkClosed:
             raise self._group_ended(rank) from None
         except TransportError as error:
-            raise self.refuse(f"rank {rank} sent what the protocol does not allow: {error}") from None
+            raise self.refuse(f"process {rank} sent what the protocol does not allow: {error}") from None
         return envelope.message, tensors
 
     def _check(self, envelope: Envelope) -> None:
@@ -262,10 +262,10 @@ class Exchange(Generic[Terminal]):
         if not isinstance(message, (self._terminal, Failed)):
             return False
         if rank not in self._pending:
-            raise self.refuse(f"rank {rank} ended request {self._request} twice")
+            raise self.refuse(f"process {rank} ended request {self._request} twice")
         self._pending.discard(rank)
         if isinstance(message, Failed):
-            log.debug("rank %d: %s: %s\n%s", rank, message.kind, message.message, message.detail)
+            log.debug("process %d: %s: %s\n%s", rank, message.kind, message.message, message.detail)
             self._failed[rank] = message
             self._deadline = min(self._deadline, time.monotonic() + deadlines.REPORT)
         else:
@@ -302,7 +302,7 @@ class Exchange(Generic[Terminal]):
         if self._interrupt is not None:
             return self._interrupt
         if death is None:
-            return Cancelled("The ranks were stopped while they worked on the request.")
+            return Cancelled("The processes were stopped while they worked on the request.")
         # A rank that reported before it ended gave the reason; otherwise the others are victims of its death.
         return self._first_failure() if death.rank in self._failed else death.error()
 

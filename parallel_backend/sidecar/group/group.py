@@ -57,7 +57,7 @@ class RankGroupRunner:
             raise RequestError("A sidecar needs at least one device.")
         twice = [name for name in devices if devices.count(name) > 1]
         if twice:
-            raise DeviceError(f"{twice[0]} is named twice; each rank needs a device of its own.")
+            raise DeviceError(f"{twice[0]} is named twice; each process needs a device of its own.")
         self.devices = tuple(devices)
         self.crashes = CrashHistory()
         self.group: RankGroup | None = None
@@ -162,7 +162,7 @@ class RankGroupRunner:
         """Waits until no other caller has the ranks; keeps count of crashes. `request`: its kind, for Ended."""
         require_linux()
         if self._owner == threading.get_ident():
-            raise RequestError("A callback of a request may not send another request to the same ranks.")
+            raise RequestError("A callback of a request may not send another request to the same processes.")
         while not self._lock.acquire(timeout=deadlines.POLL):
             if should_cancel is not None and should_cancel():
                 raise Cancelled("The request was cancelled while it waited for its turn.")
@@ -289,7 +289,7 @@ class RankGroupRunner:
         begun = time.monotonic()
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
-        lease.on_phase(Phase(PhaseKind.STARTING, f"{count} rank{'s' if count > 1 else ''}"))
+        lease.on_phase(Phase(PhaseKind.STARTING, f"{count} process{'es' if count > 1 else ''}"))
         clusters.wait_for(self.devices, lease.cancelled)
         locks = lock_devices(self.devices) if self._exclusive else None
         self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
@@ -320,6 +320,6 @@ class RankGroupRunner:
 
     def _exchange(self, lease: Lease, survivable: frozenset[str]) -> Exchange[Done]:
         if lease.cancelled():
-            raise Cancelled("The request was cancelled before it reached the ranks.")
-        assert self.group is not None, "ranks start before a request is sent to them"
+            raise Cancelled("The request was cancelled before it reached the processes.")
+        assert self.group is not None, "processes start before a request is sent to them"
         return Exchange(self.group, next(self._requests), lease.cancelled, Done, survivable)

@@ -12,7 +12,7 @@ class PhaseKind(enum.Enum):
     """The value is the text, with room for what the phase is about."""
 
     STARTING = "starting {}"
-    WAKING = "waking the ranks"
+    WAKING = "waking the processes"
     LOADING = "loading {}"
     LOADED = "loaded in {} s"
     DROPPED = "{}"  # a model, and why
@@ -22,7 +22,7 @@ class PhaseKind(enum.Enum):
     COMPILING = "compiling for {}; this step takes longer"
     TRYING = "trying {}"  # a strategy, and which one of how many
     SAMPLING = "sampling"
-    SENDING_VAE = "sending the VAE to the ranks"
+    SENDING_VAE = "sending the VAE to the processes"
     DECODING = "decoding"
     ENCODING = "encoding"
     MEASURING = "measuring the links"

@@ -51,9 +51,9 @@ class CrashHistory:
         last = self._crashes[-1][2]
         return RankFailed(
             last.rank,
-            f"the ranks failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not started "
-            f"again by themselves for another {left:.0f} s. {culprit} out in the Strategy Selector's devices, look "
-            f"with `python -m parallel_backend doctor`, or press Allow restarts in ComfyUI's sidebar tab Parallel."
+            f"the processes failed {len(self._crashes)} times within {BROKEN_WINDOW / 60:.0f} minutes and are not "
+            f"started again by themselves for another {left:.0f} s. {culprit} out in the Strategy Selector's devices, "
+            f"look with `python -m parallel_backend doctor`, or press Allow restarts in ComfyUI's sidebar tab Parallel."
             f"\n{history}",
         )
 

@@ -170,7 +170,9 @@ class Supervisor:
         """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped, or could have been."""
         self._submit(lambda: self._stop(group, grace))
         if not group.gone.wait(grace + deadlines.REAP):
-            log.error("the ranks with the process ids %s do not end, even when they are killed", group.pids)
+            log.error(
+                "the processes with the process ids %s do not end, even when they are killed", group.pids
+            )
 
     def kill(self, group: RankGroup) -> None:
         """As `stop`, without grace."""
@@ -270,13 +272,15 @@ class Supervisor:
         try:
             exit_status = member.reap()
         except Exception:  # whoever waits for this group must learn of its end all the same
-            log.exception("how rank %d ended is unknown", member.rank)
+            log.exception("how process %d ended is unknown", member.rank)
             exit_status = ExitStatus("ended; how is unknown", "exit")
         group.ranks = [other for other in group.ranks if other is not member]
         if first:
             _signal_all(group, signal.SIGKILL)
             group.end(Death(member.rank, exit_status))
-            log.warning("rank %d on %s ended: %s", member.rank, group.devices[member.rank], exit_status.words)
+            log.warning(
+                "process %d on %s ended: %s", member.rank, group.devices[member.rank], exit_status.words
+            )
         if not group.ranks:
             self._bury(group)
 

@@ -124,5 +124,5 @@ class _Run:
     def of(self, name: str) -> Tensor:
         """What the ranks ended it with, which has that name."""
         if set(self.result) != {name}:
-            raise TransportError(f"the ranks ended a decode or encode without the {name}")
+            raise TransportError(f"the processes ended a decode or encode without the {name}")
         return self.result[name]

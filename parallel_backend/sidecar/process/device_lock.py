@@ -157,8 +157,8 @@ def _lock(path: Path, device: str) -> int:
             if time.monotonic() > until or not _is_leaving(holder):
                 os.close(descriptor)
                 raise DeviceError(
-                    f"{device} is in use by another ComfyUI's ranks ({_who(holder)}). Choose other devices here, or "
-                    f"stop the ranks there (sidebar tab Parallel, Stop)."
+                    f"{device} is in use by another ComfyUI's processes ({_who(holder)}). Choose other devices here, "
+                    f"or stop the processes there (sidebar tab Parallel, Stop)."
                 ) from None
         except BaseException:
             os.close(descriptor)

@@ -31,8 +31,8 @@ def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, pea
     out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory() / 10
     if out_of_memory:
         words = (
-            f"killed by SIGKILL: host memory ran out, and the system ended this rank, which held up to "
-            f"{_gib(peak_bytes)} of the {_gib(host_memory())} there are. Use fewer ranks or a smaller "
+            f"killed by SIGKILL: host memory ran out, and the system ended this process, which held up to "
+            f"{_gib(peak_bytes)} of the {_gib(host_memory())} there are. Use fewer processes or a smaller "
             f"weight_dtype, close other programs, or give the container more memory"
         )
     elif code is None:

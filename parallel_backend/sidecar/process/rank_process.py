@@ -41,7 +41,7 @@ class RankProcess:
         del self.output[:-OUTPUT_KEPT]
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
-            log.info("rank %d: %s", self.rank, line.decode(errors="replace"))
+            log.info("process %d: %s", self.rank, line.decode(errors="replace"))
         self._line = self._line[-OUTPUT_KEPT:]
         return bool(data)
 

@@ -41,7 +41,7 @@ class RendezvousFolder:
             if path is not None:
                 shutil.rmtree(path, ignore_errors=True)
             raise PlatformError(
-                f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and ranks meet "
+                f"{tempfile.tempdir or 'The temporary folder'} takes no files ({error.strerror}), and processes meet "
                 f"over a small file there. Free some space, or start ComfyUI with TMPDIR set to a folder that can be "
                 f"written."
             ) from None

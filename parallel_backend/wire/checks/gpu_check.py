@@ -77,7 +77,7 @@ def serve(make: MakeChecks) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True, help="process id, with which this ends")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--rendezvous", default="", help="file at which the ranks meet")
+    parser.add_argument("--rendezvous", default="", help="file at which the processes meet")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     faulthandler.enable()

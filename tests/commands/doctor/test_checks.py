@@ -282,7 +282,9 @@ def test_good_links_have_nothing_to_say(two_a6000):
 def test_a_sum_that_is_wrong_is_broken():
     verdict = named(check_links(with_facts(calibrations(), 1, all_reduce_error=3.0), None), "all-reduce")
     assert (
-        verdict.status == "broken" and "rank 1 is off by 3" in verdict.finding and "IOMMU" in verdict.remedy
+        verdict.status == "broken"
+        and "process 1 is off by 3" in verdict.finding
+        and "IOMMU" in verdict.remedy
     )
 
 
@@ -292,7 +294,7 @@ def test_data_that_arrives_altered_is_broken():
     altered = dataclasses.replace(last, intact=False)
     ranks[1] = dataclasses.replace(ranks[1], transfers=(*most, altered))
     verdict = named(check_links(ranks, None), "data")
-    assert verdict.status == "broken" and "between ranks 0 and 1" in verdict.finding
+    assert verdict.status == "broken" and "between processes 0 and 1" in verdict.finding
     assert "NCCL_P2P_DISABLE=1" in verdict.remedy
 
 
@@ -360,5 +362,5 @@ def test_rounding_is_no_difference():
 
 
 def test_ranks_that_do_not_start_are_broken():
-    verdict = failed_start(2, "rank 1 failed: exited with code 1")
-    assert verdict.status == "broken" and "rank 1 failed" in verdict.finding
+    verdict = failed_start(2, "process 1 failed: exited with code 1")
+    assert verdict.status == "broken" and "process 1 failed" in verdict.finding

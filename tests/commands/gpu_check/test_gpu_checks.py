@@ -57,7 +57,7 @@ GOOD = [
     *((several_gpus.pipefusion(w, p), {f"warm-up {w}, {p} patches": "ok"}) for w, p in several_gpus.PIPES),
     (several_gpus.check_one_process, {"memory after each": "ok"}),
     (faults.check_cancel, {"cancel": "ok"}),
-    (faults.check_kill, {"killed rank": "ok"}),
+    (faults.check_kill, {"killed process": "ok"}),
     (faults.check_out_of_memory, {"out of memory": "ok"}),
 ]
 
@@ -151,7 +151,7 @@ def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():
     [
         ((0, 1), "ok", "by the same numbers"),
         ((1, 0), "broken", "in another order"),
-        ((0, 0), "broken", "two ranks compute on one card"),
+        ((0, 0), "broken", "two processes compute on one card"),
         ((0, 7), "slow", "does not know the cards"),
     ],
 )

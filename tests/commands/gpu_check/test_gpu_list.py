@@ -125,12 +125,12 @@ def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_pro
 def test_where_one_rank_dies_the_others_are_not_waited_for(no_leaks):
     check = Check("other_rank_dies", ranks=2, limit_s=240.0)
     (result,) = _run(make_subject(CPU), (Group("Ends", (check,)),)).results
-    assert "rank 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
+    assert "process 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
 
 
 def test_each_rank_answers_under_its_name(no_leaks):
     (result,) = _run(make_subject(CPU), (Group("Ends", (Check("pid", ranks=2),)),)).results
-    assert [v.name for v in result.verdicts] == ["pid, rank 0", "pid, rank 1"]
+    assert [v.name for v in result.verdicts] == ["pid, process 0", "pid, process 1"]
     assert len({v.finding for v in result.verdicts}) == 2
 
 

@@ -135,7 +135,7 @@ def test_beyond_the_most_versions_blocks_run_as_they_are_and_it_is_said():
     ("case", "strategy", "tokens", "said"),
     [
         ((sdxl, sdxl_controlnet), CFG, ROWS, "which parts of UNetModel are its blocks is not described"),
-        (CASES["humo"], ULYSSES, STAY, "ranks meet inside of them outside of attention"),
+        (CASES["humo"], ULYSSES, STAY, "processes meet inside of them outside of attention"),
     ],
     ids=["nobody knows its blocks", "sound for each frame"],
 )

@@ -28,7 +28,7 @@ from parallel_backend.strategy import ParallelStrategy
 TWO = ("cuda:0", "cuda:1")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 STORY = (
-    Started(TWO, 4.0, "rank 1 failed: OSError: /home/me/secret"),
+    Started(TWO, 4.0, "process 1 failed: OSError: /home/me/secret"),
     Changed(TWO),
     Loaded(TWO, ModelSpec("/home/me/secret/flux.safetensors"), LoadInfo(2.0, 24, False, "bf16", "bf16")),
     Stepped(TWO, 1, 28, 0.25, ULYSSES),

@@ -54,7 +54,7 @@ def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
     chosen = SelectorInputs(devices="cpu:2")
     assert "GiB" not in preview(chosen.settings()).why
     told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda loader: PUBLISHED_DEV)["memory"]
-    assert " at 128x128, on the fullest device: " in told and "; once for all ranks, " in told
+    assert " at 128x128, on the fullest device: " in told and "; once for all processes, " in told
     flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda loader: PUBLISHED_DEV)
     assert "at 1024x1024" in flux["memory"]
     assert check_inputs(chosen, Loader(), lambda loader: None)["memory"] == ""
@@ -83,7 +83,7 @@ def test_auto_is_shown_without_and_with_a_negative_prompt():
             "nearest valid setting is tensor_degree 4",
         ),
         ({"devices": "gpu7"}, ["devices"], "is not understood"),
-        ({"devices": "cpu:99"}, ["devices"], "1 to 16 ranks"),
+        ({"devices": "cpu:99"}, ["devices"], "1 to 16 processes"),
         ({"device_shares": "1", "devices": "cpu:2"}, ["device_shares"], "write one number for each"),
         ({"device_shares": "1,0", "ring_degree": 2, "devices": "cpu:2"}, ["device_shares"], "above 0"),
         (

@@ -78,6 +78,6 @@ def test_ranks_on_the_cpu_share_the_computers_memory():
     cpus = ("cpu:0", "cpu:1")
     assert check_capacity(plan(devices=cpus), gib(64)).mapped > 20 * GIB
     with pytest.raises(
-        StrategyError, match=r"Ranks on the CPU \(2\) need about .* this computer has 2.00 GiB"
+        StrategyError, match=r"Processes on the CPU \(2\) need about .* this computer has 2.00 GiB"
     ):
         check_capacity(plan(devices=cpus, width=4096, height=4096), gib(2))

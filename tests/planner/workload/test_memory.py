@@ -187,7 +187,7 @@ def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
     (alone,) = predict_memory(file_of(FLUX_DEV, "float32"), ParallelStrategy(), SQUARE, on_cpu=True)
     assert alone.weights == 0
     assert alone.shared_bytes == 4 * numbers(FLUX_DEV)
-    assert "; once for all ranks, " in alone.describe()
+    assert "; once for all processes, " in alone.describe()
 
 
 # Live bytes: what torch's CPU allocator holds at most during a job, counted by its profiler. This is what

@@ -187,7 +187,7 @@ REPEATS = [
 def test_memory_that_ran_out_is_told_as_that(kind, message):
     told = failure(kind(message), 1, "cuda:1")
     assert told.kind == "OutOfMemory" and is_out_of_memory(kind(message))
-    assert "Rank 1 ran out of memory on cuda:1" in told.message and "smaller image" in told.message
+    assert "Process 1 ran out of memory on cuda:1" in told.message and "smaller image" in told.message
 
 
 @pytest.mark.parametrize(("kind", "message"), DEVICE, ids=lambda value: str(value)[:40])

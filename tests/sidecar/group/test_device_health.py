@@ -80,7 +80,7 @@ def test_ranks_that_hang_together_are_ended_and_none_is_blamed(sidecar, weights,
     monkeypatch.setattr(group, "FAILING", failing)
     with (
         fault("sleep", "an all-reduce", step=2),
-        pytest.raises(RankFailed, match=r"^the ranks failed: .*none of them behind the others") as caught,
+        pytest.raises(RankFailed, match=r"^the processes failed: .*none of them behind the others") as caught,
     ):
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert (caught.value.rank, caught.value.crashed, caught.value.reason) == (None, True, "hang")

@@ -61,7 +61,7 @@ def test_every_way_to_end_has_its_name(sidecar, weights, heard):
     assert ended.result == "failed"
     status = sidecar.status()
     assert (status.state, status.ranks) == ("failed", ())
-    assert status.reason.startswith("rank 1 failed")
+    assert status.reason.startswith("process 1 failed")
     sidecar.start()
     assert next(event for event in reversed(heard) if isinstance(event, Started)).after == status.reason
 

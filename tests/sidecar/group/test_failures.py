@@ -56,7 +56,7 @@ def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(
             os.kill(sidecar.pids[rank], signal.SIGKILL)
 
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # the death is what is noticed
-    with pytest.raises(RankFailed, match=f"rank {rank} failed: killed by SIGKILL") as caught:
+    with pytest.raises(RankFailed, match=f"process {rank} failed: killed by SIGKILL") as caught:
         sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
     assert max(steps) < 100
     assert caught.value.rank == rank
@@ -66,7 +66,7 @@ def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(
 
 
 def test_a_rank_that_kills_itself_in_a_collective_is_named_and_not_its_victim(sidecar, weights):
-    with pytest.raises(RankFailed, match="rank 1 failed: killed by SIGKILL"):
+    with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
         sidecar.sample(weights, scripted_request(CRASH), two_ranks())
 
 
@@ -75,7 +75,7 @@ def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weig
     pids = sidecar.pids
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # nobody waits for a step's limit
     with pytest.raises(
-        RankFailed, match=r"(?s)rank 1 failed: ValueError: the tensor is upside down.*Traceback"
+        RankFailed, match=r"(?s)process 1 failed: ValueError: the tensor is upside down.*Traceback"
     ) as caught:
         sidecar.sample(weights, scripted_request(RAISE), two_ranks())
     assert caught.value.reason == "error"
@@ -84,13 +84,13 @@ def test_one_rank_that_raises_frees_the_others_by_ending_the_group(sidecar, weig
 
 
 def test_an_error_on_every_rank_is_raised_once(sidecar, weights):
-    with pytest.raises(RankFailed, match="every rank refuses"):
+    with pytest.raises(RankFailed, match="every process refuses"):
         call_model(sidecar, weights, behaviour=RAISE_ALL)
     call_model(sidecar, weights)
 
 
 def test_a_rank_without_memory_says_so_with_a_remedy(sidecar, weights):
-    with pytest.raises(OutOfMemory, match=r"Rank 1 ran out of memory on cpu .*smaller image"):
+    with pytest.raises(OutOfMemory, match=r"Process 1 ran out of memory on cpu .*smaller image"):
         sidecar.sample(weights, scripted_request(NO_MEMORY), two_ranks())
     sidecar.sample(weights, scripted_request(), two_ranks())
 
@@ -99,7 +99,7 @@ def test_a_rank_that_stands_still_is_named_when_its_time_is_up(sidecar, weights,
     sidecar.load(weights)
     pids = sidecar.pids
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
-    with pytest.raises(RankFailed, match=r"rank 1 failed: was stopped by a signal"):
+    with pytest.raises(RankFailed, match=r"process 1 failed: was stopped by a signal"):
         sidecar.sample(weights, scripted_request(STUCK), two_ranks())
     assert not any(map(is_running, pids))
 
@@ -141,10 +141,10 @@ def test_ranks_that_fail_again_and_again_are_left_alone_for_a_while(sidecar, wei
             sidecar.sample(weights, scripted_request(CRASH), two_ranks())
     assert sidecar.state is State.BROKEN
     with monkeypatch.context() as patched:
-        patched.setattr(Supervisor, "spawn", lambda *arguments: pytest.fail("ranks were started"))
+        patched.setattr(Supervisor, "spawn", lambda *arguments: pytest.fail("processes were started"))
         with pytest.raises(
             RankFailed,
-            match=r"(?s)failed 3 times within 10 minutes.*doctor.*rank 1 on cpu:1: killed by SIGKILL",
+            match=r"(?s)failed 3 times within 10 minutes.*doctor.*process 1 on cpu:1: killed by SIGKILL",
         ):
             call_model(sidecar, weights)
     sidecar.stop()
@@ -197,7 +197,7 @@ def test_errors_that_the_code_raises_count_against_neither_the_group_nor_a_devic
 
 def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
     sidecar.load(weights)
-    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"rank 0 answered.*6, 6"):
+    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"process 0 answered.*6, 6"):
         patched.setattr(ResumableJob, "shape", (1, 4, 6, 7))
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == ()

@@ -32,7 +32,9 @@ def test_ranks_that_failed_together_are_named_together():
     for _ in range(FAILURES_UNTIL_BROKEN):
         history.add(RankFailed(None, "gave no sign of life"), None)
     text = str(history.refusal())
-    assert "0 s ago, all ranks: gave no sign of life" in text and "Leave the device that fails out" in text
+    assert (
+        "0 s ago, all processes: gave no sign of life" in text and "Leave the device that fails out" in text
+    )
 
 
 def test_the_refusal_has_the_history_and_what_to_do():
@@ -45,7 +47,7 @@ def test_the_refusal_has_the_history_and_what_to_do():
     assert "3 times within 10 minutes" in text and "another 510 s" in text
     assert "All came from cuda:1: leave it out" in text and "doctor" in text
     assert [line for line in text.splitlines() if line.startswith("- ")] == [
-        f"- {90 - 30 * number} s ago, rank 1 on cuda:1: crash {number}" for number in range(3)
+        f"- {90 - 30 * number} s ago, process 1 on cuda:1: crash {number}" for number in range(3)
     ]
 
 
@@ -62,4 +64,4 @@ def test_failures_of_several_devices_blame_none_of_them():
     for number in range(FAILURES_UNTIL_BROKEN):
         history.add(RankFailed(number, "crash"), f"cuda:{number}")
     text = str(history.refusal())
-    assert "Leave the device that fails out" in text and "rank 2 on cuda:2" in text
+    assert "Leave the device that fails out" in text and "process 2 on cuda:2" in text

@@ -103,12 +103,12 @@ def test_a_rank_that_cannot_import_shows_its_traceback():
 @pytest.mark.parametrize("elsewhere", [REAPING_THREAD, CHILDREN_IGNORED], ids=["a thread", "the kernel"])
 def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_path, elsewhere):
     out = run_script(elsewhere + A_RANK_DIES, tmp_path)
-    assert "rank 1 failed: " in out
+    assert "process 1 failed: " in out
     assert "stopped down" in out
 
 
 def test_a_pause_of_everything_together_is_no_hang(tmp_path):
-    assert "same ranks, paused" in run_script(EVERYTHING_PAUSES, tmp_path)
+    assert "same processes, paused" in run_script(EVERYTHING_PAUSES, tmp_path)
 
 
 def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, monkeypatch):

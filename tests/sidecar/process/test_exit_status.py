@@ -83,7 +83,7 @@ Thread 0x000079e69b400640 (most recent call first):
         (
             "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, "
             "NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.",
-            "gave up waiting for another rank",
+            "gave up waiting for another process",
             False,
         ),
     ],

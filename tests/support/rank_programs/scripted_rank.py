@@ -75,7 +75,7 @@ def behave(code, rank, calls):
     if code == FLOOD:
         sys.stderr.write("noise " * 200_000 + "\n")
     if code == RAISE_ALL:
-        raise ValueError("every rank refuses")
+        raise ValueError("every process refuses")
     if rank != 1 or calls < 2:
         return
     if code == CRASH:
@@ -96,11 +96,11 @@ class ScriptedJobs(RankWorker):
     def _read_model(self, spec, strategy):
         script = Path(spec.path).read_text().split()
         if script[0] == "refused" and self.world.rank == int(script[1]):
-            raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")
+            raise CheckpointError(f"{spec.path} is refused by process {script[1]}.")
         if script[0] == "no-memory-then-refused" and self.world.rank == int(script[1]):
             if len(self.models) > 1:
                 raise MemoryError("tried to load a lot")
-            raise CheckpointError(f"{spec.path} is refused by rank {script[1]}.")
+            raise CheckpointError(f"{spec.path} is refused by process {script[1]}.")
         if script[0] == "no-memory":  # always, beside any other model, or beside more than that many
             most = {"always": -1, "beside": 0}.get(script[1], script[1])
             if len(self.models) > int(most):
