@@ -1,6 +1,6 @@
-"""Decoding one image in bands: 2 ranks x 1 thread against 1 rank x 1 thread, with the same random AutoencoderKL.
+"""Decoding one image in bands: 2 ranks x 1 thread against 1 rank x 1 thread, with the same random VAE of Flux's kind.
 
-    python benchmarks/vae_decode.py [--widths 128 256 512 512] [--sizes 32x32 64x48] [--rounds 3] [--json]
+    python benchmarks/vae_decode.py [--width 128] [--sizes 32x32 64x48] [--rounds 3] [--json]
 
 efficiency: t(1) / (2 * t(2)), medians of interleaved runs, time inside the ranks;
 cpu_efficiency: the same of the processor time that the ranks took, which leaves waiting and other programs out;
@@ -19,35 +19,36 @@ from statistics import median
 
 from subject import finish
 
+from comfy_modules import import_comfyui_here
 from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.decode_messages import VaeWeights
 from tests.closed_forms.band_traffic import expected_decode_bytes
-from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+from tests.closed_forms.vae_sizes import VaeSizes
+from tiny_vae import random_latent, vae_tensors
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 512])
+    parser.add_argument("--width", type=int, default=128, help="channels of the finest of its four levels")
     parser.add_argument("--sizes", nargs="+", default=["32x32", "64x48"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    dims = dims_of(widths=tuple(args.widths))
-    tensors = ldm_tensors(random_vae(dims), dims)
-    weights = VaeWeights("benchmark", lambda: tensors)
+    sizes = VaeSizes(width=args.width)
+    weights = VaeWeights("benchmark", lambda: vae_tensors(sizes), import_comfyui_here())
     result = {}
     for size in args.sizes:
         height, width = map(int, size.split("x"))
-        latent = random_latent(dims, height, width)
+        latent = random_latent(sizes, height, width)
         row = _times(weights, latent, args.rounds)
         row["expected_bytes"] = [
-            expected_decode_bytes(dims, split_sizes(height, 2), rank, width=width) for rank in (0, 1)
+            expected_decode_bytes(sizes, split_sizes(height, 2), rank, width=width) for rank in (0, 1)
         ]
-        row["peak_bytes"] = {ranks: _peak(weights, dims, latent, ranks) for ranks in (1, 2)}
+        row["peak_bytes"] = {ranks: _peak(weights, sizes, latent, ranks) for ranks in (1, 2)}
         result[size] = row
         same = "equal" if row["expected_bytes"] == row["sent_bytes"] else "DIFFERENT"
         peaks = [max(row["peak_bytes"][ranks]) / 2**20 for ranks in (1, 2)]
@@ -96,11 +97,11 @@ def _processor_seconds(sidecar: Sidecar) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _peak(weights: VaeWeights, dims, latent, ranks: int) -> list[int]:
+def _peak(weights: VaeWeights, sizes: VaeSizes, latent, ranks: int) -> list[int]:
     """Bytes by which each rank's resident memory grew at most."""
     sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
     try:
-        sidecar.decode(weights, random_latent(dims, ranks, 1))
+        sidecar.decode(weights, random_latent(sizes, ranks, 1))
         before = []
         for pid in sidecar.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest value so far

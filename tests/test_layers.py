@@ -98,12 +98,10 @@ COMFYUI = {
     "latent_preview",
 }
 ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
-# Who imports diffusers: its models, its attention dispatch, its GGUF arithmetic; until they go, its VAE and its layers.
+# Who imports diffusers beside its models: its attention dispatch, its GGUF arithmetic.
 DIFFUSERS_OWNERS = {
     "parallel_backend.engine.attention.kernels",
-    "parallel_backend.engine.bands.row_bands",
     "parallel_backend.models.comfyui.formats.gguf_layout",
-    "parallel_backend.models.vae.module",
 }
 XFUSER_OWNERS = {
     "parallel_backend.engine.attention.compat_xfuser",

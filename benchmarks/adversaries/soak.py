@@ -18,7 +18,7 @@ from any_graphs import AnyGraph
 from comfy_harness import Comfy
 from comfyui_client import PromptError, PromptFailed, PromptInterrupted
 from graphs import Graph
-from tiny_vae import dims_of, write_vae
+from tiny_vae import FLUX, write_vae
 
 from .descriptors import CLIENTS, added, kinds_of
 from .findings import Findings
@@ -113,7 +113,7 @@ class _Mixed:
         self._unet = comfy.write_flux("tiny_stages.safetensors", double_blocks=2, single_blocks=2)
         vae = comfy.server.base_directory / "models" / "vae" / "soak.safetensors"
         vae.parent.mkdir(parents=True, exist_ok=True)
-        self._vae = write_vae(vae, dims_of()).name
+        self._vae = write_vae(vae, FLUX).name
 
     def round(self, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
         """(name, what runs it) of each prompt; another `seed`, so that ComfyUI answers none from its cache."""

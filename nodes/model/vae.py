@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 import comfy.sd
 import torch
-from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
-from comfy.ldm.modules.diffusionmodules.model import Decoder
 from torch import Tensor, nn
 
 from ...parallel_backend.errors import RequestError
@@ -25,7 +23,6 @@ from ...parallel_backend.models.tokens.vae_networks import (
     known,
     told_beside,
 )
-from ...parallel_backend.models.vae.keys import decoder_keys, read_dims
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.wire.decode_messages import VaeWeights
 from ..host.comfyui_flags import comfyui_root, numeric_flags
@@ -50,21 +47,16 @@ def decoder_weights(vae: comfy.sd.VAE) -> VaeWeights:
     _refuse_changes(vae, "decode")
     if getattr(decoder_of(network), "tanh_out", False):
         raise RequestError(_CHANGED)
-    if _is_plain_image_vae(network):
-        state = network.state_dict()
-        read_dims({name: tuple(tensor.shape) for name, tensor in state.items()})
-        return _weights(vae, {name: state[name] for name in decoder_keys(state)})
-    told = told_beside(network, vae.latent_channels)
-    return _weights(vae, decoding_tensors(network), _source(), metadata=told)
+    return _weights(vae, decoding_tensors(network), metadata=told_beside(network, vae.latent_channels))
 
 
 def encoder_weights(vae: comfy.sd.VAE) -> VaeWeights:
-    """Its encoder, likewise; ComfyUI's own network for every kind."""
+    """Its encoder, likewise."""
     network = vae.first_stage_model
     if not encodes_in_bands(network):
         raise RequestError(_not_known(network, encoder_of(network)))
     _refuse_changes(vae, "encode")
-    return _weights(vae, encoding_tensors(network), _source(), encodes=True)
+    return _weights(vae, encoding_tensors(network), encodes=True)
 
 
 def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
@@ -102,30 +94,15 @@ def _refuse_changes(vae: comfy.sd.VAE, method: str) -> None:
         raise RequestError("another node has patched it")
 
 
-def _source() -> ComfyUISource:
-    return ComfyUISource(root=comfyui_root(), flags=numeric_flags())
-
-
 def _weights(
-    vae: comfy.sd.VAE,
-    state: dict[str, Tensor],
-    comfyui: ComfyUISource | None = None,
-    *,
-    metadata: str = "",
-    encodes: bool = False,
+    vae: comfy.sd.VAE, state: dict[str, Tensor], *, metadata: str = "", encodes: bool = False
 ) -> VaeWeights:
     def as_computed() -> dict[str, Tensor]:
         return {name: tensor.to("cpu", _dtype_of(tensor, vae)) for name, tensor in state.items()}
 
     identity = f"{_number(vae.first_stage_model)} {_digest(state.values(), vae)} {vae.vae_dtype}"
-    return VaeWeights(identity, as_computed, comfyui, metadata, encodes)
-
-
-def _is_plain_image_vae(network: nn.Module) -> bool:
-    """Whether diffusers' decoder, which runs without ComfyUI, computes the same."""
-    if type(network) not in (AutoencoderKL, AutoencodingEngine) or type(network.decoder) is not Decoder:
-        return False
-    return getattr(network, "bn", None) is None and isinstance(network.decoder.conv_in, nn.Conv2d)
+    source = ComfyUISource(root=comfyui_root(), flags=numeric_flags())
+    return VaeWeights(identity, as_computed, source, metadata, encodes)
 
 
 def _not_known(network: nn.Module, half: nn.Module | None) -> str:

@@ -49,7 +49,7 @@ class VaeWorker:
         except Exception as failure:
             error = failure
         is_held = self._all_good(error)
-        if is_held and network is not None and message.comfyui is not None:
+        if is_held and network is not None:
             try:  # all ranks meet in it, so none may have failed before
                 network.check()
             except Exception as failure:
@@ -162,10 +162,6 @@ def _load(message: LoadVae, tensors: Tensors, world: World, groups: RankGroups) 
     from ..engine.bands.tiles import TiledDecoder
     from ..engine.bands.vae import BandedDecoder, BandedEncoder
 
-    if message.comfyui is None:
-        from ..models.vae.module import load_vae
-
-        return BandedDecoder(load_vae(tensors, world.device), world, groups)
     if message.encodes:
         from ..models.comfyui.rows.vae_encoder import load_comfyui_encoder
 

@@ -15,15 +15,14 @@ from ..requests import ComfyUISource, LoadInfo
 class VaeWeights:
     """A VAE whose tensors the ranks may need. `identity`: equal only for equal weights.
 
-    `tensors()`: what decoding needs, in the dtype to compute in; called when the ranks lack them. In ldm names; with
-    `comfyui` in those of ComfyUI's own network, which the ranks then build. `metadata`: what ComfyUI read in the header
-    of its file, or of the numbers as they lay there, and tensors do not tell; a JSON object, "" for nothing. `encodes`:
-    they are what encoding needs.
+    `tensors()`: what decoding needs, in the dtype to compute in and under the names of ComfyUI's own network, which the
+    ranks build; called when they lack them. `metadata`: what ComfyUI read in the header of its file, or of the numbers
+    as they lay there, and tensors do not tell; a JSON object, "" for nothing. `encodes`: they are what encoding needs.
     """
 
     identity: str
     tensors: Callable[[], dict[str, torch.Tensor]]
-    comfyui: ComfyUISource | None = None
+    comfyui: ComfyUISource
     metadata: str = ""
     encodes: bool = False
 

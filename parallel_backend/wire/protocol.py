@@ -20,7 +20,7 @@ from .calibration import Calibration
 from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 12
+VERSION = 13
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchrun's store
@@ -138,7 +138,7 @@ class LoadVae:
     rest as of VaeWeights."""
 
     identity: str
-    comfyui: ComfyUISource | None = None
+    comfyui: ComfyUISource
     metadata: str = ""
     encodes: bool = False
 

@@ -29,7 +29,7 @@ MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too man
 MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over
 MAX_HEADER_BYTES = 64 * 1024
 _SEAL_TRIES, _SEAL_PAUSE = 30, 0.02  # s; a try itself waits up to 0.15 s (mm/memfd.c, memfd_wait_for_pins)
-MAX_TENSORS = 256  # the decoder of an AutoencoderKL has 140; any other payload a dozen
+MAX_TENSORS = 256  # the decoder of Flux's VAE has 140; any other payload a dozen
 DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "F64": torch.float64,
     "F32": torch.float32,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from parallel_backend.models.vae.keys import GROUPS, VaeDims
+from .vae_sizes import VaeSizes
+
+_GROUPS = 32  # of each norm
+_COLOURS = 3
 
 
 def expected_decode_bytes(
-    dims: VaeDims, rows: tuple[int, ...], rank: int, *, width: int, element_size: int = 4
+    sizes: VaeSizes, rows: tuple[int, ...], rank: int, *, width: int, element_size: int = 4
 ) -> int:
     """Payload bytes that `rank` sends for one image of sum(rows) x `width` latent positions; `rows`: of each rank.
 
@@ -20,20 +23,20 @@ def expected_decode_bytes(
     active = [index for index, count in enumerate(rows) if count]
     position, others = active.index(rank), len(active) - 1
     neighbours = (position > 0) + (position < others)
-    wide, n = dims.widths[-1], dims.resnets
+    wide, n = sizes.widths[-1], sizes.resnets
     # Channels of the convolutions' inputs, times the width they have relative to the latent.
-    halo = dims.z_channels + 4 * wide  # conv_in and the two resnets in the middle
+    halo = sizes.channels + 4 * wide  # conv_in and the two resnets in the middle
     norms = 5  # theirs and the attention's
     before = wide
-    for level, channels in reversed(list(enumerate(dims.widths))):
-        scale = 2 ** (len(dims.widths) - 1 - level)
+    for level, channels in reversed(list(enumerate(sizes.widths))):
+        scale = 2 ** (len(sizes.widths) - 1 - level)
         halo += scale * (before + (2 * n - 1) * channels)
         halo += 2 * scale * channels if level else 0  # the convolution after upsampling
         norms += 2 * n
         before = channels
-    halo += dims.scale * dims.widths[0]  # conv_out
+    halo += sizes.scale * sizes.widths[0]  # conv_out
     norms += 1
     elements = neighbours * halo * width
     elements += others * 2 * max(rows) * width * wide if others else 0
-    elements += rows[rank] * width * dims.scale**2 * dims.out_channels if rank else 0
-    return elements * element_size + norms * others * 2 * GROUPS * 4
+    elements += rows[rank] * width * sizes.scale**2 * _COLOURS if rank else 0
+    return elements * element_size + norms * others * 2 * _GROUPS * 4

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed, PromptInterrupted
 from graphs import Graph
-from tiny_vae import dims_of, write_vae
+from parallel_backend.models.comfyui.rows.vae_halves import STEPS
+from tests.closed_forms.vae_sizes import VaeSizes
+from tiny_vae import FLUX, SD, write_vae
 
-DIMS = {"flux": dims_of(), "sd": dims_of(post_quant=True, channels=4)}
+SIZES = {"flux": FLUX, "sd": SD}
 TOLERANCE = 1e-5  # of the largest pixel, which is 1
 _numbers = itertools.count()
 
@@ -65,14 +67,14 @@ def _write(comfy, name: str, *arguments, **options) -> str:
 @pytest.fixture(scope="module")
 def vaes(comfy):
     """Names of VAE files by kind."""
-    return {kind: _write(comfy, f"{kind}.safetensors", dims) for kind, dims in DIMS.items()}
+    return {kind: _write(comfy, f"{kind}.safetensors", sizes) for kind, sizes in SIZES.items()}
 
 
 @pytest.mark.parametrize("size", [(16, 12), (7, 9), (33, 1), (5, 24)], ids=str)
-@pytest.mark.parametrize("kind", list(DIMS))
+@pytest.mark.parametrize("kind", list(SIZES))
 def test_the_image_is_that_of_stock_vae_decode(comfy, vaes, kind, size):
     graph = DecodeGraph()
-    vae, latent = graph.vae(vaes[kind]), graph.drawn(*size, channels=DIMS[kind].latent_channels)
+    vae, latent = graph.vae(vaes[kind]), graph.drawn(*size, channels=SIZES[kind].channels)
     expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae))
     assert image.shape == expected.shape == (1, 8 * size[1], 8 * size[0], 3)
     assert image.dtype == expected.dtype and image.min() >= 0 and image.max() <= 1
@@ -209,12 +211,12 @@ def test_a_vae_that_makes_no_pictures_is_refused_by_name(comfy):
 
 
 def test_flux_2s_normalised_latents_are_decoded_by_comfyuis_own_network(comfy):
-    dims = dims_of(post_quant=True, channels=32)
+    sizes = VaeSizes(channels=32, post_quant=True)
     statistics = {
         "bn.running_mean": torch.linspace(-1, 1, 128),
         "bn.running_var": torch.linspace(0.5, 2, 128),
     }
-    name = _write(comfy, "normalised.safetensors", dims, **statistics)
+    name = _write(comfy, "normalised.safetensors", sizes, **statistics)
     graph = DecodeGraph()
     vae, latent = graph.vae(name), graph.drawn(6, 5, channels=128)
     (expected,) = images(comfy, graph, graph.stock(latent, vae))
@@ -255,7 +257,7 @@ def test_a_latent_of_images_for_a_video_vae_is_refused_in_words(comfy):
 
 
 def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):
-    name = _write(comfy, "to_be_changed.safetensors", DIMS["flux"], 3)
+    name = _write(comfy, "to_be_changed.safetensors", FLUX, 3)
     graph = DecodeGraph()
     vae = [graph.add("TestCircularVAE", vae=graph.vae(name)), 0]
     _fallback(comfy, graph, graph.drawn(), vae, "another node has changed how it computes")
@@ -274,7 +276,7 @@ def test_where_ranks_cannot_run_comfyui_decodes(comfy, vaes):
 
 def test_weights_that_change_in_place_are_sent_again(comfy):
     """The same VAE object before and after a node wrote into it."""
-    name = _write(comfy, "to_be_scaled.safetensors", DIMS["flux"], 4)
+    name = _write(comfy, "to_be_scaled.safetensors", FLUX, 4)
     graph = DecodeGraph()
     vae, latent = graph.vae(name), graph.drawn()
     (before,) = images(comfy, graph, graph.ours(latent, vae))
@@ -335,4 +337,4 @@ def test_progress_is_shown(comfy, vaes):
     with comfy.client.listen() as events:
         images(comfy, graph, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
-    assert steps[-1][0] == steps[-1][1] == 28  # 14 residual blocks for each image
+    assert steps[-1][0] == steps[-1][1] == 2 * STEPS

@@ -6,7 +6,7 @@ import pytest
 
 from comfyui_client import PromptFailed
 from graphs import Graph
-from tiny_vae import dims_of, write_vae
+from tiny_vae import FLUX, write_vae
 from waiting import wait_until
 
 VAE = "tiny_settings.safetensors"
@@ -46,7 +46,7 @@ def _decode(comfy, draw: int) -> None:
 
 def test_settings_count_from_the_next_use_on(measuring, page, change):
     comfy, _ = measuring
-    write_vae(comfy.server.base_directory / "models" / "vae" / VAE, dims_of())
+    write_vae(comfy.server.base_directory / "models" / "vae" / VAE, FLUX)
     shown = page.evaluate("() => app.extensionManager.setting.settings")
     assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
 

@@ -12,13 +12,12 @@ from nccl_semantics import NCCL_SEMANTICS, NCCL_STREAMS, count_connected
 from oracle import oracle_subject
 from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.models.vae.module import load_vae
 from parallel_backend.planner.workload.communicators import count_communicators
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
 from ranks import run_ranks
-from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+from tiny_vae import FLUX, banded, random_latent, random_vae
 
 CPU = torch.device("cpu")
 HEADS = 2
@@ -147,19 +146,18 @@ def test_the_memory_prediction_counts_the_communicators_that_come_up(subject, ea
     assert found == [count_communicators(each, rank) for rank in range(each.world_size)]
 
 
-def decode(world, dims, cases):
-    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+def decode(world, cases):
+    decoder = BandedDecoder(banded(FLUX), world)
     images = [decoder(latent, shares) for latent, shares in cases]
     return [torch.empty(0) if image is None else image for image in images]
 
 
 def test_bands_of_a_vae_communicate_in_an_order_that_nccl_takes():
-    dims = dims_of()
     # Rows for all, then for the first two of three ranks only, then for the last two.
     sizes = {5: (), 2: (), 3: (1.0, 5.0, 5.0)}
-    cases = [(random_latent(dims, rows, 4)[0], shares) for rows, shares in sizes.items()]
-    images = run_ranks(decode, 3, dims, cases)[0]
+    cases = [(random_latent(FLUX, rows, 4)[0], shares) for rows, shares in sizes.items()]
+    images = run_ranks(decode, 3, cases)[0]
     with torch.inference_mode():
         for image, (latent, _) in zip(images, cases, strict=True):
-            expected = random_vae(dims).decode(latent[None]).sample[0].permute(1, 2, 0)
+            expected = random_vae(FLUX).decode(latent[None])[0].permute(1, 2, 0)
             assert (image - expected).abs().max() <= TOLERANCE * expected.abs().max()

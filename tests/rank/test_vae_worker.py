@@ -14,7 +14,7 @@ from fault_injection import fault
 from flux_requests import flux_request
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
-from parallel_backend.errors import Cancelled, RankFailed, RequestError
+from parallel_backend.errors import Cancelled, PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.rows import vae_halves as comfyui_vae
 from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -29,11 +29,10 @@ from ranks import run_ranks
 from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_flux import write_tiny_flux
-from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
+from tiny_vae import FLUX, SD, random_latent, random_vae, vae_tensors
 from video_vaes import build
 
 _numbers = itertools.count()
-FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +47,19 @@ def ranks():
 class Weights:
     """A random VAE, under an identity of its own, that counts how often its tensors are asked for."""
 
-    def __init__(self, dims, seed=0):
-        self.dims, self.vae, self.asked = dims, random_vae(dims, seed), 0
-        self.weights = VaeWeights(f"vae {next(_numbers)}", self._tensors)
+    def __init__(self, sizes, seed=0):
+        self.sizes, self.seed, self.asked = sizes, seed, 0
+        self.weights = VaeWeights(f"vae {next(_numbers)}", self._tensors, import_comfyui_here())
 
     def _tensors(self):
         self.asked += 1
-        return ldm_tensors(self.vae, self.dims)
+        return vae_tensors(self.sizes, self.seed)
 
     def image(self, latent):
         """One image after the other: torch's CPU convolutions are ten times less precise on two at once."""
         with torch.inference_mode():
-            return torch.cat([self.vae.decode(one[None]).sample.movedim(1, -1) for one in latent])
+            network = random_vae(self.sizes, self.seed)
+            return torch.cat([network.decode(one[None]).movedim(1, -1) for one in latent])
 
 
 def is_right(image, expected):
@@ -74,7 +74,7 @@ def test_the_weights_go_once_and_then_only_latents(ranks):
     assert torch.equal(again.image, first.image)
     assert vae.asked == 1
     assert (first.info.load.cached, again.info.load.cached) == (False, True)
-    assert first.info.load.bytes == sum(tensor.nbytes for tensor in ldm_tensors(vae.vae, FLUX).values())
+    assert first.info.load.bytes == sum(tensor.nbytes for tensor in vae_tensors(FLUX).values())
     assert first.info.rows == (4, 3)
     expected = [3 * expected_decode_bytes(FLUX, (4, 3), rank, width=5) for rank in (0, 1)]
     assert list(first.info.bytes_sent) == expected == list(again.info.bytes_sent)
@@ -92,19 +92,18 @@ class Steps:
         pass
 
 
-def _decode_again_and_again(world):
+def _decode_again_and_again(world, source):
     """Descriptors of this rank after each decode with a VAE sent anew, of a latent that leaves a rank without rows."""
     worker, latent, counts = VaeWorker(world, lambda error: error is None), random_latent(FLUX, 2, 3), []
-    tensors = ldm_tensors(random_vae(FLUX), FLUX)
     for number in range(5):
-        worker.load(LoadVae(str(number)), tensors)
+        worker.load(LoadVae(str(number), source), vae_tensors(FLUX))
         worker.decode(Decode(str(number), ()), {"latent": latent}, Steps())
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     return counts
 
 
 def test_a_vae_that_is_sent_again_takes_over_the_groups_of_the_one_before():
-    for counts in run_ranks(_decode_again_and_again, 3):
+    for counts in run_ranks(_decode_again_and_again, 3, import_comfyui_here()):
         assert len(set(counts[1:])) == 1, counts
 
 
@@ -185,7 +184,7 @@ def test_a_videos_vae_that_one_rank_alone_cannot_load_is_held_by_none():
 def test_more_pixels_than_can_be_sent_are_refused_in_words_before_anything_is(ranks):
     pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB, of which none is there
     with pytest.raises(RequestError, match=r"take 24.0 GiB, and at most 8.0 GiB can be sent"):
-        ranks.encode(VaeWeights("none", dict, encodes=True), pixels)
+        ranks.encode(VaeWeights("none", dict, ComfyUISource(root=""), encodes=True), pixels)
 
 
 def _encode_beside_a_decoder(world, source):
@@ -218,7 +217,7 @@ def test_an_encoder_is_held_beside_a_decoder():
 def test_another_vae_takes_its_place(ranks):
     one, other = Weights(FLUX), Weights(SD)
     for vae in (one, other, one):
-        latent = random_latent(vae.dims, 4, 4)
+        latent = random_latent(vae.sizes, 4, 4)
         assert is_right(ranks.decode(vae.weights, latent).image, vae.image(latent))
     assert one.asked == 2
 
@@ -232,8 +231,8 @@ def test_shares_give_a_rank_more_rows(ranks):
 
 def test_half_precision_comes_back_as_the_ranks_computed_it(ranks):
     vae, latent = Weights(FLUX), random_latent(FLUX, 4, 4)
-    tensors = {key: tensor.half() for key, tensor in ldm_tensors(vae.vae, FLUX).items()}
-    result = ranks.decode(VaeWeights("half", lambda: tensors), latent)
+    tensors = {key: tensor.half() for key, tensor in vae_tensors(FLUX).items()}
+    result = ranks.decode(VaeWeights("half", lambda: tensors, import_comfyui_here()), latent)
     assert result.image.dtype == torch.float32  # on the CPU
     assert (result.image - vae.image(latent)).abs().max() < 0.05 * vae.image(latent).abs().max()
     assert result.info.load.dtype == "float16"
@@ -264,28 +263,37 @@ def test_a_decode_whose_rank_dies_is_made_again(tmp_path, point):
         sidecar.stop()
 
 
-def other_network():
-    tensors = ldm_tensors(random_vae(FLUX), FLUX)
-    tensors["decoder.conv_in.weight"] = torch.zeros(128, 16, 1, 1)
-    return tensors
+def another_shape():
+    return vae_tensors(FLUX) | {"decoder.conv_in.weight": torch.zeros(128, 16, 1, 1)}
+
+
+def another_layer():
+    return vae_tensors(FLUX) | {"decoder.up.1.attn.0.q.weight": torch.zeros(64, 64, 1, 1)}
 
 
 @pytest.mark.parametrize(
-    ("weights", "latent", "shares", "words"),
+    ("tensors", "latent", "shares", "words"),
     [
-        (Weights(FLUX).weights, torch.zeros(1, 4, 6, 6), (), "has 4 channels and the VAE decodes 16"),
-        (Weights(FLUX).weights, torch.zeros(1, 16, 2, 6, 6), (), "expected \\[batch, channels"),
-        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0,), "one per process"),
-        (Weights(FLUX).weights, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
-        (VaeWeights("other", other_network), torch.zeros(1, 16, 6, 6), (), "not built like"),
+        (dict, torch.zeros(1, 4, 6, 6), (), "has 4 channels and the VAE decodes 16"),
+        (dict, torch.zeros(1, 16, 2, 6, 6), (), "expected \\[batch, channels"),
+        (dict, torch.zeros(1, 16, 6, 6), (1.0,), "one per process"),
+        (dict, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
+        (another_shape, torch.zeros(1, 16, 6, 6), (), "another network for these weights.*size mismatch"),
+        (
+            another_layer,
+            torch.zeros(1, 16, 6, 6),
+            (),
+            "another network.* has no decoder.up.1.attn.0.q.weight",
+        ),
     ],
 )
-def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, weights, latent, shares, words):
+def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, tensors, latent, shares, words):
     vae, good = Weights(FLUX), random_latent(FLUX, 4, 4)
     ranks.decode(vae.weights, good)
     pids = ranks.pids
-    with pytest.raises(RequestError, match=words):
-        ranks.decode(weights, latent, shares)
+    other = VaeWeights("other", tensors, import_comfyui_here())
+    with pytest.raises((RequestError, PlatformError), match=words):
+        ranks.decode(vae.weights if tensors is dict else other, latent, shares)
     assert is_right(ranks.decode(vae.weights, good).image, vae.image(good))
     assert ranks.pids == pids
 
@@ -297,7 +305,7 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     held = on_ranks._held
     on_ranks._held = (held[0], "never sent", held[2])
     with pytest.raises(RequestError, match="do not hold the VAE"):
-        ranks.decode(VaeWeights("never sent", dict), latent)
+        ranks.decode(VaeWeights("never sent", dict, ComfyUISource(root="")), latent)
     on_ranks._held = held
     ranks.decode(vae.weights, latent)
 

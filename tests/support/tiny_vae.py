@@ -1,62 +1,61 @@
-"""Random AutoencoderKLs of the real architecture (Flux without quant convolutions, SD with), small enough for tests."""
+"""Random VAEs of ComfyUI's class for Flux (without quant convolutions) and SD (with), small enough for tests."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from parallel_backend.models.vae.keys import VaeDims, diffusers_names
+from comfy_modules import CPU, import_comfyui_here
+from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
+from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.models.tokens.vae_networks import decoding_tensors
+from tests.closed_forms.vae_sizes import VaeSizes
 
-WIDTHS = (32, 64, 128, 128)  # the real ones are (128, 256, 512, 512)
-
-
-def dims_of(*, post_quant: bool = False, channels: int = 16, widths: tuple[int, ...] = WIDTHS) -> VaeDims:
-    return VaeDims(channels, channels, 3, widths, resnets=3, post_quant=post_quant)
-
-
-def random_vae(dims: VaeDims, seed: int = 0) -> AutoencoderKL:
-    """diffusers' own, float32, with every bias and norm moved away from its start."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * len(dims.widths),
-            up_block_types=("UpDecoderBlock2D",) * len(dims.widths),
-            block_out_channels=dims.widths,
-            layers_per_block=dims.resnets - 1,
-            latent_channels=dims.latent_channels,
-            use_quant_conv=dims.post_quant,
-            use_post_quant_conv=dims.post_quant,
-        )
-        for parameter in vae.parameters():
-            if parameter.ndim == 1:
-                parameter.data += 0.2 * torch.randn_like(parameter)
-    return vae.eval().requires_grad_(False)
+FLUX, SD = VaeSizes(), VaeSizes(channels=4, post_quant=True)
+_AUTOENCODER = "comfy.ldm.models.autoencoder"
+_HALVES = "comfy.ldm.modules.diffusionmodules.model"
 
 
-def ldm_tensors(vae: AutoencoderKL, dims: VaeDims) -> dict[str, Tensor]:
-    """The decoder's tensors as ComfyUI names and shapes them."""
-    state = vae.state_dict()
-    tensors = {key: state[name] for key, name in diffusers_names(dims).items()}
-    # The attention's projections are 1x1 convolutions there.
-    return {
-        key: tensor[:, :, None, None] if ".attn_1." in key and tensor.ndim == 2 else tensor
-        for key, tensor in tensors.items()
-    }
+def random_vae(sizes: VaeSizes, seed: int = 0) -> nn.Module:
+    """ComfyUI's own network, float32; decode() of a latent [B, C, h, w] gives [B, 3, 8 h, 8 w]."""
+    import_comfyui_here()
+    from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+
+    config = dict(z_channels=sizes.channels, resolution=64, in_channels=3, out_ch=3, ch=sizes.width)
+    config |= dict(double_z=True, attn_resolutions=[], ch_mult=[1, 2, 4, 4], num_res_blocks=sizes.resnets - 1)
+    if sizes.post_quant:
+        return fill(AutoencoderKL(ddconfig=config, embed_dim=sizes.channels), seed)
+    network = AutoencodingEngine(
+        regularizer_config={"target": f"{_AUTOENCODER}.DiagonalGaussianRegularizer"},
+        encoder_config={"target": f"{_HALVES}.Encoder", "params": config},
+        decoder_config={"target": f"{_HALVES}.Decoder", "params": config},
+    )
+    return fill(network, seed)
 
 
-def write_vae(path: Path, dims: VaeDims, seed: int = 0, **more: Tensor) -> Path:
+def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
+    """Its decoder as a rank has it."""
+    return ComfyUIVae(random_vae(sizes), sizes.channels, 2, dtype, CPU)
+
+
+@cache
+def vae_tensors(sizes: VaeSizes, seed: int = 0) -> dict[str, Tensor]:
+    """What a file has of its decoder."""
+    return decoding_tensors(random_vae(sizes, seed))
+
+
+def write_vae(path: Path, sizes: VaeSizes, seed: int = 0, **more: Tensor) -> Path:
     """The decoder of a random VAE as stock VAELoader reads it, with tensors `more` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = ldm_tensors(random_vae(dims, seed), dims)
-    save_file({name: tensor.contiguous() for name, tensor in (tensors | more).items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in (vae_tensors(sizes, seed) | more).items()}, path)
     return path
 
 
-def random_latent(dims: VaeDims, height: int, width: int, batch: int = 1, seed: int = 1) -> Tensor:
+def random_latent(sizes: VaeSizes, height: int, width: int, batch: int = 1, seed: int = 1) -> Tensor:
     """[batch, C, height, width]"""
-    shape = (batch, dims.latent_channels, height, width)
+    shape = (batch, sizes.channels, height, width)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

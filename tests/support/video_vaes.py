@@ -84,11 +84,6 @@ CASES = {
         lambda: _hunyuan(f"{_HUNYUAN}.vae", [32, 32, 64, 64], 8, "DiagonalGaussianRegularizer"), 8, 8, dims=2
     ),
     "flux.2": VaeCase(lambda: _kl(batch_norm_latent=True), 16, 16, dims=2),
-}
-
-# Diffusers' decoder takes the place of these two's.
-ENCODED = {
-    **CASES,
     "flux": VaeCase(_without_quant, 4, 8, dims=2),
     "sd": VaeCase(_kl, 4, 8, dims=2),
 }
@@ -96,7 +91,7 @@ ENCODED = {
 
 def build(name: str) -> nn.Module:
     """The same weights each time."""
-    network = fill(ENCODED[name].build())
+    network = fill(CASES[name].build())
     for buffer, value in network.named_buffers():
         if buffer.endswith("running_var"):
             value.abs_().add_(0.5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel_backend.errors import TransportError
 from parallel_backend.options import CompileStats
-from parallel_backend.requests import LoadInfo, ModelSpec, Placement
+from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
 from parallel_backend.wire.decode_messages import Encode, RankDecode
@@ -81,8 +81,8 @@ MESSAGES = [
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
-    (LoadVae("7-1f"), 1),
-    (LoadVae("7-1f", None, "{}", encodes=True), 1),
+    (LoadVae("7-1f", ComfyUISource("/ComfyUI")), 1),
+    (LoadVae("7-1f", ComfyUISource("/ComfyUI"), "{}", encodes=True), 1),
     (Encode("7-1f", (0.5, 1.0)), 1),
     (Decode("7-1f", shares=(2.0, 1.5)), 1),
     (Done(decode=RankDecode(1.5, rows=64, bytes_sent=10, peak_bytes=0, compute_dtype="bfloat16")), 1),

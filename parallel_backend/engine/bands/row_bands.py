@@ -1,7 +1,7 @@
 """Bands: each rank computes some rows of one image, and layers that look beyond them ask the ranks that hold the rest.
 
 Three kinds of layer do, in a decoder or encoder of convolutions; everything else works row by row. The layers are
-diffusers' or ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are
+ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are
 the last dimension but one, of images [B, C, H, W] and of videos [B, C, T, H, W]: what lies before is whole on every
 rank.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
@@ -248,21 +247,6 @@ def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return torch.cat(means, dim=1).float(), torch.cat(variances, dim=1).float()
 
 
-class EveryonesLinear(nn.Linear):
-    """A projection of this rank's tokens, and the same of everybody's: for the keys and values of attention."""
-
-    bands: Bands
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, own tokens, C] -> [B, all tokens, out], the tokens of the whole image in order."""
-        mine = super().forward(x)
-        bands = self.bands
-        if bands.axis.size == 1:
-            return mine
-        sizes = bands.sizes(x.shape[1])
-        return all_gather(mine.transpose(0, 1), sizes, bands.axis, bands.traffic).transpose(0, 1)
-
-
 def split_rows(network: nn.Module, bands: Bands) -> None:
     """Has every layer of `network` (convolutions, group norms, self-attention) work on this rank's rows.
 
@@ -275,9 +259,6 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
             become(layer, banded(type(layer)), bands)
         elif isinstance(layer, nn.GroupNorm):
             become(layer, _banded_norm(type(layer)), bands)
-        elif isinstance(layer, Attention):
-            for projection in (layer.to_k, layer.to_v):
-                become(projection, EveryonesLinear, bands)
         elif isinstance(layer, RowAttention):
             layer.gather = bands.gather
         elif isinstance(layer, RowSpan):

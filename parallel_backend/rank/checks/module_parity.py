@@ -47,6 +47,7 @@ _STRATEGY = ParallelStrategy(ulysses_degree=2)
 _STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
 _WORDS = 500  # of an error, which has to fit a pipe at once
 _PATIENCE = 60.0  # s for the ranks of a class; they take one
+_NOTICE = 5.0  # s for the death of a rank to be seen once its peer has raised
 
 Compute = Callable[[World], float]
 
@@ -233,8 +234,11 @@ def _collect(answers: list[int]) -> list[float]:
         waiting.register(reader, select.POLLIN)
     found: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + _PATIENCE
+    raised: str | None = None
     while len(found) < len(answers):
         ready = waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+        if not ready and raised is not None:
+            break
         if not ready:
             silent = next(rank for rank, reader in enumerate(answers) if reader not in found)
             raise RankFailed(silent, f"no answer within {_PATIENCE:.0f} s", reason="hang")
@@ -244,8 +248,9 @@ def _collect(answers: list[int]) -> list[float]:
             if not line:
                 raise RankFailed(answers.index(reader), "it died without a word", crashed=True, reason="exit")
             found[reader] = json.loads(line)
-        # One that died has its peer raise, so whoever died is looked at first.
-        for answer in found.values() if not waiting.poll(0) else ():
-            if "error" in answer:
-                raise _Raised(answer["error"])
+            if raised is None and "error" in found[reader]:
+                # One that died has its peer raise, maybe before its own pipe is closed; its death is what counts.
+                raised, deadline = found[reader]["error"], min(deadline, time.monotonic() + _NOTICE)
+    if raised is not None:
+        raise _Raised(raised)
     return [found[reader]["found"] for reader in answers]

@@ -31,10 +31,8 @@ class OwnFiles:
     models: tuple[Path, ...]
     comfyui: Path | None
 
-    def source(self, source: ComfyUISource | None) -> ComfyUISource | None:
+    def source(self, source: ComfyUISource) -> ComfyUISource:
         """As the head has it, with this machine's folder."""
-        if source is None:
-            return None
         missing = f"(machine {self.machine} was started without --comfyui)"
         return replace(source, root=str(self.comfyui or missing))
 
@@ -96,7 +94,7 @@ class JoinedWorker(RankWorker):
         try:
             assert message.content is not None, "a head says it to processes of other machines"
             found = find_model(self._own.models, PurePosixPath(spec.path), message.content, self._own.machine)
-            spec = replace(spec, path=str(found), comfyui=self._own.source(spec.comfyui))
+            spec = replace(spec, path=str(found), comfyui=spec.comfyui and self._own.source(spec.comfyui))
         except Exception as failure:
             error = failure
         if not self._all_good(error):

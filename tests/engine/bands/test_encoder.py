@@ -17,7 +17,7 @@ from parallel_backend.models.comfyui.rows.vae_halves import STEPS
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import encodes_in_bands
 from ranks import run_ranks
-from video_vaes import ENCODED, build
+from video_vaes import CASES, build
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +26,7 @@ def comfyui():
 
 
 def encoder(name, world, dtype=torch.float32):
-    case, cpu = ENCODED[name], torch.device("cpu")
+    case, cpu = CASES[name], torch.device("cpu")
     half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, cpu)
     return BandedEncoder(half, world)
 
@@ -38,7 +38,7 @@ def whole(name, pixels):
 
 
 def pixels_of(name, frames, height, width):
-    case = ENCODED[name]
+    case = CASES[name]
     sides = case.scale * height, case.scale * width
     return random(3, *((taken(name, frames),) if case.dims == 3 else ()), *sides)
 
@@ -49,7 +49,7 @@ def taken(name, frames):
 
 
 def latent_frames(name, frames):
-    return (taken(name, frames) + 3) // 4 if ENCODED[name].dims == 3 else 1
+    return (taken(name, frames) + 3) // 4 if CASES[name].dims == 3 else 1
 
 
 SIZES = [  # ranks, (frames, rows and columns of the latent), shares
@@ -61,9 +61,9 @@ SIZES = [  # ranks, (frames, rows and columns of the latent), shares
 
 @pytest.mark.parametrize(("ranks", "size", "shares"), SIZES, ids=str)
 def test_the_latent_is_that_of_one_process(ranks, size, shares):
-    pixels = {name: pixels_of(name, *size) for name in ENCODED}
+    pixels = {name: pixels_of(name, *size) for name in CASES}
     results = run_ranks(compute, ranks, encoder, pixels, shares)
-    for name, case in ENCODED.items():
+    for name, case in CASES.items():
         latent, of_ranks = whole(name, pixels[name]), [result[name] for result in results]
         assert latent.shape == (latent_frames(name, size[0]), *size[1:], case.channels)
         assert latent.std() > 0.05 * latent.abs().max(), name  # no flat latent
@@ -75,7 +75,7 @@ def test_the_latent_is_that_of_one_process(ranks, size, shares):
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (list(ENCODED), "rows"),
+        (list(CASES), "rows"),
         (["flux", "wan 2.1", "hunyuanvideo"], "ways"),
         (["flux", "wan 2.1", "hunyuanvideo"], "keys"),
     ],
@@ -96,16 +96,16 @@ def test_a_network_that_looks_further_is_seen_before_it_is_used():
     assert "in another way than the pack knows" in first[0] and second == [""]
 
 
-@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("name", CASES)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    network = ENCODED[name].build()
+    network = CASES[name].build()
     assert encodes_in_bands(network)
     network.encoder.__class__ = type("Changed", (type(network.encoder),), {})
     assert not encodes_in_bands(network) and not encodes_in_bands(None)
 
 
 def test_a_network_that_draws_its_latent_stays_with_comfyui():
-    network = ENCODED["flux"].build()
+    network = CASES["flux"].build()
     network.regularization.sample = True
     assert not encodes_in_bands(network)
 

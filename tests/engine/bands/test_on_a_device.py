@@ -14,7 +14,7 @@ from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 from ranks import run_ranks
-from video_vaes import ENCODED, build
+from video_vaes import CASES, build
 
 NAMES = ("wan 2.1", "hunyuanvideo", "hunyuanvideo 1.5", "flux")
 ROWS, COLUMNS = 4, 2  # of a latent, which ranks do not divide
@@ -46,7 +46,7 @@ def shared_out(world):
     """What rank 0 has of each VAE, by name and way; nothing elsewhere."""
     found = {}
     for name in NAMES:
-        case = ENCODED[name]
+        case = CASES[name]
         decoder = ComfyUIVae(network(name), case.channels, case.dims, FLOAT, world.device)
         encoder = ComfyUIVaeEncoder(
             network(name), case.scale, 3, case.channels, case.dims, FLOAT, world.device
@@ -65,7 +65,7 @@ def test_bands_and_tiles_meet_on_the_device_and_end_on_the_host():
     assert others == [{}, {}] and all(is_host for is_host, _ in first.values())
     with torch.inference_mode():
         for name in NAMES:
-            whole, case = network(name), ENCODED[name]
+            whole, case = network(name), CASES[name]
             for way, given in ((whole.decode, latent_of(case)), (whole.encode, pixels_of(case))):
                 expected = in_frames(way(given[None])[0])
                 found = first[name, f"{way.__name__}d"][1]

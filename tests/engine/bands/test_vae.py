@@ -1,7 +1,6 @@
-"""Decoding in bands on real gloo ranks: the image of diffusers' unsplit decoder, for any size, batch and share."""
+"""Decoding Flux's and SD's latents in bands on real gloo ranks: ComfyUI's unsplit image, for any size and share."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,20 +14,17 @@ from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.engine.comm.collectives import Traffic
 from parallel_backend.errors import RequestError
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.vae.module import load_vae
+from parallel_backend.models.comfyui.rows.vae_halves import STEPS
 from ranks import run_ranks
 from tests.closed_forms.band_traffic import expected_decode_bytes
-from tiny_vae import dims_of, ldm_tensors, random_latent, random_vae
-
-FLUX, SD = dims_of(), dims_of(post_quant=True, channels=4)
-CPU = torch.device("cpu")
+from tiny_vae import FLUX, SD, banded, random_latent, random_vae
 
 
-def decode(world, dims, jobs, break_halo=False):
+def decode(world, sizes, jobs, break_halo=False):
     """Per job, of (latent, shares): (image [H, W, 3] or an empty tensor, bytes sent, parts announced) of one rank."""
     if break_halo:
         go_without("rows")
-    decoder, found = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world), []
+    decoder, found = BandedDecoder(banded(sizes), world), []
     for latent, shares in jobs:
         parts, before = [], decoder.bytes_sent
         image = decoder(latent, shares, lambda parts=parts: parts.append(1))
@@ -39,10 +35,10 @@ def decode(world, dims, jobs, break_halo=False):
     return found
 
 
-def whole(dims, latent):
-    """[H, W, 3] of diffusers' own AutoencoderKL."""
+def whole(sizes, latent):
+    """[H, W, 3] of ComfyUI's own network."""
     with torch.inference_mode():
-        return random_vae(dims).decode(latent[None]).sample[0].permute(1, 2, 0)
+        return random_vae(sizes).decode(latent[None])[0].permute(1, 2, 0)
 
 
 CASES = {  # by ranks: (height, width), shares
@@ -64,36 +60,24 @@ CASES = {  # by ranks: (height, width), shares
 
 
 @pytest.mark.parametrize("ranks", CASES)
-@pytest.mark.parametrize("dims", [FLUX, SD], ids=["flux", "sd"])
-def test_the_image_is_that_of_the_unsplit_decoder(dims, ranks):
-    latents = [random_latent(dims, *size)[0] for size, _ in CASES[ranks]]
+@pytest.mark.parametrize("sizes", [FLUX, SD], ids=["flux", "sd"])
+def test_the_image_is_that_of_the_unsplit_decoder(sizes, ranks):
+    latents = [random_latent(sizes, *side)[0] for side, _ in CASES[ranks]]
     jobs = [(latent, shares) for latent, (_, shares) in zip(latents, CASES[ranks], strict=True)]
-    results = run_ranks(decode, ranks, dims, jobs)
+    results = run_ranks(decode, ranks, sizes, jobs)
     for number, ((height, width), shares) in enumerate(CASES[ranks]):
         case = f"{height} x {width}, shares {shares}"
-        assert difference(results[0][number][0], whole(dims, latents[number])) <= TOLERANCE, case
+        assert difference(results[0][number][0], whole(sizes, latents[number])) <= TOLERANCE, case
         rows = split_sizes(height, ranks, shares)
         for rank, result in enumerate(results):
             _, sent, parts = result[number]
-            assert sent == expected_decode_bytes(dims, rows, rank, width=width), (case, rank)
-            assert parts == 2 + dims.resnets * len(dims.widths), (case, rank)
+            assert sent == expected_decode_bytes(sizes, rows, rank, width=width), (case, rank)
+            assert parts == STEPS, (case, rank)
 
 
-def test_the_image_is_right_with_other_levels_and_widths():
-    dims = dims_of(widths=(32, 96), channels=8)
-    latent = random_latent(dims, 5, 6)[0]
-    results = [result for (result,) in run_ranks(decode, 2, dims, [(latent, ())])]
-    assert difference(results[0][0], whole(dims, latent)) <= TOLERANCE
-    assert [sent for _, sent, _ in results] == [
-        expected_decode_bytes(dims, (3, 2), r, width=6) for r in (0, 1)
-    ]
-
-
-def in_bfloat16(world, dims, latent):
+def in_bfloat16(world, sizes, latent):
     """[H, W, 3] float32 of one rank; empty on the others."""
-    vae = load_vae(ldm_tensors(random_vae(dims), dims), CPU)
-    half = replace(vae, decoder=vae.decoder.bfloat16(), compute_dtype=torch.bfloat16)
-    image = BandedDecoder(half, world)(latent)
+    image = BandedDecoder(banded(sizes, torch.bfloat16), world)(latent)
     return torch.empty(0) if image is None else image[0].float()
 
 
@@ -137,9 +121,9 @@ def test_a_layer_that_looks_further_is_refused():
             split_rows(nn.Sequential(conv), Bands(Traffic()))
 
 
-def peak(world, dims, latent):
+def peak(world, sizes, latent):
     """Bytes that torch's allocator has given out at once during a decode, beyond what it had before."""
-    decoder = BandedDecoder(load_vae(ldm_tensors(random_vae(dims), dims), CPU), world)
+    decoder = BandedDecoder(banded(sizes), world)
     decoder(latent)  # groups and buffers that stay
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         decoder(latent)

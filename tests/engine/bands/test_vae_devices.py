@@ -52,9 +52,9 @@ def test_a_decoder_waits_for_its_rows_alone(name, monkeypatch):
     assert band.shape[1:] == (2 * case.scale, 2 * case.scale, 3)
 
 
-@pytest.mark.parametrize("name", video_vaes.ENCODED)
+@pytest.mark.parametrize("name", video_vaes.CASES)
 def test_an_encoder_waits_for_its_rows_alone(name, monkeypatch):
-    case = video_vaes.ENCODED[name]
+    case = video_vaes.CASES[name]
     encoder = ComfyUIVaeEncoder(case.build(), case.scale, 3, case.channels, case.dims, torch.float32, DEVICE)
     frames = (encoder.few_frames,) if case.dims == 3 else ()
     pixels = random(3, *frames, 4 * case.scale, 2 * case.scale)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel_backend.errors import OutOfMemory, TransportError
-from parallel_backend.requests import LoadInfo
+from parallel_backend.requests import ComfyUISource, LoadInfo
 from parallel_backend.sidecar.group.exchange import USER_ERRORS
 from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.group.vae_client import VaeOnRanks
@@ -17,6 +17,7 @@ from parallel_backend.wire.protocol import Decode, Done, Encode, LoadVae, Progre
 
 LOAD = LoadInfo(seconds=1.0, bytes=12, cached=False, dtype="float32", compute_dtype="float32")
 RUN = RankDecode(seconds=2.0, rows=4, bytes_sent=10, peak_bytes=0, compute_dtype="float32")
+SOURCE = ComfyUISource("/ComfyUI")
 LATENT = torch.zeros(1, 4, 6, 5)
 IMAGE = torch.ones(1, 48, 40, 3)
 
@@ -47,7 +48,7 @@ class ScriptedRanks:
 
 
 def decode(client, ranks, identity="a", epoch=1, on_step=None, on_phase=lambda phase: None):
-    weights = VaeWeights(identity, lambda: {"decoder.conv_in.weight": torch.zeros(3)})
+    weights = VaeWeights(identity, lambda: {"decoder.conv_in.weight": torch.zeros(3)}, SOURCE)
     return client.decode(epoch, ranks, weights, LATENT, (), on_step, on_phase)
 
 
@@ -180,9 +181,12 @@ def test_answers_that_break_the_protocol_are_refused(client, ranks, changes, wor
 
 def test_pixels_go_to_an_encoder_that_is_sent_as_one(client, ranks):
     ranks.result, phases = {"latent": LATENT}, []
-    weights = VaeWeights("b", lambda: {"encoder.conv_in.weight": torch.zeros(3)}, encodes=True)
+    weights = VaeWeights("b", lambda: {"encoder.conv_in.weight": torch.zeros(3)}, SOURCE, encodes=True)
     found = client.encode(1, ranks, weights, IMAGE.movedim(-1, 1), (2.0, 1.0), None, phases.append)
-    assert [message for message, _ in ranks.sent] == [LoadVae("b", encodes=True), Encode("b", (2.0, 1.0))]
+    assert [message for message, _ in ranks.sent] == [
+        LoadVae("b", SOURCE, encodes=True),
+        Encode("b", (2.0, 1.0)),
+    ]
     assert torch.equal(found.latent, LATENT) and found.info.rows == (4, 4)
     assert phases == [Phase(PhaseKind.SENDING_VAE), Phase(PhaseKind.ENCODING)]
     ranks.result = {"image": IMAGE}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....errors import RequestError
+from ....errors import PlatformError, RequestError
 from ....requests import ComfyUISource
 from ...banded import RowAttention
 from ...tokens.vae_networks import Way, frames_are_a_batch, known
@@ -19,6 +19,7 @@ from .vae_adjustments import adjust, follow, reproducible
 
 # Decodes are counted in as many steps, whatever their length: enough to be interrupted within a second or two.
 STEPS = 32
+_ANOTHER = "ComfyUI builds another network for these weights than the one that they come from"
 _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
@@ -169,14 +170,25 @@ def build_vae(
     tensors: dict[str, Tensor], source: ComfyUISource, device: torch.device, told: Mapping[str, Any]
 ) -> tuple[Any, torch.dtype]:
     """(ComfyUI's VAE of these tensors, in which parts without any hold no numbers; what it computes in). `told`: as of
-    VaeWeights.metadata."""
+    VaeWeights.metadata. Raises PlatformError where ComfyUI's loader builds another network than has these tensors, as
+    it may where another pack's loader made it."""
     import_comfyui(source, device)
     import comfy.sd
 
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     dtype = torch.float32 if device.type == "cpu" else stored
     with _default_dtype(dtype), _parameters_assigned():
-        return comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told), dtype
+        try:
+            vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told)
+        except RuntimeError as error:  # of torch's load_state_dict: its last line names a tensor
+            raise PlatformError(f"{_ANOTHER}: {str(error).splitlines()[-1].strip()}") from error
+    network = vae.first_stage_model
+    left_over = (
+        set(tensors).difference(network.state_dict(), dict(network.named_buffers())) if network else set()
+    )
+    if left_over:
+        raise PlatformError(f"{_ANOTHER}: it has no {min(left_over)}")
+    return vae, dtype
 
 
 def check_whole(network: nn.Module, tensors: dict[str, Tensor], half: str) -> None:

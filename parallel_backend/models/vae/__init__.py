@@ -1,1 +1,0 @@
-"""The decoder of Flux's and Stable Diffusion's AutoencoderKL: its tensors' names, and the module of a rank."""
