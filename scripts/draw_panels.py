@@ -81,7 +81,7 @@ TWO_RANKS = {
     "StrategySelector": {"mode": "manual", "devices": "cpu:2", "ulysses_degree": 2},
     "ParallelSampler": {"steps": 1000},
 }
-HALF_WAY = "() => /^sampling [1-9]\\d\\d/.test(document.querySelector('.parallel-group .state')?.textContent)"
+HALF_WAY = "() => /^step [1-9]\\d\\d of/.test(document.querySelector('.parallel-group .state')?.textContent)"
 
 
 def show(page: Any, workflow: dict[str, Any], name: str) -> str:

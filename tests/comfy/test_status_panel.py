@@ -96,27 +96,31 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
         card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=60_000)
 
     def press(name: str, then: str) -> None:
-        card.get_by_role("button", name=name).click()
+        card.get_by_role("button", name=name, exact=True).click()
         wait_for(then)
 
     # A job, from the page that then shows its bars.
-    page.evaluate(f"() => app.loadApiJson({json.dumps(_graph(24).prompt)}, 'status')")
+    page.evaluate(f"() => app.loadApiJson({json.dumps(_graph(240).prompt)}, 'status')")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
     page.evaluate("() => app.queuePrompt(0, 1)")
-    page.wait_for_function("() => recorded.some(t => /^sampling [1-9]\\d*\\/24$/.test(t))", timeout=120_000)
+    page.wait_for_function(
+        "() => recorded.some(t => /^step [1-9]\\d* of 240 · about \\d+ s left$/.test(t))", timeout=120_000
+    )
     shoot("status-sampling")
     os.kill(_group(comfy)["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')", timeout=60_000)
-    page.locator(".p-toast-detail", has_text="killed by SIGKILL").wait_for(timeout=10_000)
+    page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for(
+        timeout=10_000
+    )
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length", timeout=20_000)
     seen = page.evaluate("recorded")
-    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 24", text)}
+    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 240", text)}
     assert bars == {"cpu:0", "cpu:1"}
-    assert UNET in card.inner_text() and "weights" in card.inner_text() and " a step" in card.inner_text()
+    assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
     card.locator("button[title='Not now: the processes are awake']").wait_for(
         timeout=10_000
     )  # soon after the state

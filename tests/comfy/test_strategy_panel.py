@@ -161,7 +161,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     _wait_for(page, "shown.alerts.length === 1")
     (alert,) = page.evaluate(READ)["alerts"]
     assert alert.startswith(
-        f"ulysses_degree 3 does not divide the 2 attention heads of {UNET}; the nearest valid"
+        f"ulysses_degree 3 is more than the 2 attention heads of {UNET}; the nearest valid"
     )
     marked = [widget["label"] for widget in page.evaluate(WIDGETS) if "⚠" in (widget["label"] or "")]
     assert marked == ["⚠ ulysses_degree"]
