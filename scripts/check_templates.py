@@ -116,9 +116,10 @@ can run. In {stay} the tokens of an image, video or sound stay apart from the fi
 block gathers what it gives, in {bands} devices compute bands of an image's rows, and in {rows} whole images and prompts
 or queries of attention are shared out ([models.md](models.md) says what that means). Judged by the class of each model
 and by the nodes between loader and sampler ([compatibility.md](compatibility.md)), not by running them: the models
-themselves are too large for the machines that tests run on. Thirty graphs of 17 kinds of model are really run, in ComfyUI
-0.30.0 and 0.33.0, with tiny files in place of theirs: made parallel by *Make this workflow parallel*, they give stock's
-latents on two processes (`./scripts/test tests/comfy/test_official_graphs.py`, where a Chromium is installed).
+themselves are too large for the machines that tests run on. Thirty graphs of 17 kinds of model are really run,
+in ComfyUI 0.30.0 and 0.33.0, with tiny files in place of theirs: made parallel by *Make this workflow parallel*, they
+give stock's latents on two processes (`./scripts/test tests/comfy/test_official_graphs.py`, where a
+Chromium is installed).
 
 | graph | why it does not |
 | --- | --- |
