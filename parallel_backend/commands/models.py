@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import RequestError
 from ..machine.self_tests import SelfTestStore
-from ..models.proof.states import PROVEN_HERE, ClassVerdict, entry_digest, is_proven, verdict_of
+from ..models.proof.installed import VARIABLE, digests_in, find_folder, version_in
+from ..models.proof.states import PROVEN_HERE, ClassVerdict, is_proven, verdict_of
 from ..models.tokens.table import TABLE, state_of
 from ..requests import ATTENTION, ROWS, TOKEN_MODES
 
-VARIABLE = "COMFYUI_PATH"
 _WITH_PACK, _TESTED, _UNTESTED, _MISSING, _UNDESCRIBED = (
     "came with the pack",
     "tested here",
@@ -54,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 where a class runs in a lesser way than the pack knows, or not at all. Raises RequestError
     for a folder without a ComfyUI, RankFailed for a test that gave no outcome."""
-    root = _folder(args.comfyui)
+    root = find_folder(args.comfyui)
     found = rows(root, test=args.test)
     if args.json:
-        said = {"comfyui": _version(root), "models": [asdict(row) for row in found]}
+        said = {"comfyui": version_in(root), "models": [asdict(row) for row in found]}
         sys.stdout.write(f"{json.dumps(said)}\n")
     else:
-        sys.stdout.write(_table(_version(root), found))
+        sys.stdout.write(_table(version_in(root), found))
     return int(
         any(row.words for row in found if row.proof == _TESTED) or any(row.proof == _MISSING for row in found)
     )
@@ -69,12 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def rows(root: Path, *, test: bool) -> list[ModelRow]:
     """Lists each class whose tokens the pack can share out, and then each other class that the ComfyUI in `root` has a
     model of. `test`: those that nobody knows."""
-    digests: dict[str, str] = {}
-    for name in sorted(TABLE):
-        try:
-            digests[name] = entry_digest(str(root), name)
-        except (OSError, SyntaxError, ValueError):
-            continue
+    digests = digests_in(root)
     store = SelfTestStore()
     kept = {name: store.find(name, digest) for name, digest in digests.items() if not is_proven(name, digest)}
     unknown = [name for name, outcome in kept.items() if outcome is None]
@@ -137,24 +130,3 @@ def _table(version: str, found: Sequence[ModelRow]) -> str:
         "docs/models.md says more of each, and docs/newer-comfyui.md what is new here.",
     ]
     return "\n".join([*lines, ""])
-
-
-def _folder(given: str | None) -> Path:
-    """ComfyUI's. Raises RequestError where there is none."""
-    named = given or os.environ.get(VARIABLE)
-    candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
-    for folder in candidates:
-        if (folder / "comfy" / "cli_args.py").is_file():
-            return folder.resolve()
-    where = named or "the folders that this pack lies in"
-    raise RequestError(
-        f"No ComfyUI in {where}: it would have comfy/cli_args.py. Name its folder with --comfyui."
-    )
-
-
-def _version(root: Path) -> str:
-    try:
-        found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else "of an unknown version"

@@ -9,7 +9,10 @@ import pytest
 
 from comfy_harness import require_comfyui
 from parallel_backend.__main__ import main
+from parallel_backend.commands.doctor.probes import probe_classes
+from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.machine import self_tests
+from parallel_backend.models.proof.installed import VARIABLE
 from parallel_backend.models.proof.states import entry_digest
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import ATTENTION, BLOCK, STAY
@@ -95,3 +98,19 @@ def test_the_table_is_for_people_and_a_folder_without_comfyui_is_named(newer, mo
     assert "LTXVModel" in printed and "--test does so now" in printed
     assert main(["models", "--comfyui", str(tmp_path)]) == 2
     assert f"No ComfyUI in {tmp_path}" in capsys.readouterr().err
+
+
+def test_the_doctor_says_in_a_line_what_of_this_comfyui_is_new(newer, monkeypatch):
+    known = require_comfyui()
+    monkeypatch.setenv(VARIABLE, str(newer))
+    verdict = check_classes(*probe_classes())
+    assert LTX in verdict.details and "Flux" not in verdict.details and verdict.status == "ok"
+    assert f": {len(verdict.details)} kinds of models have new code; each is tested once" in verdict.finding
+    assert verdict.remedy.endswith("python -m parallel_backend models --test")
+    monkeypatch.setenv(VARIABLE, str(known))
+    verdict = check_classes(*probe_classes())
+    assert verdict.finding.endswith("compute as the pack knows them") and not (
+        verdict.details or verdict.remedy
+    )
+    monkeypatch.setenv(VARIABLE, str(newer / "comfy"))
+    assert probe_classes() is None

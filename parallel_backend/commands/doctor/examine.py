@@ -21,10 +21,17 @@ from .machines import check_machines, numbered, pair_of
 from .parity import GROUP as SAMPLING
 from .parity import check_parity, failed_start
 from .privacy import find_private, scrubbed
-from .probes import probe_kernels, probe_leftovers, probe_system, probe_torch, probe_versions
+from .probes import (
+    probe_classes,
+    probe_kernels,
+    probe_leftovers,
+    probe_system,
+    probe_torch,
+    probe_versions,
+)
 from .report import Report, Verdict
 from .system import check_leftovers, check_system
-from .versions import check_platform, check_versions
+from .versions import check_classes, check_platform, check_versions
 
 OnPhase = Callable[[str], None]
 ShouldCancel = Callable[[], bool]
@@ -78,6 +85,8 @@ def _look_at_installation(
     devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
 ) -> list[Verdict]:
     verdicts = check_versions(probe_versions(), len(topology.devices), torch_problem)
+    if (classes := probe_classes()) is not None:
+        verdicts.append(check_classes(*classes))
     if machine_of(devices[0]):
         memory = {device: memory_elsewhere(device) for device in devices}
         return [*verdicts, check_leftovers(probe_leftovers()), *check_machines(devices, memory)]

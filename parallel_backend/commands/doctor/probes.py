@@ -10,7 +10,11 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from ...errors import RequestError
 from ...machine.fingerprint import cores, installed_version
+from ...machine.self_tests import SelfTestStore
+from ...models.proof.installed import digests_in, find_folder, version_in
+from ...models.proof.states import is_proven
 from .kernels import KERNELS
 from .system import VARIABLES, Leftovers, System
 from .versions import NEEDS, SHOWN
@@ -23,6 +27,17 @@ def probe_versions() -> dict[str, str]:
     """Versions by package name, "" for what is not installed; imports none of them."""
     names = [*SHOWN, *(needed for _, needed, *_ in NEEDS), "nvidia-ml-py"]
     return {n: platform.python_version() if n == "python" else installed_version(n) for n in names}
+
+
+def probe_classes() -> tuple[str, list[str]] | None:
+    """(version of ComfyUI, classes of models whose code nobody has tested); None where this pack lies in no ComfyUI."""
+    try:
+        root = find_folder()
+    except RequestError:
+        return None
+    store = SelfTestStore()
+    unproven = {name: digest for name, digest in digests_in(root).items() if not is_proven(name, digest)}
+    return version_in(root), [name for name, digest in unproven.items() if store.find(name, digest) is None]
 
 
 def probe_torch() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .report import Verdict
@@ -103,6 +103,21 @@ def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str =
             )
         )
     return verdicts
+
+
+def check_classes(version: str, untested: Sequence[str]) -> Verdict:
+    """How far the pack knows this ComfyUI. `untested`: classes of models whose code nobody has tested yet."""
+    if not untested:
+        return Verdict(GROUP, "ComfyUI", "ok", f"{version}: its models compute as the pack knows them")
+    count = len(untested)
+    return Verdict(
+        GROUP,
+        "ComfyUI",
+        "ok",
+        f"{version}: {count} kinds of models have new code; each is tested once, 10 to 20 s, before it first runs",
+        "to test them now: python -m parallel_backend models --test",
+        tuple(untested),
+    )
 
 
 def check_platform(platform: str, release: str) -> Verdict:

@@ -1,0 +1,47 @@
+"""The ComfyUI that this pack lies in, for programs that a person starts; imports neither torch nor comfy."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ...errors import RequestError
+from ..tokens.table import TABLE
+from .states import entry_digest
+
+VARIABLE = "COMFYUI_PATH"
+
+
+def find_folder(given: str | None = None) -> Path:
+    """ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack. Raises RequestError where it
+    holds none."""
+    named = given or os.environ.get(VARIABLE)
+    candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
+    for folder in candidates:
+        if (folder / "comfy" / "cli_args.py").is_file():
+            return folder.resolve()
+    where = named or "the folders that this pack lies in"
+    raise RequestError(
+        f"No ComfyUI in {where}: it would have comfy/cli_args.py. Name its folder with --comfyui."
+    )
+
+
+def version_in(root: Path) -> str:
+    """As its own file says it."""
+    try:
+        found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "of an unknown version"
+
+
+def digests_in(root: Path) -> dict[str, str]:
+    """entry_digest() of each class of the table whose sources this ComfyUI has."""
+    digests: dict[str, str] = {}
+    for name in sorted(TABLE):
+        try:
+            digests[name] = entry_digest(str(root), name)
+        except (OSError, SyntaxError, ValueError):
+            continue
+    return digests
