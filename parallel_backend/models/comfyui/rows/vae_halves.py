@@ -180,12 +180,15 @@ def build_vae(
     with _default_dtype(dtype), _parameters_assigned():
         try:
             vae = comfy.sd.VAE(sd=dict(tensors), device=device, dtype=dtype, metadata=told)
-        except RuntimeError as error:  # of torch's load_state_dict: its last line names a tensor
+        except RuntimeError as error:
+            if "state_dict" not in str(error):
+                raise
+            # torch's last line names a tensor.
             raise PlatformError(f"{_ANOTHER}: {str(error).splitlines()[-1].strip()}") from error
     network = vae.first_stage_model
-    left_over = (
-        set(tensors).difference(network.state_dict(), dict(network.named_buffers())) if network else set()
-    )
+    left_over = set(tensors)
+    if network is not None:
+        left_over = left_over.difference(network.state_dict(), dict(network.named_buffers()))
     if left_over:
         raise PlatformError(f"{_ANOTHER}: it has no {min(left_over)}")
     return vae, dtype
