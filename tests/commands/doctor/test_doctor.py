@@ -180,7 +180,7 @@ def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
     )
     report = examination.examine(("cpu:0", "cpu:1"))
     broken = [v for v in report.verdicts if v.status == "broken"]
-    assert [v.name for v in broken] == ["ranks"] and report.exit_status == 1
+    assert [v.name for v in broken] == ["processes"] and report.exit_status == 1
     assert "protocol does not allow" in broken[0].finding
 
 
@@ -212,7 +212,7 @@ def test_a_machine_that_cannot_start_a_process_is_one_broken_line(no_leaks, monk
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     broken = [v for v in examination.examine(("cpu:0", "cpu:1")).verdicts if v.status == "broken"]
-    assert [v.name for v in broken] == ["ranks"] and "temporarily unavailable" in broken[0].finding
+    assert [v.name for v in broken] == ["processes"] and "temporarily unavailable" in broken[0].finding
 
 
 def test_another_system_is_one_line(monkeypatch):

@@ -108,7 +108,7 @@ def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_pa
 
 
 def test_a_pause_of_everything_together_is_no_hang(tmp_path):
-    assert "same processes, paused" in run_script(EVERYTHING_PAUSES, tmp_path)
+    assert "same ranks, paused" in run_script(EVERYTHING_PAUSES, tmp_path)
 
 
 def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, monkeypatch):
