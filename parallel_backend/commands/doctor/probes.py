@@ -30,7 +30,7 @@ def probe_versions() -> dict[str, str]:
 
 
 def probe_classes() -> tuple[str, list[str]] | None:
-    """(version of ComfyUI, classes of models whose code nobody has tested); None where this pack lies in no ComfyUI."""
+    """Returns (version of ComfyUI, classes of models whose code nobody has tested), or None without a ComfyUI."""
     try:
         root = find_folder()
     except RequestError:

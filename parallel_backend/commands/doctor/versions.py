@@ -106,7 +106,7 @@ def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str =
 
 
 def check_classes(version: str, untested: Sequence[str]) -> Verdict:
-    """How far the pack knows this ComfyUI. `untested`: classes of models whose code nobody has tested yet."""
+    """Says how far the pack knows this ComfyUI. `untested`: classes of models whose code nobody has tested yet."""
     if not untested:
         return Verdict(GROUP, "ComfyUI", "ok", f"{version}: its models compute as the pack knows them")
     count = len(untested)

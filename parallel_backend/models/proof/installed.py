@@ -14,7 +14,7 @@ VARIABLE = "COMFYUI_PATH"
 
 
 def find_folder(given: str | None = None) -> Path:
-    """ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack. Raises RequestError where it
+    """Returns ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack. Raises RequestError where it
     holds none."""
     named = given or os.environ.get(VARIABLE)
     candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
@@ -28,7 +28,7 @@ def find_folder(given: str | None = None) -> Path:
 
 
 def version_in(root: Path) -> str:
-    """As its own file says it."""
+    """Returns the version that ComfyUI's own file names."""
     try:
         found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
     except OSError:
@@ -37,7 +37,7 @@ def version_in(root: Path) -> str:
 
 
 def digests_in(root: Path) -> dict[str, str]:
-    """entry_digest() of each class of the table whose sources this ComfyUI has."""
+    """Returns the entry_digest() of each class of the table whose sources this ComfyUI has."""
     digests: dict[str, str] = {}
     for name in sorted(TABLE):
         try:
