@@ -14,8 +14,10 @@ VARIABLE = "COMFYUI_PATH"
 
 
 def find_folder(given: str | None = None) -> Path:
-    """Returns ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack. Raises RequestError where it
-    holds none."""
+    """Returns ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack.
+
+    Raises RequestError where there is no ComfyUI in it.
+    """
     named = given or os.environ.get(VARIABLE)
     candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
     for folder in candidates:
