@@ -59,7 +59,7 @@ def stored_bytes(module):
 
 
 def sharded_answers(world, paths):
-    """Of each file: answers of two calls, of one after its ranks slept, and of one after a share was lost."""
+    """Answers, for each file, two calls, one after its ranks slept, and one after a share was lost."""
     results = {}
     for form, path in paths.items():
         sharding, traffic = sharding_over(world)

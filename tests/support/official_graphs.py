@@ -131,7 +131,7 @@ class SmallGraph:
                 yield name, self._taken(value, name)
 
     def _stand_in(self, kind: str, node: Mapping[str, Any], name: str) -> Link | None:
-        """What stands for an output of this type; None where the node itself stays."""
+        """Returns what stands for an output of this type, or None where the node itself stays."""
         takes = {self._type_of(link) for link in _links(node)}
         if kind == "MODEL" and set(_FILE_INPUTS) & set(node["inputs"]):
             loader = ("CheckpointLoaderSimple", {"ckpt_name": self._file})

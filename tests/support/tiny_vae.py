@@ -38,13 +38,13 @@ def random_vae(sizes: VaeSizes, seed: int = 0) -> nn.Module:
 
 
 def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
-    """Its decoder as a rank has it."""
+    """Returns its decoder as a rank has it."""
     return ComfyUIVae(random_vae(sizes), sizes.channels, 2, dtype, CPU)
 
 
 @cache
 def vae_tensors(sizes: VaeSizes, seed: int = 0) -> dict[str, Tensor]:
-    """What a file has of its decoder."""
+    """Returns the tensors that a file has of its decoder, by name."""
     return decoding_tensors(random_vae(sizes, seed))
 
 

@@ -6,7 +6,6 @@ No server, no custom nodes, and ComfyUI's memory management has nothing to manag
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -108,12 +107,3 @@ def _read_command_line(flags: tuple[str, ...]) -> None:
     finally:
         comfy.options.enable_args_parsing(False)
         sys.argv = own
-
-
-def read_version(root: Path) -> str:
-    """The version of the ComfyUI in a folder, as its own file says; "" where none does."""
-    try:
-        found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
-    except OSError:
-        return ""
-    return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""The ComfyUI that this pack lies in, for programs that a person starts; imports neither torch nor comfy."""
+"""Finds the ComfyUI that a command is about, its version and the digests of its classes, without importing it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def find_folder(given: str | None = None) -> Path:
 
 
 def version_in(root: Path) -> str:
-    """Returns the version that ComfyUI's own file names."""
+    """Returns the version that the ComfyUI in this folder names itself, "of an unknown version" where it does not."""
     try:
         found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
     except OSError:

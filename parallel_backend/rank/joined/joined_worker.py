@@ -11,7 +11,7 @@ from ...cluster.model_files import find_model
 from ...engine.comm.groups import World
 from ...errors import RequestError
 from ...job.payload import Head, ProcessFacts, digest_of_code
-from ...models.comfyui.environment import read_version
+from ...models.proof.installed import version_in
 from ...requests import ComfyUISource, LoadInfo, ModelSpec
 from ...wire.payloads import Tensors
 from ...wire.protocol import Load, LoadVae, Setup
@@ -43,7 +43,7 @@ class OwnFiles:
                 f"Machine {self.machine} was started without --comfyui, which a job needs; start it with ComfyUI's "
                 f"folder."
             )
-        version = read_version(self.comfyui)
+        version = version_in(self.comfyui)
         if version != there.version:
             raise RequestError(
                 f"Machine {self.machine} has ComfyUI {version}, and the job comes from {there.version}; install the "

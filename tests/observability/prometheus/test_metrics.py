@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import promql_parser
@@ -16,20 +15,17 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_nvml import h100_nvswitch, two_4090
-from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, PlatformError, RankFailed, from_wire
+from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, RankFailed, from_wire
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability.gauges import DeviceGauges
 from parallel_backend.observability.prometheus.metrics import (
-    CONTENT_TYPE,
     MOST_MODELS,
     PREFIX,
     Metrics,
     pack_version,
 )
-from parallel_backend.observability.prometheus.metrics_switch import VARIABLE, MetricsSwitch
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group import events
 from parallel_backend.sidecar.group.events import Ended, Released, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
@@ -312,62 +308,6 @@ def test_the_dashboard_can_be_imported_anywhere_and_its_panels_do_not_overlap():
             ]
             assert panel["fieldConfig"]["defaults"]["unit"] and panel["description"], panel["title"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
-# On and off.
-
-
-def _listeners() -> int:
-    return len(events._listeners)
-
-
-def test_off_nothing_listens_and_on_counts_from_then_on():
-    wish = {"on": False}
-    switch, before = MetricsSwitch(lambda: wish["on"], {}), _listeners()
-    answer = switch.scrape()
-    assert (answer.status, _listeners()) == (404, before)
-    assert b"Settings" in answer.body and VARIABLE.encode() in answer.body
-    wish["on"] = True
-    try:
-        answers = [switch.scrape(), switch.scrape()]
-        assert [(a.status, a.content_type) for a in answers] == [(200, CONTENT_TYPE)] * 2
-        assert _listeners() == before + 1
-        events.emit(Ended(("x",), "decode", "done", 0.5, None, None, None, 2))
-        assert (
-            Scrape(switch.scrape().body)("images_total", request="decode", strategy="rows 1", model="vae")
-            == 2
-        )
-    finally:
-        wish["on"] = False
-        assert (switch.scrape().status, _listeners()) == (404, before)
-
-
-@pytest.mark.parametrize(
-    ("word", "setting", "on"), [("on", False, True), ("OFF", True, False), ("maybe", True, True)]
-)
-def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, setting, on, caplog):
-    switch, before = MetricsSwitch(lambda: setting, {VARIABLE: word}), _listeners()
-    try:
-        switch.begin()
-        answer = switch.scrape()
-        assert _listeners() == before + on and answer.status == (200 if on else 404)
-        assert on or b"OFF" in answer.body
-        assert ("maybe" in caplog.text) == (word == "maybe") and len(caplog.records) <= 1
-    finally:
-        switch._environ = {VARIABLE: "off"}
-        switch.scrape()
-
-
-def test_without_the_library_all_else_works_and_a_scrape_says_what_to_install(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it raises ImportError
-    monkeypatch.delitem(sys.modules, "parallel_backend.observability.prometheus.metrics")
-    switch, before = MetricsSwitch(lambda: True, {}), _listeners()
-    switch.begin()
-    assert "pip install prometheus_client" in caplog.text
-    with pytest.raises(PlatformError):
-        switch.follow()
-    answer = switch.scrape()
-    assert (answer.status, _listeners()) == (503, before) and b"pip install prometheus_client" in answer.body
 
 
 def test_one_module_owns_the_import_of_the_library():

@@ -39,7 +39,7 @@ def test_functions_of_nodes_get_whole_tokens(foreign, has_blocks, expected):
 
 
 class Cache:
-    """As Kandinsky 6 has one in its options."""
+    """A step cache of the kind that Kandinsky 6 puts into its options."""
 
 
 @pytest.mark.parametrize(
