@@ -2,53 +2,72 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 from ...parallel_backend.job.restore import Replaced
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod)
+_HELD = (*_CODE, types.ModuleType, types.NoneType, str, int, float)
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
 
 
+class _Watched:
+    """The values of modules and classes as they were searched last. Code and constants are held, so that no other value
+    takes their address; all else is known by address and type, and objects that can be called weakly: a method of
+    ComfyUI's cache would keep every output in it."""
+
+    def __init__(self, spaces: list[Mapping[str, Any]]) -> None:
+        self._spaces = spaces
+        values = self._values()
+        self._is_held = [isinstance(value, _HELD) for value in values]
+        self._is_other = [not is_held for is_held in self._is_held]
+        self._held = list(compress(values, self._is_held))
+        self._others = self._marks(values)
+        self._objects: list[weakref.ref[Any]] = []
+        self._slots: list[Any] = []
+        for value in compress(values, self._is_other):
+            if callable(value):
+                try:
+                    self._objects.append(weakref.ref(value))
+                except TypeError:  # typing's forms, slots of classes
+                    self._slots.append(value)
+
+    def still_holds(self) -> bool:
+        """Returns True if each value is the one that it was."""
+        values = self._values()
+        return (
+            len(values) == len(self._is_held)
+            and all(map(operator.is_, compress(values, self._is_held), self._held))
+            and self._marks(values) == self._others
+            and all(one() is not None for one in self._objects)
+        )
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable([space.values() for space in self._spaces]))
+
+    def _marks(self, values: list[Any]) -> tuple[list[int], list[type]]:
+        others = list(compress(values, self._is_other))
+        return list(map(id, others)), list(map(type, others))
+
+
 @dataclass(frozen=True)
 class _Searched:
-    """A module or class as it was searched last: its values by address and type. Code is held, so that no other takes
-    its address; objects that can be called are not, since a method of ComfyUI's cache would keep every output in it."""
+    """A module or class with what was found in it, as long as its values are the same."""
 
-    owner: Any
-    marks: list[int]
-    kinds: list[type]
-    held: list[Any]
-    objects: list[weakref.ref[Any]]
+    owner: Any  # held: no other takes its address
+    values: _Watched
     found: list[Replaced]
     classes: list[type] = field(default_factory=list)
-
-
-def _note(
-    owner: Any, values: Mapping[str, Any], found: list[Replaced], classes: list[type] | None = None
-) -> None:
-    held: list[Any] = []
-    objects: list[weakref.ref[Any]] = []
-    for value in values.values():
-        if isinstance(value, _CODE):
-            held.append(value)
-        elif callable(value):
-            try:
-                objects.append(weakref.ref(value))
-            except TypeError:  # typing's forms, slots of classes
-                held.append(value)
-    everything = values.values()
-    marks, kinds = list(map(id, everything)), list(map(type, everything))
-    _searched[id(owner)] = _Searched(owner, marks, kinds, held, objects, found, classes or [])
 
 
 _searched: dict[int, _Searched] = {}
@@ -68,82 +87,64 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
     """Finds what packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. Searches
     again only what differs from the last search."""
     global _latest
-    extras = str(Path(comfyui) / "comfy_extras")
-    folders = tuple(
-        f"{Path(file).parent}{os.sep}" if is_package else file
-        for name, (file, is_package) in packs.items()
-        if name != own and not file.startswith(extras)
-    )
-    known = list(map(id, sys.modules.values())), folders
-    if _latest is None or _latest.known != known or not _latest.still_holds():
-        found, owners = _search(folders)
-        _latest = _Latest(known, found, owners)
+    if _latest is None or _latest.packs is not packs or not _latest.values.still_holds():
+        extras = str(Path(comfyui) / "comfy_extras")
+        folders = tuple(
+            f"{Path(file).parent}{os.sep}" if is_package else file
+            for name, (file, is_package) in packs.items()
+            if name != own and not file.startswith(extras)
+        )
+        _latest = _search(packs, folders)
     return _latest.found
 
 
+@dataclass(frozen=True)
 class _Latest:
-    """The latest search, as long as every module and class has the values that it had then."""
+    """The latest search: for which packs, what it found, and the values of all modules and classes that it saw."""
 
-    def __init__(
-        self, known: tuple[list[int], tuple[str, ...]], found: list[Replaced], owners: list[Any]
-    ) -> None:
-        self.known, self.found = known, found
-        self._owners = owners  # held: no other module takes the address of one
-        self._dicts = [vars(owner) for owner in owners]
-        self._marks, self._kinds = self._now()
-        self._objects = [one for owner in owners for one in _searched[id(owner)].objects]
-
-    def still_holds(self) -> bool:
-        marks, kinds = self._now()
-        return (
-            marks == self._marks and kinds == self._kinds and all(one() is not None for one in self._objects)
-        )
-
-    def _now(self) -> tuple[list[int], list[type]]:
-        values = list(chain.from_iterable([one.values() for one in self._dicts]))
-        return list(map(id, values)), list(map(type, values))
+    packs: Packs
+    found: list[Replaced]
+    values: _Watched
 
 
 _latest: _Latest | None = None
 
 
-def _search(folders: tuple[str, ...]) -> tuple[list[Replaced], list[Any]]:
-    """(what packs have replaced, all modules and classes that were looked at)"""
+def _search(packs: Packs, folders: tuple[str, ...]) -> _Latest:
     found: list[Replaced] = []
-    owners: list[Any] = []
+    spaces: list[Mapping[str, Any]] = [sys.modules]
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not (name == "comfy" or name.startswith("comfy.")):
             continue
         searched = _of_module(module, name, folders)
         found += searched.found
-        owners += [module, *searched.classes]
+        spaces += [vars(module), *map(vars, searched.classes)]
         for kind in searched.classes:
             found += _of_class(kind, name, folders).found
-    return found, owners
+    return _Latest(packs, found, _Watched(spaces))
 
 
 def _of_module(module: types.ModuleType, name: str, folders: tuple[str, ...]) -> _Searched:
-    values = vars(module)
-    if not _is_as_before(module, values):
-        classes = [value for key, value in values.items() if _is_home(value, key, name)]
+    known = _searched.get(id(module))
+    if known is None or not known.values.still_holds():
+        values = dict(vars(module))
         found = [
             Replaced(name, "", key, value)
-            for key, value in list(values.items())
+            for key, value in values.items()
             if not _is_home(value, key, name) and _is_of(value, folders)
         ]
-        _note(module, values, found, classes)
-    return _searched[id(module)]
+        classes = [value for key, value in values.items() if _is_home(value, key, name)]
+        known = _searched[id(module)] = _Searched(module, _Watched([vars(module)]), found, classes)
+    return known
 
 
 def _of_class(kind: type, module: str, folders: tuple[str, ...]) -> _Searched:
-    values = vars(kind)
-    if not _is_as_before(kind, values):
-        found = [
-            Replaced(module, kind.__qualname__, key, value)
-            for key, value in _theirs_of_class(kind, module, folders)
-        ]
-        _note(kind, values, found)
-    return _searched[id(kind)]
+    known = _searched.get(id(kind))
+    if known is None or not known.values.still_holds():
+        theirs = _theirs_of_class(kind, module, folders)
+        found = [Replaced(module, kind.__qualname__, key, value) for key, value in theirs]
+        known = _searched[id(kind)] = _Searched(kind, _Watched([vars(kind)]), found)
+    return known
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -169,16 +170,6 @@ def _plain(value: Any) -> Any:
 
 def _is_home(value: Any, key: str, module: str) -> bool:
     return isinstance(value, type) and value.__module__ == module and key == value.__name__
-
-
-def _is_as_before(owner: Any, values: Mapping[str, Any]) -> bool:
-    before = _searched.get(id(owner))
-    return (
-        before is not None
-        and before.marks == list(map(id, values.values()))
-        and before.kinds == list(map(type, values.values()))
-        and all(one() is not None for one in before.objects)
-    )
 
 
 def _is_of(value: Any, folders: tuple[str, ...]) -> bool:

@@ -21,6 +21,8 @@ class ModelFile(Protocol):
     latent; `token_channels`: of a token as it leaves the model; `has_guidance`: it embeds a guidance strength.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def path(self) -> str: ...
 

@@ -6,6 +6,7 @@ that cannot be written to is no error. Nothing in it names a person, a machine, 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -74,6 +75,7 @@ class MeasurementStore:
         return json.dumps(frame, allow_nan=False, indent=1).encode()
 
 
+@functools.lru_cache(maxsize=2)
 def _decode(data: bytes) -> Measurements:
     """Entry by entry, so that one which this version does not know costs only itself."""
     try:

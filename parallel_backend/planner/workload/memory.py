@@ -6,6 +6,7 @@ PipeFusion's messages and its keys of the step before. benchmarks/memory.py comp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from .rank_memory import CPU_BASE_BYTES, RankMemory
 from .workload import Job
 
 
+@functools.lru_cache(maxsize=256)  # of a prompt's candidates, which its next run asks for again
 def predict_memory(
     file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
 ) -> tuple[RankMemory, ...]:

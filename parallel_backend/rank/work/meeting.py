@@ -131,15 +131,19 @@ class ModuleMeeting:
     def leave(self, error: Exception | None) -> None:
         """Ends the job on all ranks; raises `error`, or what another one ran into."""
         world = self._layouts.world
-        apart = error if isinstance(error, RanksApart) else None
-        if apart is None:
+        if isinstance(error, RanksApart):  # which all ranks raised together
+            apart = error
+        else:
             try:
                 agree_on_call(world, error is not None, 0, 0)
             except RanksApart as found:
                 apart = found
+            else:
+                if error is not None:  # of one device, which has nobody to agree with
+                    raise error
+                return
         agree(world, None if error is apart else error)
-        if apart is not None:
-            raise RequestError(str(apart)) if apart.differs else apart
+        raise RequestError(str(apart)) if apart.differs else apart
 
     def end_round(self) -> None:
         """Forgets which prompts were asked for: a sampler asks for its next ones."""
