@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -187,9 +189,8 @@ class ShippedJob:
             pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher)
         except CannotBeSent as error:
             raise with_culprit(error, self._patcher, known) from error
-        self._packs = tuple(
-            name for name in self._facts.packs if name != _OWN and _is_used(name, pickled.modules)
-        )
+        used = set(_with_parents(pickled.modules))
+        self._packs = tuple(name for name in self._facts.packs if name != _OWN and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
         is_known = self._model.known_by is sent
@@ -214,8 +215,10 @@ class ShippedJob:
 _digest = functools.cache(digest_of_code)
 
 
-def _is_used(pack: str, modules: frozenset[str]) -> bool:
-    return any(name == pack or name.startswith(f"{pack}.") for name in modules)
+def _with_parents(modules: Iterable[str]) -> Iterator[str]:
+    """Yields each name, and those of the packages that it lies in."""
+    for name in modules:
+        yield from itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ class MeasurementStore:
             "software": list(self._fingerprint.software),
             **measured,
         }
-        return json.dumps(frame, allow_nan=False, indent=1).encode()
+        return json.dumps(frame, allow_nan=False).encode()
 
 
 @functools.lru_cache(maxsize=2)
