@@ -36,7 +36,7 @@ def current_node() -> tuple[Prompt, str] | None:
     context = get_executing_context()
     if context is None:
         return None
-    prompt = _validated.get() or _running_prompt(context.prompt_id)
+    prompt = _validated.get() or _prompt_of(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
 
 
@@ -75,7 +75,13 @@ def _gives_model(prompt: Prompt, node: str, output: int) -> bool:
     return list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1] == ["MODEL"]
 
 
-def _running_prompt(prompt_id: str) -> Prompt | None:
+def running_prompt() -> Prompt | None:
+    """Returns the prompt that runs in this thread; None outside of one."""
+    context = get_executing_context()
+    return None if context is None else _prompt_of(context.prompt_id)
+
+
+def _prompt_of(prompt_id: str) -> Prompt | None:
     """Looks in ComfyUI's queue, and changes nothing there."""
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 

@@ -40,7 +40,9 @@ from ...parallel_backend.wire.file_identity import read_identity
 from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import interrupted, ranks_for, report_progress
 from ..host.comfyui_flags import comfyui_root
+from ..host.prompt_links import running_prompt
 from .culprit import with_culprit
+from .file_tensors import FileTensors
 from .mapped import mapped_words
 from .model import JobPatcher
 from .replaced import Packs, loaded_packs, replaced_by
@@ -184,9 +186,10 @@ class ShippedJob:
             sent = _SentToRanks()
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
+        files = [] if self._is_elsewhere else [FileTensors(running_prompt() or {}).find]
         known = self._model.outline.known | words
         try:
-            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher)
+            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, *files)
         except CannotBeSent as error:
             raise with_culprit(error, self._patcher, known) from error
         used = set(_with_parents(pickled.modules))

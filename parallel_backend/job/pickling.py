@@ -12,9 +12,9 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -55,6 +55,17 @@ _TRAIL, _DEEPEST = 5, 50
 
 # What the ranks hold or map themselves, by id: the word by which reducers.RankObjects finds it.
 Known = dict[int, tuple[Any, ...]]
+
+
+class PlaceInFile(NamedTuple):
+    """A tensor of a safetensors file, which ranks map themselves. `identity`: of the file as it was (FileIdentity)."""
+
+    path: str
+    identity: Hashable
+    name: str
+
+
+FindInFile = Callable[[Tensor], PlaceInFile | None]
 
 
 class CannotBeSent(RequestError):
@@ -114,10 +125,17 @@ class Pickled:
     modules: frozenset[str]
 
 
-def pickle_job(job: object, known: Known, sent: SentTensors, patcher: type) -> Pickled:
-    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher. Raises CannotBeSent."""
+def pickle_job(
+    job: object,
+    known: Known,
+    sent: SentTensors,
+    patcher: type,
+    find_in_file: FindInFile = lambda tensor: None,
+) -> Pickled:
+    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher; `find_in_file`: tells of a tensor that the ranks can read
+    in a file. Raises CannotBeSent."""
     file = io.BytesIO()
-    pickler = _JobPickler(file, known, sent, patcher)
+    pickler = _JobPickler(file, known, sent, patcher, find_in_file)
     try:
         pickler.dump(job)
     except _CANNOT as error:
@@ -143,7 +161,7 @@ def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
 
 
 def _can_be_sent(part: object, known: Known, patcher: type) -> bool:
-    pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher)
+    pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher, lambda tensor: None)
     try:
         pickler.dump(part)
     except _CANNOT:
@@ -175,9 +193,12 @@ def _parts(obj: object, known: Known, patcher: type) -> Iterable[object]:
 
 
 class _JobPickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, known: Known, sent: SentTensors, patcher: type) -> None:
+    def __init__(
+        self, file: io.BytesIO, known: Known, sent: SentTensors, patcher: type, find_in_file: FindInFile
+    ) -> None:
         super().__init__(file, protocol=5)
         self._known, self._sent, self._patcher = known, sent, patcher
+        self._find_in_file = find_in_file
         self.tensors: dict[str, Tensor] = {}
         self.modules: set[str] = set()
         self._alive: list[object] = []  # made on the way: their ids must stay theirs
@@ -213,10 +234,14 @@ class _JobPickler(cloudpickle.Pickler):
             return None  # a quantised one, which goes by its parts
         if tensor.layout is not torch.strided:
             return None
+        kind_and_place = isinstance(tensor, nn.Parameter), tensor.device.type == "cpu"
+        place = self._find_in_file(tensor)
+        if place is not None:
+            return ("stored", *kind_and_place, *place)
         number, is_new = self._sent.number(tensor)
         if is_new or str(number) in self.tensors:
             self.tensors[str(number)] = tensor
-        return ("tensor", number, isinstance(tensor, nn.Parameter), tensor.device.type == "cpu")
+        return ("tensor", *kind_and_place, number)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):

@@ -24,8 +24,8 @@ EMPTY_CELL = "parallel: an empty cell"
 @dataclass
 class RankObjects:
     """What a rank has itself. `resolve`: finds a module or parameter of its model by the word in the pickle;
-    `find_module`: a Python module by its name in ComfyUI's process; `replaced`: objects in place of others, by id;
-    `tensors`: what was sent, by number."""
+    `find_module`: a Python module by its name in ComfyUI's process; `stored`: a tensor by its pickling.PlaceInFile;
+    `replaced`: objects in place of others, by id; `tensors`: what was sent, by number."""
 
     device: torch.device
     resolve: Callable[[tuple[Any, ...]], Any]
@@ -33,6 +33,7 @@ class RankObjects:
     local_patcher: Callable[[], Any]
     other_patcher: Callable[[], Any]
     server: Callable[[], Any]
+    stored: Callable[..., Tensor]
     replaced: dict[int, Any] = field(default_factory=dict)
     tensors: dict[int, Tensor] = field(default_factory=dict)
 

@@ -26,14 +26,14 @@ class _JobUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, here: RankObjects) -> None:
         super().__init__(file)
         self._here = here
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Any:
         kind = pid[0]
         if kind == "context":
             return self._here
-        if kind == "tensor":
-            return self._tensor(*pid[1:])
+        if kind in ("tensor", "stored"):
+            return self._tensor(*pid)
         if kind == "device":
             _, on_host, name = pid
             if name == "meta":
@@ -41,13 +41,13 @@ class _JobUnpickler(pickle.Unpickler):
             return torch.device("cpu") if on_host else self._here.device
         return self._here.resolve(pid)
 
-    def _tensor(self, number: int, is_parameter: bool, on_host: bool) -> Tensor:
-        if number not in self._made:
-            found = self._here.tensors[number]
+    def _tensor(self, kind: str, is_parameter: bool, on_host: bool, *place: Any) -> Tensor:
+        if place not in self._made:
+            found = self._here.stored(*place) if kind == "stored" else self._here.tensors[place[0]]
             if not on_host:
                 found = found.to(self._here.device)
-            self._made[number] = nn.Parameter(found, requires_grad=False) if is_parameter else found
-        return self._made[number]
+            self._made[place] = nn.Parameter(found, requires_grad=False) if is_parameter else found
+        return self._made[place]
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         return find_object(self._here, module_name, global_name)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import RankFailed, TransportError
+from ..errors import RankFailed, RequestError, TransportError
 from ..requests import LoopState, RunInfo, SampleRequest, SamplerState
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_loop_state, take_state
 from ..wire.protocol import Progress
+from ..wire.transport import MOST_BYTES
 
 OnStep = Callable[[int, int, Tensor | None], None]
 
@@ -83,9 +84,18 @@ class ResumableJob:
         return tuple(self.request.noise.shape)
 
     def begin(self, holdings: object = None) -> Tensors:
-        """Returns the payload for ranks that hold the job's model. `holdings`: what they were sent."""
+        """Returns the payload for ranks that hold the job's model. `holdings`: what they were sent. Raises RequestError
+        for more than they can be sent at once."""
         if isinstance(self.request, ShippedRequest):
             self._tensors = self.request.tensors(holdings)
+            wanted = sum(tensor.nbytes for tensor in self._tensors.values())
+            if wanted > MOST_BYTES:
+                raise RequestError(
+                    f"The job has {wanted / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
+                    f"latents), and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load the "
+                    f"other models from .safetensors files in the dtype that they have there, so that the devices can "
+                    f"read them; or take their nodes out."
+                )
         if self._state is None:
             self._first = 0
             return self._tensors

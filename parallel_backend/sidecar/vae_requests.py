@@ -9,14 +9,13 @@ from torch import Tensor
 
 from ..errors import OutOfMemory, RequestError
 from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
-from ..wire.transport import MAX_PAYLOAD_BYTES
+from ..wire.transport import MOST_BYTES
 from .group.group import RankGroupRunner
 from .group.lease import Lease, ShouldCancel
 from .group.phases import Phase, PhaseKind, ShowPhase
 from .holdings import RankHoldings
 
 Result = TypeVar("Result", DecodeResult, EncodeResult)
-_MOST_BYTES = MAX_PAYLOAD_BYTES - 2**20  # beside a payload's header
 
 
 class VaeRequests:
@@ -56,9 +55,9 @@ class VaeRequests:
         """The latents of `pixels` [B, 3, H, W], or of videos [B, 3, T, H, W], as the VAE's network takes them; as
         decode()."""
         check_encode(pixels, shares, len(self.devices))
-        if pixels.nbytes > _MOST_BYTES:
+        if pixels.nbytes > MOST_BYTES:
             raise RequestError(
-                f"the pixels take {pixels.nbytes / 2**30:.1f} GiB, and at most {_MOST_BYTES / 2**30:.1f} GiB can be "
+                f"the pixels take {pixels.nbytes / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:.1f} GiB can be "
                 f"sent to the devices at once. Encode fewer images or frames at a time, or use VAE Encode."
             )
         with self._ranks.lease("encode", should_cancel, on_phase) as lease:

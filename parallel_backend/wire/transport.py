@@ -27,9 +27,11 @@ from .strict_json import without_repeats
 
 MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too many is seen and refused
 MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over
-MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 16 * 1024**2
+MOST_BYTES = MAX_PAYLOAD_BYTES - MAX_HEADER_BYTES  # of the tensors of a payload
 _SEAL_TRIES, _SEAL_PAUSE = 30, 0.02  # s; a try itself waits up to 0.15 s (mm/memfd.c, memfd_wait_for_pins)
-MAX_TENSORS = 256  # the decoder of Flux's VAE has 140; any other payload a dozen
+# A LoRA of all layers of a large model has some thousands, and so has a second model that is no file.
+MAX_TENSORS = 2**16
 DTYPES = {  # safetensors' name -> torch's; what may cross the link
     "F64": torch.float64,
     "F32": torch.float32,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
+import psutil
 import pytest
 import torch
 from diffusers import FluxControlNetModel
@@ -14,6 +16,7 @@ from graphs import OURS, STOCK, Graph
 from tiny_flux import tiny_flux_tensors
 
 TOLERANCE = 1e-4
+_SEEDS = itertools.count(100)  # another seed, another run
 DEV, FILL, DEPTH = "tiny_extras.safetensors", "tiny_fill.safetensors", "tiny_depth.safetensors"
 BLOCKS = {"double_blocks": 2, "single_blocks": 3}
 STRATEGIES = {
@@ -189,6 +192,20 @@ def _cases() -> list[tuple[str, str]]:
 def test_every_strategy_gives_what_one_device_gives(comfy, stock, strategy, name):
     latent = _sample(comfy, OURS, EXTRAS[name], strategy)
     assert relative_difference(latent, stock(name)) < TOLERANCE
+
+
+def test_a_controlnet_is_read_from_its_file_and_sent_to_nobody(comfy, stock):
+    """As long as a job has it: its large weights lie in the file's pages, in all processes."""
+    name, file = "a ControlNet of XLabs", "controlnet/xlabs.safetensors"
+    assert relative_difference(_sample(comfy, OURS, EXTRAS[name], "Ulysses 2"), stock(name)) < TOLERANCE
+    assert [_maps(rank, file) for rank in comfy.ranks()] == [True, True]
+    for _ in range(2):
+        _sample(comfy, OURS, _plain, "Ulysses 2", seed=next(_SEEDS))
+    assert [_maps(rank, file) for rank in comfy.ranks()] == [False, False]
+
+
+def _maps(rank: psutil.Process, file: str) -> bool:
+    return any(one.path.endswith(file) for one in rank.memory_maps())
 
 
 @pytest.mark.parametrize("name", ["a ControlNet of XLabs", "one reference", "a boolean mask"])

@@ -7,12 +7,12 @@ from math import prod
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
-from lora_files import LAYOUTS, write_loras
+from lora_files import LAYOUTS, of_all_layers, write_loras
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 ULYSSES = {"ulysses": 2}
@@ -80,6 +80,18 @@ def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain
         "there was something to apply"
     )
     assert "LoRA: " in found["report"]
+
+
+def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, loras):
+    """As trainers write them: a file of hundreds of tensors, all of which travel in one message."""
+    unet = comfy.write_flux("tiny_deep.safetensors", double_blocks=19, single_blocks=1)
+    tensors = of_all_layers(double_blocks=19)
+    assert len(tensors) == 456
+    folder = comfy.server.base_directory / "models" / "loras"
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "deep.safetensors")
+    found = run(comfy, unet, loras | {"deep": "deep.safetensors"}, [("deep", 0.5)])
+    assert_equal_to_stock(found)
+    assert "LoRA: 152 weights changed" in found["report"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 import types
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel_backend.errors import RequestError
 from parallel_backend.job.payload import Head, pack_payload
-from parallel_backend.job.pickling import SentTensors, pickle_job
+from parallel_backend.job.pickling import FindInFile, PlaceInFile, SentTensors, pickle_job
 from parallel_backend.job.reducers import RankObjects
 from parallel_backend.job.unpickling import unpack_payload, unpickle_job
 
@@ -38,10 +39,11 @@ class Rank:
         self.network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         self.tensors: dict[int, Tensor] = {}
         self.sent = SentTensors()
+        self.files: dict[tuple[Any, ...], Tensor] = {}
 
-    def ship(self, job: object, known: dict[int, tuple[str, ...]] | None = None):
+    def ship(self, job: object, known: dict[int, tuple[str, ...]] | None = None, *files: FindInFile):
         """The object as the rank has it; what was sent with it is in `latest`."""
-        self.latest = pickle_job(job, known or {}, self.sent, Patcher)
+        self.latest = pickle_job(job, known or {}, self.sent, Patcher, *files)
         self.tensors |= {int(number): one.clone() for number, one in self.latest.tensors.items()}
         here = RankObjects(
             device=torch.device("cpu"),
@@ -50,6 +52,7 @@ class Rank:
             local_patcher=lambda: Patcher(self.network),
             other_patcher=lambda: Patcher(nn.Identity()),
             server=lambda: "the server",
+            stored=lambda path, identity, name: self.files[path, identity, name],
             tensors=self.tensors,
         )
         return unpickle_job(self.latest.data, here)
@@ -65,6 +68,17 @@ def test_modules_that_the_rank_holds_are_named_and_their_weights_stay(rank):
     found = rank.ship({"layer": mine[1]}, {id(mine[1]): ("module", "1")})
     assert found["layer"] is rank.network[1]
     assert rank.latest.tensors == {}
+
+
+def test_a_tensor_that_lies_in_a_file_is_read_there(rank):
+    place = PlaceInFile("control.safetensors", "as it was", "weight")
+    stored = rank.files[tuple(place)] = torch.ones(2, 2)
+    weight = nn.Parameter(torch.ones(2, 2))
+    job = {"one": weight, "again": weight, "other": torch.zeros(1)}
+    found = rank.ship(job, None, lambda tensor: place if tensor is weight else None)
+    assert found["one"].data_ptr() == stored.data_ptr() and isinstance(found["one"], nn.Parameter)
+    assert found["again"] is found["one"]
+    assert [tensor.shape for tensor in rank.latest.tensors.values()] == [(1,)]
 
 
 def test_a_tensor_is_sent_once_until_somebody_writes_into_it(rank):

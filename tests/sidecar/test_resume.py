@@ -184,6 +184,15 @@ def shipped() -> ShippedRequest:
     return ShippedRequest(torch.zeros(1, 16, 9, 6), 4, lambda holdings: {})
 
 
+def test_more_than_can_be_sent_at_once_is_refused_with_what_helps():
+    much = torch.zeros(1, dtype=torch.uint8).expand(9 * 2**30)  # of one byte of memory
+    job = ResumableJob(replace(shipped(), tensors=lambda holdings: {"7": much}), None)
+    with pytest.raises(
+        RequestError, match=r"has 9\.0 GiB beside its model .* at most 8\.0 GiB .* \.safetensors"
+    ):
+        job.begin()
+
+
 def answers(step, first, calls):
     """Those of so many model calls, each of which has its number all over."""
     numbers = torch.arange(first, first + calls, dtype=torch.float32)

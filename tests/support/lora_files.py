@@ -202,6 +202,18 @@ BAD = {
 }
 
 
+def of_all_layers(double_blocks: int) -> dict[str, Tensor]:
+    """A LoRA of every linear layer of so many double blocks, in kohya's layout."""
+    wide = {"attn.qkv": (3 * H, H), "attn.proj": (H, H), "mlp.0": (4 * H, H), "mlp.2": (H, 4 * H)}
+    layers = {f"{side}_{name}": size for side in ("img", "txt") for name, size in wide.items()}
+    names = {
+        f"double_blocks.{block}.{name}": size
+        for block in range(double_blocks)
+        for name, size in layers.items()
+    }
+    return _pairs(_kohya(names), "lora_up.weight", "lora_down.weight", alpha=2.0)
+
+
 def write_loras(folder: Path) -> dict[str, str]:
     """File name of each layout and each bad LoRA, written to `folder`."""
     folder.mkdir(exist_ok=True)

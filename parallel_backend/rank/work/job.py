@@ -26,7 +26,7 @@ from ...job.reducers import RankObjects
 from ...job.restore import Original, Replaced, make_changes, set_replaced
 from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
-from ...models.comfyui.jobs.mapped import MAPPED, MappedModels, find_in
+from ...models.comfyui.jobs.mapped import MAPPED, MappedFiles, find_in
 from ...models.comfyui.jobs.packages import Packages, quiet_server
 from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
@@ -118,7 +118,7 @@ class Jobs:
         self._tensors: dict[int, Tensor] = {}
         self._packages: Packages | None = None
         self._are_unlike: bool | None = None  # the cards; asked once
-        self._mapped = MappedModels()
+        self._mapped = MappedFiles()
 
     def run(
         self,
@@ -205,6 +205,7 @@ class Jobs:
                 local_patcher=lambda: local_patcher(held.patcher, PATCHER_STATE),
                 other_patcher=lambda: other_patcher(held.patcher.load_device),
                 server=quiet_server,
+                stored=mapped.find_tensor,
                 replaced=routed_functions(),
                 tensors=self._tensors,
             )

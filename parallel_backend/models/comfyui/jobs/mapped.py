@@ -1,11 +1,13 @@
-"""Models whose weights a job has beside its own model's: a rank maps their files, and reads what is computed with."""
+"""Files whose weights a job has beside its own model's: a rank maps them, and reads what is computed with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from ....errors import CheckpointError, RequestError
 from ....requests import ModelSpec
@@ -15,29 +17,40 @@ from ..load import map_model
 MAPPED = "mapped"  # how the word of what lies in such a model begins
 
 
-class MappedModels:
-    """The models of a rank's latest job."""
+_Key = tuple[Any, FileIdentity]
+
+
+class MappedFiles:
+    """The files of a rank's latest job beside its own model's: those of models, and those of single tensors."""
 
     def __init__(self) -> None:
-        self._bases: dict[tuple[ModelSpec, FileIdentity], nn.Module] = {}
-        self._used: set[tuple[ModelSpec, FileIdentity]] = set()
+        self._opened: dict[_Key, Any] = {}
+        self._used: set[_Key] = set()
 
     def find(self, spec: ModelSpec, identity: FileIdentity, kind: str, path: str) -> Any:
-        """Finds a module or weight of the model. Raises CheckpointError where the file is another one by now."""
-        key = spec, identity
-        self._used.add(key)
-        if key not in self._bases:
-            if read_identity(spec.path) != identity:
-                raise CheckpointError(
-                    f"{Path(spec.path).name} changed while a job with its weights was sent. Run the prompt again."
-                )
-            self._bases[key] = map_model(spec).model
-        return find_in(self._bases[key], kind, path)
+        """Finds a module or weight of a model. Raises CheckpointError where the file is another one by now."""
+        return find_in(self._open(spec, spec.path, identity, lambda: map_model(spec).model), kind, path)
+
+    def find_tensor(self, path: str, identity: FileIdentity, name: str) -> Tensor:
+        """Finds a tensor of a safetensors file, in the file's pages. Raises CheckpointError as `find` does."""
+        tensor: Tensor = self._open(path, path, identity, lambda: safe_open(path, "pt")).get_tensor(name)
+        return tensor
 
     def forget_unused(self) -> None:
-        """Lets go of the models that the job just read has nothing of."""
-        self._bases = {key: base for key, base in self._bases.items() if key in self._used}
+        """Lets go of the files that the job just read has nothing of."""
+        self._opened = {key: one for key, one in self._opened.items() if key in self._used}
         self._used.clear()
+
+    def _open(self, what: Any, path: str, identity: FileIdentity, open_file: Callable[[], Any]) -> Any:
+        key = what, identity
+        self._used.add(key)
+        if key not in self._opened:
+            if read_identity(path) != identity:
+                raise CheckpointError(
+                    f"{Path(path).name} changed while a job with its weights was sent. Run the prompt again."
+                )
+            self._opened[key] = open_file()
+        return self._opened[key]
 
 
 def find_in(base: nn.Module, kind: str, path: str) -> Any:

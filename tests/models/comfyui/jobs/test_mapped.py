@@ -1,12 +1,14 @@
 """Second models of a job: the file's values in a rank, from its pages, and no other file's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.models.comfyui.jobs.mapped import MappedModels
+from parallel_backend.models.comfyui.jobs.mapped import MappedFiles
 from parallel_backend.requests import ModelSpec
 from parallel_backend.wire.file_identity import read_identity
 from tiny_flux import write_tiny_flux
@@ -21,7 +23,7 @@ def spec(tmp_path):
 
 
 def test_what_a_job_names_lies_in_the_files_pages(spec):
-    models, identity = MappedModels(), read_identity(spec.path)
+    models, identity = MappedFiles(), read_identity(spec.path)
     weight = models.find(spec, identity, "param", WEIGHT)
     assert any(begin <= weight.data_ptr() < end for begin, end in mapped_ranges(spec.path))
     layer = models.find(spec, identity, "module", "diffusion_model.img_in")
@@ -33,22 +35,37 @@ def test_what_a_job_names_lies_in_the_files_pages(spec):
     assert models.find(spec, identity, "param", WEIGHT) is not weight, "a job without it has let it go"
 
 
+def test_a_tensor_lies_in_the_files_pages_and_writing_leaves_the_file_alone(spec):
+    files, identity = MappedFiles(), read_identity(spec.path)
+    before = Path(spec.path).read_bytes()
+    tensor = files.find_tensor(spec.path, identity, "img_in.weight")
+    assert any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(spec.path))
+    tensor.zero_()
+    assert Path(spec.path).read_bytes() == before
+    del tensor
+    files.forget_unused()
+    files.forget_unused()
+    assert mapped_ranges(spec.path) == []
+
+
 def test_another_file_at_its_place_is_refused(spec):
     identity = read_identity(spec.path)
     write_tiny_flux(spec.path, seed=5)
     with pytest.raises(
         CheckpointError, match=r"second\.safetensors changed while a job with its weights was sent"
     ):
-        MappedModels().find(spec, identity, "param", WEIGHT)
+        MappedFiles().find(spec, identity, "param", WEIGHT)
+    with pytest.raises(CheckpointError, match="Run the prompt again"):
+        MappedFiles().find_tensor(spec.path, identity, "img_in.weight")
 
 
 def test_what_no_model_has_is_refused(spec):
     with pytest.raises(RequestError, match="which no device has"):
-        MappedModels().find(spec, read_identity(spec.path), "code", "os.system")
+        MappedFiles().find(spec, read_identity(spec.path), "code", "os.system")
 
 
 def test_values_are_the_files(spec):
-    models = MappedModels()
+    models = MappedFiles()
     found = models.find(spec, read_identity(spec.path), "param", WEIGHT)
     from safetensors import safe_open
 
