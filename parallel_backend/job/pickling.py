@@ -181,6 +181,8 @@ def _parts(obj: object, known: Known, patcher: type) -> Iterable[object]:
         return obj
     if isinstance(obj, types.MethodType):
         return obj.__self__, obj.__func__
+    if (bound := _bound_by_super(obj)) is not None:
+        return bound
     if isinstance(obj, functools.partial):
         return obj.func, obj.args, obj.keywords
     if isinstance(obj, types.FunctionType):
@@ -244,6 +246,8 @@ class _JobPickler(cloudpickle.Pickler):
         return ("tensor", *kind_and_place, number)
 
     def reducer_override(self, obj: Any) -> Any:
+        if (bound := _bound_by_super(obj)) is not None:
+            return (super, bound)
         if isinstance(obj, (type, types.FunctionType)):
             self.modules.add(obj.__module__ or "")
             if isinstance(obj, type) and type(obj).__qualname__ == _LOCKED:
@@ -315,6 +319,13 @@ class _JobPickler(cloudpickle.Pickler):
             slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
             make, arguments = reducers.make_function, (CONTEXT, name, func.__code__, func.__closure__)
         return (make, arguments, (state, slots, cells), None, None, reducers.fill_function)
+
+
+def _bound_by_super(obj: Any) -> tuple[type, Any] | None:
+    """Returns the class and the object of a kept `super()`; None for anything else. isinstance() takes one for what it
+    is bound to."""
+    is_super: bool = type(obj) is super
+    return (obj.__thisclass__, obj.__self__) if is_super else None
 
 
 def _is_still(tensor: Tensor, before: int | Tensor) -> bool:

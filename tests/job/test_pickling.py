@@ -70,6 +70,26 @@ def test_modules_that_the_rank_holds_are_named_and_their_weights_stay(rank):
     assert rank.latest.tensors == {}
 
 
+class Control:
+    def name(self) -> str:
+        return "stock's"
+
+
+class OtherControl(Control):
+    """Keeps the way to its parent class's methods, as packs' ControlNets do."""
+
+    def __init__(self) -> None:
+        self.parent = super()
+
+    def name(self) -> str:
+        return f"a pack's, over {self.parent.name()}"
+
+
+def test_an_object_that_keeps_its_super_goes(rank):
+    found = rank.ship([OtherControl()])[0]
+    assert found.name() == "a pack's, over stock's" and found.parent.__self__ is found
+
+
 def test_a_tensor_that_lies_in_a_file_is_read_there(rank):
     place = PlaceInFile("control.safetensors", "as it was", "weight")
     stored = rank.files[tuple(place)] = torch.ones(2, 2)
