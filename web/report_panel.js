@@ -14,8 +14,9 @@ const SAMPLER = "ParallelSampler";
 const COMPARE = "CompareWithOneDevice";
 const PANEL = "report_panel";
 const EMPTY = "After a run: what ran, where, why, and how long.";
-const MIN_HEIGHT = { report: 60, pictures: 360 }; // pixels
-const NEW_NODE = { width: 300, more: 100 }; // pixels; a new one is taller than it must be, to show most of a report
+// Pixels. A preview on the node takes all that the panel does not insist on; a new node shows most of a report.
+const MIN_HEIGHT = { report: 140, pictures: 360 };
+const NEW_NODE = { width: 300, more: { report: 20, pictures: 100 } };
 const STYLE = `
 .parallel-run { display: flex; flex-direction: column; height: 100%; min-height: 0; overflow: auto; box-sizing: border-box;
   font: 11px sans-serif; color: var(--input-text); }
@@ -84,19 +85,19 @@ app.registerExtension({
   },
 
   nodeCreated(node) {
-    const compares = node.comfyClass === COMPARE;
-    if (!compares && node.comfyClass !== SAMPLER) return;
+    if (![COMPARE, SAMPLER].includes(node.comfyClass)) return;
+    const shows = node.comfyClass === COMPARE ? "pictures" : "report";
     const summary = element("summary", "", say("whole_report"));
     const all = element("details", "", summary, element("pre", "parallel-report empty", translate(EMPTY)));
     summary.hidden = all.open = true;
     const header = element("header", "", element("div", "parallel-headline"));
     const panel = element("div", "parallel-run", header, makeScrollable(element("div", "parallel-fold", all), say("open_report")));
-    if (!compares) {
+    if (shows === "report") {
       const made = button(say("prove"), () => prove(node));
       made.title = say("prove_hint");
       header.append(made);
     }
-    addPanel(node, PANEL, panel, MIN_HEIGHT[compares ? "pictures" : "report"]);
-    node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more]);
+    addPanel(node, PANEL, panel, MIN_HEIGHT[shows]);
+    node.setSize([Math.max(node.size[0], NEW_NODE.width), node.computeSize()[1] + NEW_NODE.more[shows]]);
   },
 });

@@ -36,10 +36,12 @@ function mark(ids, state, words = "") {
   }
 }
 
-// What a run was doing, which ComfyUI leaves under the node.
+// What a run was doing, which ComfyUI leaves under the node, as high as three lines; it adds it again for the next run.
 export function forgetPhase(node) {
   const text = node?.widgets?.find((widget) => widget.name === PHASE);
-  if (text) text.value = "";
+  if (!text) return;
+  text.onRemove?.();
+  node.widgets.splice(node.widgets.indexOf(text), 1);
 }
 
 // A run of the graph that is shown: its nodes wait for their outputs.

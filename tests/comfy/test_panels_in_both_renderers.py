@@ -1,0 +1,80 @@
+"""In a real browser, drawn by the canvas and by Vue: panels stay readable beside what ComfyUI adds to their nodes, and
+grow over no other node."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs import Graph
+from pages import show_prompt
+
+UNET = "tiny_panels.safetensors"  # two attention heads
+PHASE = "$$node-text-preview"  # ComfyUI's name for what a node is doing
+SET = """([type, name, value]) => {
+  const widget = app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name);
+  widget.value = value;
+  widget.callback?.(value);
+}"""
+# Heights in pixels of the graph, of what can be seen of an element.
+SEEN = """(selector) => {
+  const part = document.querySelector(selector);
+  const panel = part.closest('.dom-widget, .lg-node-widget');
+  const [inner, outer] = [part, panel].map(one => one.getBoundingClientRect());
+  return (Math.min(inner.bottom, outer.bottom) - Math.max(inner.top, outer.top)) / app.canvas.ds.scale;
+}"""
+HEIGHT = """(type) => {
+  const node = app.graph.nodes.find(n => n.type === type);
+  const drawn = document.querySelector(`.lg-node[data-node-id="${node.id}"]`)?.getBoundingClientRect().height;
+  return drawn ? drawn / app.canvas.ds.scale : node.size[1];
+}"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(measuring):
+    """There before the page asks which models there are."""
+    measuring[0].write_flux(UNET, single_blocks=2)
+
+
+def _show(page, kind: str) -> None:
+    page.set_viewport_size({"width": 1366, "height": 768})
+    graph = Graph()
+    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
+    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=71, steps=60)
+    graph.save(latent, "panels.safetensors")
+    show_prompt(page, graph.prompt, kind)
+    page.wait_for_selector(".parallel-report", state="attached", timeout=60_000)
+
+
+def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, drawn_by):
+    _show(page, "ParallelSampler")
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.locator(".parallel-fold summary").wait_for(timeout=120_000)
+    page.wait_for_function(
+        f"() => !app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}'))", timeout=20_000
+    )
+    page.locator(".parallel-fold summary").click()
+    page.wait_for_timeout(500)
+    assert page.evaluate(SEEN, ".parallel-headline") > 20
+    assert page.evaluate(SEEN, ".parallel-fold") >= 40
+    assert page.evaluate("() => document.querySelector('.parallel-report').textContent").startswith(
+        "strategy"
+    )
+    page.evaluate(
+        "() => app.queuePrompt(0, 1)"
+    )  # ComfyUI says what the next run does, as it said of the first one's
+    page.wait_for_function(
+        f"() => app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}' && w.value))",
+        timeout=60_000,
+    )
+
+
+def test_an_error_and_its_remedy_are_on_strategy_selector_which_stays_as_high(page, drawn_by):
+    _show(page, "StrategySelector")
+    before = page.evaluate(HEIGHT, "StrategySelector")
+    page.evaluate(SET, ["StrategySelector", "ulysses_degree", 3])
+    apply = page.get_by_role("button", name="Apply ulysses_degree 2")
+    apply.wait_for(timeout=30_000)
+    assert page.evaluate(HEIGHT, "StrategySelector") == pytest.approx(before, abs=2)
+    apply.scroll_into_view_if_needed()
+    apply.click(timeout=10_000)
+    apply.wait_for(state="detached", timeout=30_000)
