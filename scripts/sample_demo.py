@@ -198,7 +198,7 @@ def explain(server: ComfyUIServer, *, keep_open: bool) -> None:
     """Say how to open the UI and how to install the pack for good."""
     if keep_open:
         print(
-            f"\nComfyUI is running: open {server.url} and load {WORKFLOW.name} from Workflows. Ctrl+C ends it."
+            f'\nComfyUI is running: open {server.url} and choose "{WORKFLOW.stem}" under Workflows. Ctrl+C ends it.'
         )
     else:
         print("\nTo see it in the browser: ./scripts/demo --keep-open")

@@ -97,6 +97,12 @@ def test_example_says_what_it_shows_and_where_its_models_are(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_a_new_workflow_whenever_it_is_opened(name):
+    """With an id of its own, it would show what an earlier run of it told."""
+    assert "id" not in _workflow(name)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_sockets_of_an_example_are_those_of_its_nodes(comfy, name):
     """The prompt that the server checks has neither the types that a file keeps nor its outputs."""
     info = comfy.client.object_info()

@@ -78,3 +78,17 @@ def test_an_error_and_its_remedy_are_on_strategy_selector_which_stays_as_high(pa
     apply.scroll_into_view_if_needed()
     apply.click(timeout=10_000)
     apply.wait_for(state="detached", timeout=30_000)
+
+
+def test_comfyuis_list_of_parameters_leaves_a_panel_on_its_node(page):
+    _show(page, "StrategySelector")
+    panel = page.locator(".parallel-strategy")
+    before = panel.bounding_box()["width"]
+    page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'StrategySelector'))")
+    page.locator("button[aria-label*='roperties']").first.click()
+    page.get_by_text("approximation").last.wait_for(timeout=20_000)  # the last of its inputs
+    assert page.get_by_text("strategy_panel").count() == 0
+    page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
+    page.get_by_text("denoise").last.wait_for(timeout=20_000)
+    assert panel.bounding_box()["width"] == pytest.approx(before, abs=1)
+    page.locator("button[aria-label*='roperties']").first.click()

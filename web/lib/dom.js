@@ -41,6 +41,7 @@ export function addPanel(node, name, root, minHeight) {
   const widget = node.addDOMWidget(name, name, root, {
     serialize: false,
     hideOnZoom: false,
+    hideInPanel: true, // ComfyUI's list of a node's parameters would take it from the node, and show it empty
     getMinHeight: () => minHeight,
   });
   widget.serialize = false;
