@@ -23,7 +23,8 @@ from ...engine.comm.groups import World
 from .agreement import agree_on_call
 
 # How Python reads a tensor's values.
-_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+_ARRAYS = ("numpy", "__array__")
+_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", *_ARRAYS)
 _OWN = str(Path(__file__).parents[2])
 _NUMBER = -(2**40)  # of the first read: no call of the network and no step has such a number
 
@@ -48,13 +49,17 @@ def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterato
     reads = 0
 
     def reading(name: str) -> Callable[..., Any]:
-        def read(tensor: Tensor, *args: Any) -> Any:
+        def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
             nonlocal reads
             caller = sys._getframe(1)
             if not same_on_all() or caller.f_code.co_filename.startswith((_OWN, torch.__path__[0])):
-                return stock[name](tensor, *args)
+                return stock[name](tensor, *args, **options)
             reads += 1
             number, place = _NUMBER - reads, _place_of(caller)
+            if name in _ARRAYS:
+                if tensor.device.type == "cpu":  # an array shares its memory, which may be written to
+                    tensor.detach().copy_(_first_ranks(world, tensor, number, place))
+                return stock[name](tensor, *args, **options)
             if name == "tolist":
                 return stock[name](_first_ranks(world, tensor, number, place))
             return _first_number(world, stock[name](tensor, *args), number, place)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,13 @@ from torch import Tensor
 from parallel_backend.rank.outcome.agreement import RanksApart
 from parallel_backend.rank.outcome.first_values import are_unlike, first_ranks_values
 from ranks import run_ranks
+
+
+def _written_through(value: Tensor) -> float:
+    array = value.numpy(force=True)
+    array += 1
+    return value.tolist()
+
 
 READS = {
     "item": lambda value: value.item(),
@@ -18,6 +26,9 @@ READS = {
     "an int": lambda value: int((value * 2**60).long()),
     "a list": lambda value: torch.stack([value, -value]).tolist(),
     "a list of one number": lambda value: value.tolist(),
+    "an array": lambda value: value.numpy().tolist(),
+    "an array that numpy makes": lambda value: numpy.asarray(value).tolist(),
+    "an array's own memory": lambda value: _written_through(value),
     "bfloat16": lambda value: (value * 3).bfloat16().tolist(),
 }
 
