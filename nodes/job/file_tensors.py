@@ -21,7 +21,7 @@ from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
 from ..host.prompt_graph import Prompt, inputs_of, value_of
 from ..model.files import is_safetensors
 
-LEAST = 1 << 20  # bytes of a tensor that is looked for; a smaller one is sent
+LEAST = 1 << 16  # bytes of a tensor that is looked for, as a LoRA's are; a smaller one is sent
 
 
 class _Found(NamedTuple):
@@ -37,6 +37,7 @@ class FileTensors:
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
+        self._opened: dict[str, Any] = {}
 
     def find(self, tensor: Tensor) -> PlaceInFile | None:
         """Returns where devices find the values of `tensor`; None for one that is small, or lies in no such file."""
@@ -50,8 +51,8 @@ class FileTensors:
             return known.place
         _found.pop(tensor, None)
         for path, identity in self._files.items():
-            for name in _names_by_shape(path, identity).get(tuple(tensor.shape), ()):
-                if _has_values(path, name, tensor, mark):
+            for name in _names_by_print(path, identity).get(mark, ()):
+                if self._has_values(path, name, tensor):
                     place = PlaceInFile(path, identity, name)
                     _found[tensor] = _Found(place, mark)
                     return place
@@ -66,6 +67,12 @@ class FileTensors:
             except CheckpointError:  # gone since it was loaded
                 continue
         return found
+
+    def _has_values(self, path: str, name: str, tensor: Tensor) -> bool:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        stored: Tensor = self._opened[path].get_tensor(name)
+        return torch.equal(stored.view(torch.uint8), tensor.detach().view(torch.uint8))
 
     def _is_same(self, place: PlaceInFile) -> bool:
         """True as long as the file is the one that the tensor was found in. Another prompt may not name it."""
@@ -86,21 +93,16 @@ def _named_files(prompt: Prompt) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _names_by_shape(path: str, identity: FileIdentity) -> dict[tuple[int, ...], list[str]]:
-    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+def _names_by_print(path: str, identity: FileIdentity) -> dict[Print, list[str]]:
+    """Finds the tensors of a file that are large enough, by a few of their values."""
+    names: dict[Print, list[str]] = defaultdict(list)
     try:
         with safe_open(path, framework="pt") as file:
             for name in list(file.keys()):
-                names[tuple(file.get_slice(name).get_shape())].append(name)
+                stored: Tensor = file.get_tensor(name)
+                mark = print_of(stored) if stored.nbytes >= LEAST else None
+                if mark is not None:
+                    names[mark].append(name)
     except (OSError, SafetensorError):  # no such file, whatever it is called
         return {}
     return dict(names)
-
-
-def _has_values(path: str, name: str, tensor: Tensor, mark: Print) -> bool:
-    """True if what the file has under `name` is `tensor`: a few values first, then all of them."""
-    with safe_open(path, framework="pt") as file:
-        stored: Any = file.get_tensor(name)
-    return print_of(stored) == mark and torch.equal(
-        stored.view(torch.uint8), tensor.detach().view(torch.uint8)
-    )

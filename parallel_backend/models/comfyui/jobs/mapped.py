@@ -32,8 +32,12 @@ class MappedFiles:
         return find_in(self._open(spec, spec.path, identity, lambda: map_model(spec).model), kind, path)
 
     def find_tensor(self, path: str, identity: FileIdentity, name: str) -> Tensor:
-        """Finds a tensor of a safetensors file, in the file's pages. Raises CheckpointError as `find` does."""
-        tensor: Tensor = self._open(path, path, identity, lambda: safe_open(path, "pt")).get_tensor(name)
+        """Finds a tensor of a safetensors file, in the file's pages; the same one for each job. Raises CheckpointError
+        as `find` does."""
+        file, tensors = self._open(path, path, identity, lambda: (safe_open(path, "pt"), {}))
+        if name not in tensors:
+            tensors[name] = file.get_tensor(name)
+        tensor: Tensor = tensors[name]
         return tensor
 
     def forget_unused(self) -> None:
