@@ -26,9 +26,7 @@ from comfy_modules import import_comfyui_here
 from comfy_weight_files import inputs, write
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_inputs
-from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY, ModelSpec, ModuleCall, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -82,14 +80,14 @@ def _wan(folder: Path, **sizes: int) -> ModelSpec:
     source = import_comfyui_here()
     path = folder / f"wan_{sizes['dim']}.safetensors"
     if not path.exists():
-        module = fill(wan(text_dim=4096, freq_dim=256, **sizes))
+        module = fill(build_tiny("wan", text_dim=4096, freq_dim=256, **sizes))
         save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
     return ModelSpec(str(path), family="comfyui", comfyui=source)
 
 
 def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
     spec = _wan(folder, dim=512, ffn_dim=2048, num_heads=4, num_layers=6)
-    (x, t), kwargs = wan_inputs(1, 32, 32, frames=8)  # 2 x 2 latent pixels of a frame are a token
+    x, t = torch.randn(1, 16, 8, 32, 32), torch.tensor([900.0])  # 2 x 2 latent pixels of a frame are a token
     kwargs = {"context": torch.randn(1, 64, 4096), "transformer_options": {}}
     alone, both = Placement(), Placement(ParallelStrategy(ulysses_degree=2))
     one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
@@ -117,8 +115,8 @@ def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
 def _bands(rounds: int) -> float:
     """Of ranks that take turns: the first alone, then both."""
     import_comfyui_here()
-    model = TinyModel(fill(sdxl(**SDXL)))
-    args, kwargs = sdxl_inputs(1, 128, 128)
+    model = TinyModel(fill(build_tiny("sdxl", **SDXL)))
+    args, kwargs = tiny_inputs("sdxl")(1, 128, 128)
 
     @torch.inference_mode()
     def take_turns(world: World) -> list[list[float]]:

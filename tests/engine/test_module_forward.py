@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES, import_comfyui_here, one_frame
 from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.sequence import UnevenAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
-from parallel_backend.models.comfyui.tiny.video import ltxav, ltxav_inputs, wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
@@ -139,7 +137,7 @@ def test_guides_of_other_strengths_show(name):
 
 
 def test_more_ranks_than_heads():
-    one = Reference(lambda: wan(num_heads=2), wan_inputs, EVEN)
+    one = Reference(lambda: build_tiny("wan", num_heads=2), tiny_inputs("wan"), EVEN)
     calls = [(one, STAY), (one, BLOCK)]
     assert _worst(ParallelStrategy(ulysses_degree=3), calls) <= EXACT
 
@@ -159,9 +157,13 @@ def test_fewer_tokens_than_ranks():
     calls = [
         (one, tokens)
         for one in (
-            Reference(wan, lambda b, h, w: wan_inputs(b, h, w, frames=1), (1, 2, 4)),
+            Reference(tiny_builder("wan"), one_frame, (1, 2, 4)),
             Reference(build, two_words, ODD),
-            Reference(flux, lambda b, h, w: one_word(*flux_control(b, h, w)), ODD),
+            Reference(
+                tiny_builder("flux"),
+                lambda b, h, w: one_word(*tiny_inputs("flux + controlnet")(b, h, w)),
+                ODD,
+            ),
         )
         for tokens in (STAY, BLOCK)
     ]
@@ -256,7 +258,7 @@ def test_rows_of_every_family_over_two_ranks():
     # LTX-2: see the next test; MiniMax-H3 has one row.
     cases = [case for name, case in CASES.items() if not name.startswith(("ltx-2", "minimax"))]
     references = [Reference(*case, (3, 4, 4), options) for case in cases]
-    references.append(Reference(sdxl, sdxl_controlnet, (3, 8, 8), options))
+    references.append(Reference(tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet"), (3, 8, 8), options))
     assert _worst(ParallelStrategy(data_degree=2), [(one, ROWS) for one in references]) <= EXACT
 
 
@@ -264,10 +266,10 @@ def test_rows_of_sound_and_video_at_one_timestep():
     """LTX-2 takes a maximum over the timesteps of all rows, which samplers have alike."""
 
     def same_time(b, h, w):
-        ((latents, times), kwargs) = ltxav_inputs(b, h, w)
+        ((latents, times), kwargs) = tiny_inputs("ltx-2")(b, h, w)
         return (latents, tuple(t[:1].repeat(b, *[1] * (t.ndim - 1)) for t in times)), kwargs
 
-    one = Reference(ltxav, same_time, ODD)
+    one = Reference(tiny_builder("ltx-2"), same_time, ODD)
     assert _worst(ParallelStrategy(cfg_degree=2), [(one, ROWS), (one, BLOCK)]) <= EXACT
 
 
@@ -277,7 +279,7 @@ def test_a_rank_without_rows_has_the_whole_answer_too():
 
 
 def test_tokens_that_cannot_be_shared_out_leave_rows_to_all_ranks():
-    one = Reference(sdxl, sdxl_controlnet, (2, 8, 8))
+    one = Reference(tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet"), (2, 8, 8))
 
     def rows_of_each_rank(world):
         seen = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nccl_device
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES, import_comfyui_here, one_frame
 from host_and_device import DEVICE, active
 from module_references import Reference
 from nccl_semantics import NCCL_STREAMS
@@ -18,9 +18,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.comfyui.placing import blocks_of
-from parallel_backend.models.comfyui.tiny.flux_like import flux, flux_control
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
-from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.cases import tiny_builder, tiny_inputs
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -58,7 +56,7 @@ def shared_out(layouts, model, strategy):
 
 
 def one_word(b, h, w):
-    args, kwargs = flux_control(b, h, w)
+    args, kwargs = tiny_inputs("flux + controlnet")(b, h, w)
     return args, kwargs | {"context": kwargs["context"][:, :1]}
 
 
@@ -82,11 +80,14 @@ def differences(world, references, bands):
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_weights_travel_beside_tokens_and_where_a_step_cache_leaves_blocks_out(ranks):
     references = [
-        Reference(flux, flux_control, ODD, OPTIONS),
+        Reference(tiny_builder("flux"), tiny_inputs("flux + controlnet"), ODD, OPTIONS),
         Reference(*CASES["krea2 + reference, gqa"], ODD, OPTIONS),
     ]
     bands = Reference(
-        sdxl, sdxl_controlnet, (1, 32, 8), {"cond_or_uncond": [0], "sigmas": torch.tensor([0.5])}
+        tiny_builder("sdxl"),
+        tiny_inputs("sdxl + controlnet"),
+        (1, 32, 8),
+        {"cond_or_uncond": [0], "sigmas": torch.tensor([0.5])},
     )
     for found in run_ranks(differences, ranks, references, bands, device=DEVICE):
         assert len(found) == 5 * len(LAYOUTS[ranks])
@@ -115,9 +116,9 @@ def few_tokens(world, references):
 def test_tokens_that_most_ranks_of_a_hybrid_have_none_of():
     """A token of text, two of an image: ranks without any join the communicators of those that have some."""
     references = [
-        Reference(wan, lambda b, h, w: wan_inputs(b, h, w, frames=1), (2, 2, 4), OPTIONS),
-        Reference(flux, one_word, (2, 2, 2), OPTIONS),
-        Reference(flux, one_word, ODD, OPTIONS),
+        Reference(tiny_builder("wan"), one_frame, (2, 2, 4), OPTIONS),
+        Reference(tiny_builder("flux"), one_word, (2, 2, 2), OPTIONS),
+        Reference(tiny_builder("flux"), one_word, ODD, OPTIONS),
     ]
     for found in run_ranks(few_tokens, 4, references):
         assert not {name: far for name, far in found.items() if not far <= EXACT}
@@ -139,7 +140,7 @@ def in_another_order(world, one, patience):
 
 def test_ranks_whose_exchanges_are_in_different_orders_are_seen():
     """Where communicators run beside each other, luck has it that both ranks come to the end."""
-    one = Reference(flux, flux_control, ODD, OPTIONS)
+    one = Reference(tiny_builder("flux"), tiny_inputs("flux + controlnet"), ODD, OPTIONS)
     for far, said in run_ranks(in_another_order, 2, one, SHORT):
         assert far <= EXACT and "did not end" in said
     for far, said in run_ranks(in_another_order, 2, one, nccl_device.PATIENCE, backend=NCCL_STREAMS):

@@ -9,7 +9,7 @@ import parallel_backend.models.proof.states
 import parallel_backend.wire.payloads  # noqa: F401  the module under test must meet these very ones
 from comfy_modules import CASES, import_comfyui_here
 from pack_nodes import import_node_module
-from parallel_backend.models.comfyui.tiny.unet import sd15, sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 
 # Prompts prepared by the module's own layers before, several prompts at once, or one put together of layers.
@@ -24,7 +24,7 @@ UNCHECKED = {
     "hidream",
     "krea2 + reference, gqa",
 }
-MODULES = {**CASES, "sdxl": (sdxl, sdxl_controlnet)}
+MODULES = {**CASES, "sdxl": (tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet"))}
 del MODULES["ideogram 4, no text"]  # its other case has some
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_of_the_known_width_is_the_only_one_that_runs(facts, name):
 
 
 def test_a_unet_without_cross_attention_takes_any_prompt(facts):
-    module = sdxl()
+    module = build_tiny("sdxl")
     for layer in list(module.modules()):
         for name in [name for name, _ in layer.named_children() if name == "attn2"]:
             delattr(layer, name)
@@ -78,13 +78,13 @@ def test_cells_of_the_latent_in_a_token(facts, name, patch):
 def test_a_unets_attention_is_counted_layer_by_layer(facts):
     """One layer of width 32 on the way down and two on the way up at 128 x 128, four of width 64 at half of that."""
     flop = 4.0 * (3 * 32 * 128**4 + 4 * 64 * 64**4)
-    assert facts._attention_of(sd15()) == flop
+    assert facts._attention_of(build_tiny("sd1.5")) == flop
 
 
 def test_the_largest_attention_of_a_unet_is_counted_in_heads_over_all_cells(facts):
-    assert facts._image_heads(sd15()) == 2
+    assert facts._image_heads(build_tiny("sd1.5")) == 2
     # SDXL has no attention at the first of its three resolutions, and width 64 with heads of 32 at the second.
-    assert facts._image_heads(sdxl()) == 2 / 16
+    assert facts._image_heads(build_tiny("sdxl")) == 2 / 16
 
 
 @pytest.mark.parametrize(

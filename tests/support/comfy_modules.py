@@ -1,7 +1,7 @@
 """ComfyUI in the test's process, and what tests need beside the pack's own tiny models (models/comfyui/tiny/).
 
-Builders are called after `import_comfyui_here()`. An `*_inputs(batch, height, width)` gives (args, kwargs) of a call,
-sizes in latent pixels.
+Builders are called after `import_comfyui_here()`. Inputs of (batch, height, width) are (args, kwargs) of a call, sizes
+in latent pixels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from comfy_harness import require_comfyui
 from parallel_backend.models.comfyui.environment import import_comfyui
 from parallel_backend.models.comfyui.tiny import cases
+from parallel_backend.models.comfyui.tiny.weights import Call, random
 from parallel_backend.requests import ComfyUISource
 
 CPU = torch.device("cpu")
@@ -22,6 +23,12 @@ CASES: dict[str, cases.Case] = {
     for name, case in by_name.items()
 }
 UNETS = cases.CASES["UNetModel"]
+
+
+def one_frame(b: int, h: int, w: int) -> Call:
+    """The inputs of a Wan's call for a video of one frame."""
+    (_, times), kwargs = cases.tiny_inputs("wan")(b, h, w)
+    return (random(b, 16, 1, h, w), times), kwargs
 
 
 def import_comfyui_here() -> ComfyUISource:

@@ -7,8 +7,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from dispatch_counter import Counts, counted
 from module_devices import as_in_a_rank, comfyui_on_the_device, forward_of, on_device
-from parallel_backend.models.comfyui.tiny import video
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_inputs
 from parallel_backend.requests import BLOCK, STAY, ModuleCall
 from parallel_backend.strategy import ParallelStrategy
 
@@ -19,9 +18,9 @@ LAYERS = (2, 4)
 def module_call(tokens: str, layers: int) -> Counts:
     """One call of a Wan with so many blocks on the first of two ranks of Ulysses."""
     import_comfyui_here()
-    model = TinyModel(video.wan())
+    model = TinyModel(build_tiny("wan"))
     model.module.blocks = model.module.blocks[:layers]
-    args, kwargs = video.wan_inputs(1, 16, 16)
+    args, kwargs = tiny_inputs("wan")(1, 16, 16)
     args, kwargs = as_in_a_rank(args, kwargs | {"transformer_options": {}})
     call = ModuleCall(args, kwargs, 1, tokens)
     with (

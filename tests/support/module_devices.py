@@ -24,17 +24,7 @@ from parallel_backend.engine.module_forward import ModuleForward, make_module_fo
 from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.models.comfyui import attention_router
-from parallel_backend.models.comfyui.tiny import (
-    flux_like,
-    image,
-    omni_like,
-    pixels,
-    shapes,
-    sound,
-    unet,
-    video,
-    wan_like,
-)
+from parallel_backend.models.comfyui.tiny import cases, functions
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
 from parallel_backend.models.comfyui.tiny.weights import operations
 from parallel_backend.requests import ModuleCall, Placement
@@ -42,7 +32,7 @@ from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import map_tensors
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
-_TINY = (flux_like, image, omni_like, pixels, shapes, sound, unet, video, wan_like)
+_TINY = (cases, functions)
 HALF = torch.bfloat16
 SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
 

@@ -10,7 +10,7 @@ from torch import Size, nn
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec
-from parallel_backend.models.comfyui.tiny.video import LTX_SOUND, ltxav, minimax
+from parallel_backend.models.comfyui.tiny.cases import build_tiny, config_of
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from shipped_jobs import LoopJob
 from wan_jobs import wan_job
@@ -25,9 +25,9 @@ _WIDTHS = {"ltx-2": 96, "minimax h3": 48}  # of their text
 def sound_model(folder, name: str):
     """The ModelSpec of a file."""
     import_comfyui_here()
-    modules = {"ltx-2": ltxav, "minimax h3": minimax}
-    config = json.dumps({"transformer": LTX_SOUND}) if name == "ltx-2" else "{}"
-    return spec(_written(folder / f"{name}.safetensors", fill(modules[name]()), config))
+    model = {"ltx-2": "ltx-2", "minimax h3": "minimax"}[name]
+    config = json.dumps({"transformer": config_of(model)}) if name == "ltx-2" else "{}"
+    return spec(_written(folder / f"{name}.safetensors", fill(build_tiny(model)), config))
 
 
 def _written(path, module: nn.Module, config: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel_backend.models.comfyui.tiny.unet import sd15, sd15_inputs, sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.cases import tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import operations, random
 
 
@@ -159,8 +159,8 @@ def cascade_c_inputs(b, h, w):
 
 
 UNDESCRIBED = {
-    "sdxl + controlnet": (sdxl, sdxl_controlnet),
-    "sd1.5": (sd15, sd15_inputs),
+    "sdxl + controlnet": (tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet")),
+    "sd1.5": (tiny_builder("sd1.5"), tiny_inputs("sd1.5")),
     "mochi, padded text": (mochi, mochi_inputs),
     "cosmos 1": (cosmos1, cosmos1_inputs),
     "stable audio": (stable_audio, stable_audio_inputs),

@@ -9,7 +9,7 @@ from comfy_modules import CASES, UNETS, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.video import wan, wan_inputs
+from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_inputs
 from parallel_backend.requests import BLOCK, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -30,7 +30,7 @@ BY_XFUSER = [
 BY_NATIVE = {
     "a mask": (CASES["flux1 + full mask"], 2, "it computes no attention masks"),
     "heads that do not divide": (
-        (partial(wan, num_heads=2), wan_inputs),
+        (partial(build_tiny, "wan", num_heads=2), tiny_inputs("wan")),
         3,
         "its Ulysses needs heads that divide",
     ),

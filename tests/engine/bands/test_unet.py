@@ -13,8 +13,7 @@ from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.bands import unet as unet_bands
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_inputs
+from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.requests import BANDS, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -148,11 +147,11 @@ def test_residuals_of_another_size_are_left_out_as_comfyui_leaves_them_out():
     import_comfyui_here()
 
     def wrong_size(b, h, w):
-        args, kwargs = sdxl_inputs(b, h, w)
+        args, kwargs = tiny_inputs("sdxl")(b, h, w)
         residuals = [torch.ones(b, 32, height, w) for height in (h // 2, h + 3, h - 1)]
         return args, kwargs | {"control": {"input": [*residuals, None]}}
 
-    one = Reference((sdxl, wrong_size), (1, 12, 6))
+    one = Reference((tiny_builder("sdxl"), wrong_size), (1, 12, 6))
     for ((worst, _, _),) in run_ranks(one.on_ranks, 2, ulysses(2)):
         assert worst <= EXACT
 
@@ -195,12 +194,12 @@ def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
     import_comfyui_here()
 
     def dilated():
-        unet = sdxl()
+        unet = build_tiny("sdxl")
         unet.input_blocks[1][0].in_layers[2].dilation = (2, 2)
         unet.input_blocks[1][0].in_layers[2].padding = (2, 2)
         return unet
 
-    one = Reference((dilated, sdxl_inputs), (1, 12, 6))
+    one = Reference((dilated, tiny_inputs("sdxl")), (1, 12, 6))
     for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, ulysses(2)):
         assert worst <= EXACT and "dilation=(2, 2)" in notes[0] and "share out the queries" in notes[0]
 

@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES, UNETS, import_comfyui_here
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui import attention_router as router
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
@@ -134,7 +133,7 @@ def test_beyond_the_most_versions_blocks_run_as_they_are_and_it_is_said():
 @pytest.mark.parametrize(
     ("case", "strategy", "tokens", "said"),
     [
-        ((sdxl, sdxl_controlnet), CFG, ROWS, "which parts of UNetModel are its blocks is not described"),
+        (UNETS["sdxl + controlnet"], CFG, ROWS, "which parts of UNetModel are its blocks is not described"),
         (CASES["humo"], ULYSSES, STAY, "processes meet inside of them outside of attention"),
     ],
     ids=["nobody knows its blocks", "sound for each frame"],

@@ -15,8 +15,7 @@ from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.p2p import P2PChannel
 from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
-from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
-from parallel_backend.models.comfyui.tiny.flux_like import flux2, flux2_inputs
+from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
 from parallel_backend.requests import ModuleCall, Placement
@@ -70,7 +69,7 @@ def _call(model, inputs, rows=ROWS):
 
 def _reference_at_zero(*size):
     """Of one row: ComfyUI itself cannot compute two."""
-    args, kwargs = flux2_inputs(*size)
+    args, kwargs = tiny_inputs("flux2")(*size)
     return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
 
 
@@ -124,7 +123,7 @@ def staged(world):
                 found[f"{case} {cut.device_shares}"] = _case(layouts, model, call, cut)
                 found[f"{case} {cut.device_shares}"]["as sent"] = all(torch.equal(*both) for both in sent)
                 sent.clear()
-    model = TinyModel(fill(flux2()))
+    model = TinyModel(fill(build_tiny("flux2")))
     found["flux2 + reference at t=0"] = _case(layouts, model, _call(model, _reference_at_zero, 1))
     return found
 

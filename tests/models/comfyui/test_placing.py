@@ -13,12 +13,12 @@ from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.comfyui.placing import blocks_of
-from parallel_backend.models.comfyui.tiny.unet import sdxl, sdxl_controlnet
+from parallel_backend.models.comfyui.tiny.cases import tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 
 # Each module once, with the first of its kinds of calls; sdxl is a UNet, of which no table has tokens.
 MODULES = {case[0]: (name, case[1]) for name, case in reversed(CASES.items())} | {
-    sdxl: ("sdxl", sdxl_controlnet)
+    tiny_builder("sdxl"): ("sdxl", tiny_inputs("sdxl + controlnet"))
 }
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.ones(1), "sample_sigmas": torch.ones(5)}
 # Tiny ones whose layers around the blocks have sizes that no option makes smaller, and what their blocks are of them.

@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import RankFailed
-from parallel_backend.models.comfyui.tiny.cases import CASES
-from parallel_backend.models.comfyui.tiny.flux_like import flux2, flux2_inputs
-from parallel_backend.models.comfyui.tiny.image import ernie, ernie_inputs
+from parallel_backend.models.comfyui.tiny.cases import CASES, build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.tokens.regions import Region
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.rank.checks.module_parity import EXACT, prove
@@ -39,8 +37,8 @@ def use(monkeypatch, *regions):
     monkeypatch.setitem(TABLE, NAME, replace(TABLE[NAME], regions=regions))
 
 
-def use_module(monkeypatch, build, inputs=ernie_inputs):
-    monkeypatch.setitem(CASES, NAME, {"one": (build, inputs)})
+def use_module(monkeypatch, build):
+    monkeypatch.setitem(CASES, NAME, {"one": (build, tiny_inputs("ernie"))})
 
 
 def test_a_right_entry_holds():
@@ -58,13 +56,13 @@ def test_code_between_blocks_that_looks_at_tokens_leaves_blocks_that_gather(monk
     """Of one row: this is a call of which ComfyUI itself cannot compute two."""
 
     def reference_at_zero(*size):
-        args, kwargs = flux2_inputs(*size)
+        args, kwargs = tiny_inputs("flux2")(*size)
         return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
 
     known = TABLE["Flux"]
     stays_with = known.stays_with | {"ref_latents_method"}
     monkeypatch.setitem(TABLE, "Flux", replace(known, stays_with=stays_with))
-    monkeypatch.setitem(CASES, "Flux", {"reference at t = 0": (flux2, reference_at_zero)})
+    monkeypatch.setitem(CASES, "Flux", {"reference at t = 0": (tiny_builder("flux2"), reference_at_zero)})
     found = prove("Flux")
     assert found.mode == BLOCK and found.worst > 100 * EXACT
 
@@ -74,7 +72,7 @@ def test_what_blocks_hand_on_beside_their_tokens_is_found(monkeypatch):
     ran = []
 
     def build():
-        module = ernie()
+        module = build_tiny("ernie")
 
         class Counting(type(module.layers[0])):
             @functools.wraps(type(module.layers[0]).forward)
@@ -111,7 +109,7 @@ def test_an_answer_of_no_numbers_does_not_hold(monkeypatch):
     parent = os.getpid()
 
     def build():
-        module = ernie()
+        module = build_tiny("ernie")
         module.register_forward_hook(
             lambda *call: call[2] if os.getpid() == parent else call[2] * float("nan")
         )
@@ -138,7 +136,7 @@ def test_a_rank_that_is_killed_is_no_outcome_though_its_peer_raises(monkeypatch)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def build():
-        module = ernie()
+        module = build_tiny("ernie")
         module.register_forward_pre_hook(kill_one)
         return module
 

@@ -18,7 +18,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled
 from parallel_backend.models.comfyui.model_file import by_stages, inspect
-from parallel_backend.models.comfyui.tiny.video import cogvideo as tiny_cogvideo
+from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.rank.work.device import weight_bytes
@@ -195,7 +195,7 @@ def cogvideo(folder):
     """(ModelSpec, job) of a file, under its own sampling: v-prediction up to noise without a trace of an image."""
     import_comfyui_here()
     path = folder / "cogvideo.safetensors"
-    weights = fill(tiny_cogvideo(heads=2)).state_dict()
+    weights = fill(build_tiny("cogvideo", num_attention_heads=2, attention_head_dim=64)).state_dict()
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
     conds = {
         side: [{"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, 48, seed=5))}}]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,11 +16,6 @@ def operations() -> dict[str, Any]:
     import comfy.ops
 
     return {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
-
-
-def known(config: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """What the dataclass `params` of this ComfyUI takes of `config`: older ones have fewer parameters."""
-    return {name: value for name, value in config.items() if name in {f.name for f in fields(params)}}
 
 
 def fill(model: nn.Module, seed: int = 7) -> nn.Module:
