@@ -3,9 +3,12 @@ nobody is sent a copy."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import folder_paths
@@ -18,6 +21,7 @@ from ...parallel_backend.errors import CheckpointError
 from ...parallel_backend.job.pickling import PlaceInFile
 from ...parallel_backend.job.prints import Print, print_of
 from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
+from ...parallel_backend.wire.transport import NAMES
 from ..host.prompt_graph import Prompt, inputs_of, value_of
 from ..model.files import is_safetensors
 
@@ -30,14 +34,24 @@ class _Found(NamedTuple):
 
 
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor, as long as anyone has it
+_Form = tuple[str, tuple[int, ...]]  # dtype, as safetensors has it, and shape
+
+
+@dataclass
+class _Contents:
+    """The large tensors of a file, as its header tells them; of those that were looked at, a print."""
+
+    names: dict[_Form, list[str]]
+    prints: dict[str, Print | None] = field(default_factory=dict)
 
 
 class FileTensors:
-    """The search of one job, in the files that its prompt names."""
+    """The search of one job, in the files that its prompt names but for the one of its own model (`model`)."""
 
-    def __init__(self, prompt: Prompt) -> None:
-        self._prompt = prompt
+    def __init__(self, prompt: Prompt, model: str) -> None:
+        self._prompt, self._model = prompt, model
         self._opened: dict[str, Any] = {}
+        self._identities: dict[str, FileIdentity | None] = {}
 
     def find(self, tensor: Tensor) -> PlaceInFile | None:
         """Returns where devices find the values of `tensor`; None for one that is small, or lies in no such file."""
@@ -47,41 +61,51 @@ class FileTensors:
         if mark is None:
             return None
         known: _Found | None = _found.get(tensor)
-        if known is not None and known.mark == mark and self._is_same(known.place):
+        if (
+            known is not None
+            and known.mark == mark
+            and self._identity(known.place.path) == known.place.identity
+        ):
             return known.place
         _found.pop(tensor, None)
-        for path, identity in self._files.items():
-            for name in _names_by_print(path, identity).get(mark, ()):
-                if self._has_values(path, name, tensor):
+        for path, contents in self._files.items():
+            for name in contents.names.get(_form_of(tensor), ()):
+                identity = self._identity(path)
+                if identity is not None and self._has_values(path, contents, name, tensor, mark):
                     place = PlaceInFile(path, identity, name)
                     _found[tensor] = _Found(place, mark)
                     return place
         return None
 
     @functools.cached_property
-    def _files(self) -> dict[str, FileIdentity]:
+    def _files(self) -> dict[str, _Contents]:
         found = {}
         for path in _named_files(self._prompt):
-            try:
-                found[path] = read_identity(path)
-            except CheckpointError:  # gone since it was loaded
-                continue
+            with contextlib.suppress(OSError):  # gone since it was loaded
+                status = Path(path).stat()
+                if path != self._model:
+                    found[path] = _contents_of(path, (status.st_ino, status.st_size, status.st_mtime_ns))
         return found
 
-    def _has_values(self, path: str, name: str, tensor: Tensor) -> bool:
+    def _identity(self, path: str) -> FileIdentity | None:
+        if path not in self._identities:
+            try:
+                self._identities[path] = read_identity(path)
+            except CheckpointError:
+                self._identities[path] = None
+        return self._identities[path]
+
+    def _has_values(self, path: str, contents: _Contents, name: str, tensor: Tensor, mark: Print) -> bool:
+        """True if what the file has under `name` is `tensor`: a few values first, then all of them."""
+        if contents.prints.get(name, mark) != mark:
+            return False
         if path not in self._opened:
             self._opened[path] = safe_open(path, framework="pt")
         stored: Tensor = self._opened[path].get_tensor(name)
-        return torch.equal(stored.view(torch.uint8), tensor.detach().view(torch.uint8))
-
-    def _is_same(self, place: PlaceInFile) -> bool:
-        """True as long as the file is the one that the tensor was found in. Another prompt may not name it."""
-        if place.path not in self._files:
-            try:
-                self._files[place.path] = read_identity(place.path)
-            except CheckpointError:
-                return False
-        return self._files[place.path] == place.identity
+        if name not in contents.prints:
+            contents.prints[name] = print_of(stored)
+        same = contents.prints[name] == mark
+        return same and torch.equal(stored.view(torch.uint8), tensor.detach().view(torch.uint8))
 
 
 def _named_files(prompt: Prompt) -> Iterator[str]:
@@ -92,17 +116,19 @@ def _named_files(prompt: Prompt) -> Iterator[str]:
         yield from {str(path) for path in paths if path is not None}
 
 
-@functools.lru_cache(maxsize=8)
-def _names_by_print(path: str, identity: FileIdentity) -> dict[Print, list[str]]:
-    """Finds the tensors of a file that are large enough, by a few of their values."""
-    names: dict[Print, list[str]] = defaultdict(list)
+@functools.lru_cache(maxsize=32)
+def _contents_of(path: str, stamp: tuple[int, int, int]) -> _Contents:
+    """Reads a file's header. `stamp`: tells whether it is still the same."""
+    names: dict[_Form, list[str]] = defaultdict(list)
     try:
         with safe_open(path, framework="pt") as file:
             for name in list(file.keys()):
-                stored: Tensor = file.get_tensor(name)
-                mark = print_of(stored) if stored.nbytes >= LEAST else None
-                if mark is not None:
-                    names[mark].append(name)
+                stored = file.get_slice(name)
+                names[stored.get_dtype(), tuple(stored.get_shape())].append(name)
     except (OSError, SafetensorError):  # no such file, whatever it is called
-        return {}
-    return dict(names)
+        return _Contents({})
+    return _Contents(dict(names))
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    return NAMES.get(tensor.dtype, ""), tuple(tensor.shape)

@@ -31,7 +31,7 @@ from ...parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from ...parallel_backend.job.pickling import CannotBeSent, SentTensors, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import RunInfo, SampleResult
@@ -178,6 +178,10 @@ class ShippedJob:
                 raise RankFailed(error.rank, cause, crashed=error.crashed, reason=error.reason) from error
             raise RequestError(f"{error} {words}") from error
 
+    @functools.cached_property
+    def _find_in_file(self) -> FindInFile:
+        return FileTensors(running_prompt() or {}, self._model.spec.path).find
+
     def _payload(self, holdings: Any) -> Tensors:
         # Until all goes well, nobody knows what the ranks have.
         start, sent = _sent.pop(holdings, (None, None))
@@ -186,7 +190,7 @@ class ShippedJob:
             sent = _SentToRanks()
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
-        files = [] if self._is_elsewhere else [FileTensors(running_prompt() or {}).find]
+        files = [] if self._is_elsewhere else [self._find_in_file]
         known = self._model.outline.known | words
         try:
             pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, *files)

@@ -22,9 +22,9 @@ def found_in(tmp_path, monkeypatch):
         folder_paths.folder_names_and_paths, "controlnet", ([str(tmp_path)], {".safetensors"})
     )
 
-    def search(tensor: torch.Tensor, *names: object) -> str | None:
+    def search(tensor: torch.Tensor, *names: object, model: str = "") -> str | None:
         prompt = {str(place): {"inputs": {"file": name}} for place, name in enumerate(names)}
-        place = module.FileTensors(prompt).find(tensor)
+        place = module.FileTensors(prompt, model).find(tensor)
         return None if place is None else place.name
 
     return search
@@ -57,6 +57,19 @@ def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights):
     assert found_in(changed, "control.safetensors") is None, "of 32,768 values one is another"
     assert found_in(first.clone()) is None
     assert found_in(first.clone(), "other.safetensors", "control.ckpt") is None
+
+
+def test_weights_of_the_jobs_own_model_are_not_looked_for(found_in, weights, tmp_path):
+    """The ranks have those by name, and its file may be large."""
+    own = str(tmp_path / "control.safetensors")
+    assert found_in(weights["first"].clone(), "control.safetensors", model=own) is None
+
+
+def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(found_in, weights, monkeypatch):
+    module = import_node_module("nodes.job.file_tensors")
+    monkeypatch.setattr(module, "read_identity", lambda path: pytest.fail("a prompt is no weight"))
+    assert found_in(torch.randn(1, 64, 512).half(), "control.safetensors") is None
+    assert found_in(weights["first"].float(), "control.safetensors") is None
 
 
 def test_what_was_found_is_known_in_prompts_that_do_not_name_the_file(found_in, weights):
