@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class _Found(NamedTuple):
 
 
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor, as long as anyone has it
+_numbers = itertools.count()
 _Form = tuple[str, tuple[int, ...]]  # dtype, as safetensors has it, and shape
 
 
@@ -52,9 +54,17 @@ class FileTensors:
         self._prompt, self._model = prompt, model
         self._opened: dict[str, Any] = {}
         self._identities: dict[str, FileIdentity | None] = {}
+        self._taken: dict[tuple[str, str], int] = {}  # what is somebody's: a copy of it may be written to
 
     def find(self, tensor: Tensor) -> PlaceInFile | None:
-        """Returns where devices find the values of `tensor`; None for one that is small, or lies in no such file."""
+        """Returns where devices find the values of `tensor`; None for one that is small, or lies in no such file, or
+        has the values of another one of the job."""
+        place = self._place_of(tensor)
+        if place is None or self._taken.setdefault((place.path, place.name), place.number) != place.number:
+            return None
+        return place
+
+    def _place_of(self, tensor: Tensor) -> PlaceInFile | None:
         if tensor.nbytes < LEAST or tensor.device.type != "cpu":
             return None
         mark = print_of(tensor)
@@ -72,7 +82,7 @@ class FileTensors:
             for name in contents.names.get(_form_of(tensor), ()):
                 identity = self._identity(path)
                 if identity is not None and self._has_values(path, contents, name, tensor, mark):
-                    place = PlaceInFile(path, identity, name)
+                    place = PlaceInFile(path, identity, name, next(_numbers))
                     _found[tensor] = _Found(place, mark)
                     return place
         return None

@@ -58,11 +58,14 @@ Known = dict[int, tuple[Any, ...]]
 
 
 class PlaceInFile(NamedTuple):
-    """A tensor of a safetensors file, which ranks map themselves. `identity`: of the file as it was (FileIdentity)."""
+    """A tensor of a safetensors file, which ranks map themselves. `identity`: of the file as it was (FileIdentity);
+    `number`: of the tensor, whose copy in a rank may have been written to: another one of the same values has another.
+    """
 
     path: str
     identity: Hashable
     name: str
+    number: int
 
 
 FindInFile = Callable[[Tensor], PlaceInFile | None]

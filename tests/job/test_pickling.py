@@ -52,7 +52,7 @@ class Rank:
             local_patcher=lambda: Patcher(self.network),
             other_patcher=lambda: Patcher(nn.Identity()),
             server=lambda: "the server",
-            stored=lambda path, identity, name: self.files[path, identity, name],
+            stored=lambda *place: self.files[place],
             tensors=self.tensors,
         )
         return unpickle_job(self.latest.data, here)
@@ -91,7 +91,7 @@ def test_an_object_that_keeps_its_super_goes(rank):
 
 
 def test_a_tensor_that_lies_in_a_file_is_read_there(rank):
-    place = PlaceInFile("control.safetensors", "as it was", "weight")
+    place = PlaceInFile("control.safetensors", "as it was", "weight", 7)
     stored = rank.files[tuple(place)] = torch.ones(2, 2)
     weight = nn.Parameter(torch.ones(2, 2))
     job = {"one": weight, "again": weight, "other": torch.zeros(1)}

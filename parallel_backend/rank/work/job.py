@@ -21,7 +21,7 @@ from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import Head, NetworkCall, PickledJob, ProcessFacts, SamplerRun, pack_answer
 from ...job.pickling import PATCHER_STATE
-from ...job.prints import OTHER_WEIGHTS, differing
+from ...job.prints import OTHER_WEIGHTS, differing, print_of
 from ...job.reducers import RankObjects
 from ...job.restore import Original, Replaced, make_changes, set_replaced
 from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
@@ -118,7 +118,7 @@ class Jobs:
         self._tensors: dict[int, Tensor] = {}
         self._packages: Packages | None = None
         self._are_unlike: bool | None = None  # the cards; asked once
-        self._mapped = MappedFiles()
+        self._mapped = MappedFiles(print_of)
 
     def run(
         self,

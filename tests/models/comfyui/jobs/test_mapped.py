@@ -8,6 +8,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.job.prints import print_of
 from parallel_backend.models.comfyui.jobs.mapped import MappedFiles
 from parallel_backend.requests import ModelSpec
 from parallel_backend.wire.file_identity import read_identity
@@ -23,7 +24,7 @@ def spec(tmp_path):
 
 
 def test_what_a_job_names_lies_in_the_files_pages(spec):
-    models, identity = MappedFiles(), read_identity(spec.path)
+    models, identity = MappedFiles(print_of), read_identity(spec.path)
     weight = models.find(spec, identity, "param", WEIGHT)
     assert any(begin <= weight.data_ptr() < end for begin, end in mapped_ranges(spec.path))
     layer = models.find(spec, identity, "module", "diffusion_model.img_in")
@@ -36,15 +37,19 @@ def test_what_a_job_names_lies_in_the_files_pages(spec):
 
 
 def test_a_tensor_lies_in_the_files_pages_and_writing_leaves_the_file_alone(spec):
-    files, identity = MappedFiles(), read_identity(spec.path)
+    files, identity = MappedFiles(print_of), read_identity(spec.path)
     before = Path(spec.path).read_bytes()
-    tensor = files.find_tensor(spec.path, identity, "img_in.weight")
+    tensor = files.find_tensor(spec.path, identity, "img_in.weight", 1)
     assert any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(spec.path))
     files.forget_unused()
-    assert files.find_tensor(spec.path, identity, "img_in.weight") is tensor, "the same for the next job"
-    tensor.zero_()
+    assert files.find_tensor(spec.path, identity, "img_in.weight", 1) is tensor, "the same for the next job"
+    tensor.data.zero_()
     assert Path(spec.path).read_bytes() == before
-    del tensor
+    assert files.find_tensor(spec.path, identity, "img_in.weight", 1) is tensor, "its own, as it left it"
+    other = files.find_tensor(spec.path, identity, "img_in.weight", 2)
+    assert other.count_nonzero() and not tensor.count_nonzero()
+    assert files.find_tensor(spec.path, identity, "img_in.weight", 3) is other, "which nobody has written to"
+    del tensor, other
     files.forget_unused()
     files.forget_unused()
     assert mapped_ranges(spec.path) == []
@@ -56,18 +61,18 @@ def test_another_file_at_its_place_is_refused(spec):
     with pytest.raises(
         CheckpointError, match=r"second\.safetensors changed while a job with its weights was sent"
     ):
-        MappedFiles().find(spec, identity, "param", WEIGHT)
+        MappedFiles(print_of).find(spec, identity, "param", WEIGHT)
     with pytest.raises(CheckpointError, match="Run the prompt again"):
-        MappedFiles().find_tensor(spec.path, identity, "img_in.weight")
+        MappedFiles(print_of).find_tensor(spec.path, identity, "img_in.weight", 1)
 
 
 def test_what_no_model_has_is_refused(spec):
     with pytest.raises(RequestError, match="which no device has"):
-        MappedFiles().find(spec, read_identity(spec.path), "code", "os.system")
+        MappedFiles(print_of).find(spec, read_identity(spec.path), "code", "os.system")
 
 
 def test_values_are_the_files(spec):
-    models = MappedFiles()
+    models = MappedFiles(print_of)
     found = models.find(spec, read_identity(spec.path), "param", WEIGHT)
     from safetensors import safe_open
 
