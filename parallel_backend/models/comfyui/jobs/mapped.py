@@ -34,7 +34,7 @@ class MappedFiles:
         return find_in(self._open(spec, spec.path, identity, lambda: map_model(spec).model), kind, path)
 
     def find_tensor(self, path: str, identity: FileIdentity, name: str, number: int) -> Tensor:
-        """Finds a tensor of a safetensors file, in the file's pages; the same one for each job with this `number` of it.
+        """Finds a tensor of a safetensors file, in the file's pages; the same one for each job that names this number.
         Raises CheckpointError as `find` does."""
         opened: _OpenFile = self._open(path, path, identity, lambda: _OpenFile(path, self._print_of))
         return opened.find(name, number)
