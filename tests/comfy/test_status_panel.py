@@ -116,7 +116,9 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     )
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("ready")
-    page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length", timeout=20_000)
+    page.wait_for_function(
+        "() => !document.querySelector('.parallel-bars')?.children.length", timeout=120_000
+    )
     seen = page.evaluate("recorded")
     bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 240", text)}
     assert bars == {"cpu:0", "cpu:1"}

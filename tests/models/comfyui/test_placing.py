@@ -45,7 +45,7 @@ def answers(module, inputs):
     return [found] if isinstance(found, torch.Tensor) else found
 
 
-@pytest.mark.parametrize("build", MODULES, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", MODULES, ids=lambda build: build.args[0])
 def test_a_module_whose_blocks_are_gathered_for_their_turn_answers_as_before(build):
     import_comfyui_here()
     name, make_inputs = MODULES[build]
