@@ -15,7 +15,7 @@ MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
 VALUES = """() => Object.fromEntries(
   app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(w => [w.name, w.value]))"""
 BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast'].map(
-  name => document.querySelector(name).getBoundingClientRect().toJSON())"""
+  name => [...document.querySelectorAll(name)].at(-1).getBoundingClientRect().toJSON())"""
 
 
 @pytest.fixture(scope="module", autouse=True)
