@@ -42,7 +42,7 @@ FLOORS = {
     "models": [
         {"tokens"},
         {""},
-        {"comfyui", "diffusers", "demo", "vae"},
+        {"comfyui", "diffusers", "demo"},
         {"proof", "comfyui/rows", "comfyui/jobs"},
     ],
     "engine": [{"comm"}, {"tokens"}, {"attention"}, {"blocks"}, {"stages", "bands"}, {""}],

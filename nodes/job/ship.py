@@ -190,10 +190,10 @@ class ShippedJob:
             sent = _SentToRanks()
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
-        files = [] if self._is_elsewhere else [self._find_in_file]
+        find_in_file = None if self._is_elsewhere else self._find_in_file
         known = self._model.outline.known | words
         try:
-            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, *files)
+            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, find_in_file)
         except CannotBeSent as error:
             raise with_culprit(error, self._patcher, known) from error
         used = set(_with_parents(pickled.modules))

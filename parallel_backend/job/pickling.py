@@ -133,7 +133,7 @@ def pickle_job(
     known: Known,
     sent: SentTensors,
     patcher: type,
-    find_in_file: FindInFile = lambda tensor: None,
+    find_in_file: FindInFile | None = None,
 ) -> Pickled:
     """Writes `job` down. `patcher`: ComfyUI's ModelPatcher; `find_in_file`: tells of a tensor that the ranks can read
     in a file. Raises CannotBeSent."""
@@ -164,7 +164,7 @@ def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
 
 
 def _can_be_sent(part: object, known: Known, patcher: type) -> bool:
-    pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher, lambda tensor: None)
+    pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher)
     try:
         pickler.dump(part)
     except _CANNOT:
@@ -199,7 +199,12 @@ def _parts(obj: object, known: Known, patcher: type) -> Iterable[object]:
 
 class _JobPickler(cloudpickle.Pickler):
     def __init__(
-        self, file: io.BytesIO, known: Known, sent: SentTensors, patcher: type, find_in_file: FindInFile
+        self,
+        file: io.BytesIO,
+        known: Known,
+        sent: SentTensors,
+        patcher: type,
+        find_in_file: FindInFile | None = None,
     ) -> None:
         super().__init__(file, protocol=5)
         self._known, self._sent, self._patcher = known, sent, patcher
@@ -240,7 +245,7 @@ class _JobPickler(cloudpickle.Pickler):
         if tensor.layout is not torch.strided:
             return None
         kind_and_place = isinstance(tensor, nn.Parameter), tensor.device.type == "cpu"
-        place = self._find_in_file(tensor)
+        place = None if self._find_in_file is None else self._find_in_file(tensor)
         if place is not None:
             return ("stored", *kind_and_place, *place)
         number, is_new = self._sent.number(tensor)

@@ -195,7 +195,7 @@ def test_every_strategy_gives_what_one_device_gives(comfy, stock, strategy, name
 
 
 def test_a_controlnet_is_read_from_its_file_and_sent_to_nobody(comfy, stock):
-    """As long as a job has it: its large weights lie in the file's pages, in all processes."""
+    """Its large weights lie in the file's pages in all processes, for as long as a job has it."""
     name, file = "a ControlNet of XLabs", "controlnet/xlabs.safetensors"
     assert relative_difference(_sample(comfy, OURS, EXTRAS[name], "Ulysses 2"), stock(name)) < TOLERANCE
     assert [_maps(rank, file) for rank in comfy.ranks()] == [True, True]

@@ -83,7 +83,7 @@ def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, plain
 
 
 def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, loras):
-    """As trainers write them: a file of hundreds of tensors, all of which travel in one message."""
+    """Trainers write files of hundreds of tensors, all of which travel in one message."""
     unet = comfy.write_flux("tiny_deep.safetensors", double_blocks=19, single_blocks=1)
     tensors = of_all_layers(double_blocks=19)
     assert len(tensors) == 456

@@ -32,7 +32,7 @@ def found_in(tmp_path, monkeypatch):
 
 @pytest.fixture
 def weights(tmp_path) -> dict[str, torch.Tensor]:
-    """Of a file with two tensors of one shape, and a small one."""
+    """Writes a file with two tensors of one shape and a small one, and returns them."""
     draw = torch.Generator().manual_seed(1)
     wide = {name: torch.randn(_WIDE, generator=draw).half() for name in ("first", "second")}
     weights = {**wide, "small": torch.randn(8, generator=draw)}

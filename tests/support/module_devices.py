@@ -24,7 +24,7 @@ from parallel_backend.engine.module_forward import ModuleForward, make_module_fo
 from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.models.comfyui import attention_router
-from parallel_backend.models.comfyui.tiny import cases, functions
+from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
 from parallel_backend.models.comfyui.tiny.weights import operations
 from parallel_backend.requests import ModuleCall, Placement
@@ -32,7 +32,7 @@ from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import map_tensors
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
-_TINY = (cases, functions)
+_TINY = (cases, special_cases)
 HALF = torch.bfloat16
 SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
 

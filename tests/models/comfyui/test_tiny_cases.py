@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_backend.models.comfyui.tiny import cases, functions
+from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.weights import random
 
 DATA = json.loads(Path(cases.__file__).with_name("cases.json").read_text())
@@ -19,8 +19,8 @@ def test_each_model_call_and_function_is_of_a_case():
         entry["like"] for entry in DATA["models"].values() if "like" in entry
     }
     likes = {entry["like"] for entry in DATA["calls"].values() if "like" in entry}
-    assert {*DATA["calls"], *functions.CALLS} == calls | likes
-    assert set(functions.MODELS) <= models
+    assert {*DATA["calls"], *special_cases.CALLS} == calls | likes
+    assert set(special_cases.MODELS) <= models
 
 
 @pytest.mark.parametrize(("b", "h", "w"), [(1, 8, 6), (3, 7, 5)])

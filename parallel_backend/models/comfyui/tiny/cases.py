@@ -1,6 +1,6 @@
 """Each class of the table as tiny models with calls: every kind of call with which its tokens may stay apart.
 
-What a model is built of and what a call takes lies in cases.json; functions.py has what numbers cannot say.
+What a model is built of and what a call takes lies in cases.json; special_cases.py has what numbers cannot say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..model import ComfyUIModel
-from . import functions
+from . import special_cases
 from .weights import Call, operations, random
 
 # inputs(batch, height, width), in latent pixels. Some round odd sizes up, as ComfyUI does for those models before it
@@ -53,13 +53,13 @@ def build_tiny(name: str, **changes: Any) -> nn.Module:
             key: config[key] for key in config.keys() & {one.name for one in fields(getattr(comfyui, params))}
         }
     model = getattr(comfyui, kind)(**config, **operations())
-    change = functions.MODELS.get(name)
+    change = special_cases.MODELS.get(name)
     return model if change is None else change(model)
 
 
 def _call(name: str, b: int, h: int, w: int) -> Call:
-    if name in functions.CALLS:
-        return functions.CALLS[name](b, h, w, _call)
+    if name in special_cases.CALLS:
+        return special_cases.CALLS[name](b, h, w, _call)
     entry = _DATA["calls"][name]
     like = _DATA["calls"].get(entry.get("like"), {})
     kwargs = {**like.get("kwargs", {}), **entry.get("kwargs", {})}
@@ -124,7 +124,7 @@ def tiny_builder(name: str) -> Callable[[], nn.Module]:
 
 
 def tiny_inputs(name: str) -> Inputs:
-    """Returns what makes the inputs of a call of cases.json, or of functions.CALLS."""
+    """Returns what makes the inputs of a call of cases.json, or of special_cases.CALLS."""
     return partial(_call, name)
 
 

@@ -1,4 +1,4 @@
-"""What cases.json cannot say: models that are changed once they are built, and calls whose inputs hang together."""
+"""Adds what cases.json cannot say: models that are changed once they are built, calls whose inputs hang together."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _guides(b: int, h: int, w: int) -> dict[str, Any]:
 
 
 def _strengths(h: int, w: int) -> dict[str, Any]:
-    """Of two guides: a weak one that counts less in places and not at all in others, and a strong one."""
+    """Makes two guides: a weak one that counts less in places and not at all in others, and a strong one."""
     entry = {"pre_filter_count": h * w, "latent_shape": [1, h, w]}
     places = random(1, 1, 1, 8, 8, seed=8).abs().clamp(max=1)
     places[..., :4] = 0
