@@ -80,7 +80,9 @@ class ParallelStrategy:
     `num_pipeline_patch`: patches that PipeFusion cuts an image into, 0 for as many as it has stages; `warmup_steps`:
     its exact steps before it goes on with keys and values of the step before; `shard_weights`: each rank keeps its
     share of the weights and gathers a block when it needs it (FSDP), `offload_weights`: and keeps that share in host
-    memory; `device_shares`: how much of an image's tokens, or of the model's blocks, each rank takes, empty for equal.
+    memory; `device_shares`: how much of an image's tokens, or of the model's blocks, each rank takes, empty for equal;
+    `head_groups`: into how many groups of heads Ulysses takes attention apart, to exchange one while it attends to
+    another.
     """
 
     data_degree: int = 1
@@ -94,9 +96,10 @@ class ParallelStrategy:
     num_pipeline_patch: int = 0
     warmup_steps: int = 1
     device_shares: tuple[float, ...] = ()
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in DEGREES:
+        for name in (*DEGREES, "head_groups"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("num_pipeline_patch", "warmup_steps"):
             _check_whole(name, getattr(self, name), 0)
@@ -135,6 +138,8 @@ class ParallelStrategy:
             of = self.replace(ring_degree=1, ulysses_degree=self.sequence_degree)
         parts = [f"{labels[n]} {getattr(of, n)}" for n in DEGREES if getattr(of, n) > 1]
         words = " × ".join(parts) or "one device"
+        if self.head_groups > 1:
+            words += f" in {self.head_groups} groups of heads"
         if self.offload_weights:
             words += ", weights sharded and kept in host memory"
         elif self.shard_weights:

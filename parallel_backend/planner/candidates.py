@@ -93,6 +93,7 @@ def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:
         strategy.ulysses_degree,
         strategy.ring_degree,
         strategy.data_degree,
+        -strategy.head_groups,
     )
 
 

@@ -136,9 +136,11 @@ def plan_execution(
 def _candidates(
     job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
 ) -> Iterator[Candidate]:
-    """Every strategy that this version runs on some of `devices`, with what is known of it."""
+    """Every strategy that this version runs on some of `devices`, with what is known of it; with heads in groups only
+    where that was measured."""
     capacity_of = functools.cache(Capacity.of)
-    for strategy in enumerate_candidates(job, len(devices)):
+    by_groups = (strategy for strategy in measured if strategy.head_groups > 1)
+    for strategy in (*enumerate_candidates(job, len(devices)), *by_groups):
         violations = strategy.violations(job.model.shape, len(devices), engine)
         if violations or crosses_machines(strategy, devices):
             continue

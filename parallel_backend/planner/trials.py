@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ..devices import is_cpu
 from ..errors import RequestError
@@ -16,6 +17,7 @@ from .step_bounds import bytes_sent, compute_share, lower_bound
 from .workload.workload import Job
 
 ONE_DEVICE = ParallelStrategy()
+HEAD_GROUPS = (2, 4)  # that are tried
 # What sends more than the first strategy is taken to be so many times as slow. An assumption; it prices a trial only.
 SENDS_MORE = 1.1
 
@@ -28,8 +30,8 @@ def plan_trials(
     engine: str,
 ) -> tuple[ParallelStrategy, TrialPlan]:
     """The strategy that a job begins with for which `rule` was chosen, and those to try then: exact, with the same
-    weights on each device, on all of `rule`'s devices or on one, not measured yet, and within memory. One device is
-    always among them.
+    weights on each device, on all of `rule`'s devices or on one, not measured yet, and within memory; and `rule`
+    with its heads in groups. One device is always among them.
 
     Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
     trials may lose a share of this job, and of like jobs since the last one that tried anything.
@@ -39,7 +41,8 @@ def plan_trials(
     others: dict[tuple[object, ...], ParallelStrategy] = {}
     entries = list(candidates)
     measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
-    for candidate in entries:
+    by_groups = (one for own in entries if own.strategy == rule for one in _by_head_groups(own, job, history))
+    for candidate in (*entries, *by_groups):
         strategy = candidate.strategy
         unseen = strategy not in measured and not history.gave_up(job, strategy, engine)
         alike = strategy.exact and strategy.weights == rule.weights
@@ -59,12 +62,28 @@ def plan_trials(
     card = _fastest_card(history.topology)
     switch_s = switch_seconds(on_cpu=on_cpu, compiles=job.model.compute_options.compiles)
     tried = tuple(
-        TrialCandidate(s, prices[s], 0.0 if card is None else lower_bound(job, s, card), switch_s)
+        TrialCandidate(
+            s,
+            prices[s],
+            0.0 if card is None else lower_bound(job, s, card),
+            # Groups of heads meet over the same communicators, in blocks compiled for the same tokens.
+            0.0 if s == first.replace(head_groups=s.head_groups) else switch_s,
+        )
         for s in ordered
         if s in chosen
     )
     budget = BUDGET * job.steps * (1 + history.jobs_before(job, first, engine))
     return first, TrialPlan(tried, budget) if tried else NO_TRIALS
+
+
+def _by_head_groups(rule: Candidate, job: Job, history: MeasurementHistory) -> Iterator[Candidate]:
+    """`rule` with the exchanges of Ulysses beside its attention. On a CPU these have nothing of their own to run on."""
+    shape, degree = job.model.shape, rule.strategy.ulysses_degree
+    splits = shape.splits_tokens and not shape.band_rows and degree > 1
+    if splits and rule.strategy.head_groups == 1 and not is_cpu(history.devices):
+        for groups in HEAD_GROUPS:
+            if shape.heads // degree >= groups:
+                yield replace(rule, strategy=rule.strategy.replace(head_groups=groups), step_s=None)
 
 
 def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) -> ParallelStrategy:

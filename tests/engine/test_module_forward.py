@@ -108,8 +108,10 @@ def test_proven_call_shapes_let_tokens_stay():
         ParallelStrategy(ring_degree=2, ulysses_degree=2),
         ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
         ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+        ParallelStrategy(ulysses_degree=2, head_groups=2),
+        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0), head_groups=4),
     ],
-    ids=["ring", "ulysses x ring", "uneven devices", "cfg x ulysses"],
+    ids=["ring", "ulysses x ring", "uneven devices", "cfg x ulysses", "groups of heads", "groups, uneven"],
 )
 def test_other_layouts_of_the_sequence_axis(strategy):
     references = [

@@ -16,6 +16,7 @@ from .ranks import Ranks, difference, gigabytes, steps_in_words
 # One strategy per way to split; Sharded 2 is two ranks that share out the weights and the tokens.
 SPLITS = {
     "Ulysses 2": ParallelStrategy(ulysses_degree=2),
+    "Ulysses 2, 4 groups": ParallelStrategy(ulysses_degree=2, head_groups=4),
     "Ring 2": ParallelStrategy(ring_degree=2),
     "CFG 2": ParallelStrategy(cfg_degree=2),
     "sharded 2": ParallelStrategy(ulysses_degree=2, shard_weights=True),
@@ -100,7 +101,7 @@ def check_one_process(ranks: Ranks) -> Sequence[Finding]:
 
 def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
     """Bytes of the fuller rank after each strategy, in the first and in the second round."""
-    table = tuple(f"{name:<14s}{gigabytes(first[name]):>10s}{gigabytes(second[name]):>10s}" for name in first)
+    table = tuple(f"{name:<20s}{gigabytes(first[name]):>10s}{gigabytes(second[name]):>10s}" for name in first)
     grown = [n for n in first if second[n] > _GROWTH_SHARE * first[n] + _GROWTH_BYTES]
     if not grown:
         return Finding(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...layout import slice_of, split_sizes
 from ...models.tokens.regions import Attends, Guided, Window
-from ..comm.collectives import all_gather, all_to_all, ring_shares
+from ..comm.collectives import all_gather, all_to_all, ring_shares, start_all_to_all
 from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
+from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
 from .kernel_choice import kernel_for
 from .kernels import HALVES, HEAD_DIM, attend_with_lse, merge
 
@@ -45,6 +47,7 @@ class UnevenAttention:
         wish: str = "auto",
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
+        self._groups = layout.strategy.head_groups
         self._tokens = tokens
         self._attends: Iterator[Attends] = iter(attends)
         self._block = block
@@ -105,38 +108,73 @@ class UnevenAttention:
         shares = split_sizes(heads, size)
         q_heads = [slice_of(shares, rank) for rank in range(size)]
         group = heads // k.shape[1]  # of heads that share keys
-        kv_heads = [slice(own.start // group, -(-own.stop // group)) for own in q_heads]
-        mine, first = q_heads[self._ulysses.index], kv_heads[self._ulysses.index].start
         mask = self._whole_mask(mask, queries, keys, q_heads)
+        attend = partial(self._of_heads, original, queries=queries, keys=keys, others=others, guides=guides)
+        mine = q_heads[self._ulysses.index]
         if queries is None:
-            q = q[:, mine]
-            k, v = self._to_heads((k, v), (kv_heads, kv_heads), keys)
-        elif queries == keys:
-            q, k, v = self._to_heads((q, k, v), (q_heads, kv_heads, kv_heads), keys)
-        else:
-            (q,) = self._to_heads((q,), (q_heads,), queries)
-            k, v = self._to_heads((k, v), (kv_heads, kv_heads), keys)
-        if group > 1:
-            places = torch.arange(mine.start, mine.stop, device=k.device) // group - first
-            k, v = k.index_select(1, places), v.index_select(1, places)
-        if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
-            out = self._over_ring(q, k, v, mask, queries, keys, others.get("scale"), guides)
-        elif not q.numel():
-            out = q.new_empty(*q.shape[:3], v.shape[3])
-        else:
-            whole = others | {"skip_reshape": True, "skip_output_reshape": True}
-            if guides is None:
-                out = original(q, k, v, q.shape[1], mask=mask, **whole)
-            else:
-                whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
-                parts = guides.of_queries(0, q.shape[2])
-                out = torch.cat(
-                    [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
-                )
-        if queries is None:
+            key, value = self._to_heads((k, v), (sharing_heads(q_heads, group),) * 2, keys)()
+            out = attend(q[:, mine], *one_each(key, value, mine, group), mask)
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
-        return self._to_tokens(out, shares, self._group_lengths(queries))
+        if size == 1:
+            return attend(q, *one_each(k, v, mine, group), mask)
+        # While one group of heads is attended to, the next one is on its way here and the last one on its way back.
+        groups = head_groups(shares, self._groups, group)
+        lengths = self._group_lengths(queries)
+        arriving = self._send(q, k, v, groups[0], group, queries, keys)
+        leaving = []
+        for number, of_ranks in enumerate(groups, 1):
+            own, arrived = of_ranks[self._ulysses.index], arriving
+            if number < len(groups):
+                arriving = self._send(q, k, v, groups[number], group, queries, keys)
+            query, key, value = arrived()
+            part = mask
+            if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+                part = mask[:, own.start - mine.start : own.stop - mine.start]
+            out = attend(query, *one_each(key, value, own, group), part)
+            leaving.append(self._to_tokens(out, of_ranks, lengths))
+        whole = out.new_empty(out.shape[0], lengths[self._ulysses.index], heads, out.shape[3])
+        for arrive in leaving:
+            arrive(whole)
+        return whole.transpose(1, 2)
+
+    def _of_heads(
+        self,
+        original: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        queries: str | None,
+        keys: str,
+        others: dict[str, Any],
+        guides: Guides | None,
+    ) -> Tensor:
+        """[B, h, S, D] of some heads' tokens: all of this rank's Ulysses group."""
+        if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
+            return self._over_ring(q, k, v, mask, queries, keys, others.get("scale"), guides)
+        if not q.numel():
+            return q.new_empty(*q.shape[:3], v.shape[3])
+        whole = others | {"skip_reshape": True, "skip_output_reshape": True}
+        if guides is None:
+            return original(q, k, v, q.shape[1], mask=mask, **whole)
+        whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
+        parts = guides.of_queries(0, q.shape[2])
+        return torch.cat(
+            [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
+        )
+
+    def _send(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: list[slice], group: int, queries: str, keys: str
+    ) -> Callable[[], list[Tensor]]:
+        """Begins to exchange tokens for `heads` of each rank; returns what waits for this rank's q, k and v."""
+        sharing = sharing_heads(heads, group)
+        if queries == keys:
+            return self._to_heads((q, k, v), (heads, sharing, sharing), keys)
+        query = self._to_heads((q,), (heads,), queries)
+        pair = self._to_heads((k, v), (sharing, sharing), keys)
+        return lambda: [*query(), *pair()]
 
     def _band(self, window: Window, q: Tensor) -> Tensor | None:
         """[1, 1, S, S], added to the scores of all tokens."""
@@ -160,22 +198,23 @@ class UnevenAttention:
 
     def _to_heads(
         self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], stream: str
-    ) -> list[Tensor]:
+    ) -> Callable[[], list[Tensor]]:
         """Each [B, H, s, D] -> [B, h, S, D]: the group's tokens, this rank's heads (`heads`: of each rank), all in one
-        exchange. Tokens come first on the wire, so what arrives is one contiguous tensor and needs no copy."""
+        exchange that begins here; the function that is returned waits for it. Tokens come first on the wire, so what
+        arrives is one contiguous tensor and needs no copy."""
         ranks, index = self._ulysses.size, self._ulysses.index
         if ranks == 1:
-            return list(tensors)
+            return lambda: list(tensors)
         batch, _, tokens, _ = tensors[0].shape
         lengths = self._group_lengths(stream)
         pairs = list(zip(tensors, heads, strict=True))
-        columns = [[_count(own[rank]) * t.shape[3] for t, own in pairs] for rank in range(ranks)]
+        columns = [[head_count(own[rank]) * t.shape[3] for t, own in pairs] for rank in range(ranks)]
         rows, widths = batch * tokens, [sum(of_rank) for of_rank in columns]
         send = tensors[0].new_empty(rows * sum(widths))
-        if all(_is_even(own, t.shape[1]) for t, own in pairs):  # one copy of each then does for all ranks
+        if all(is_even(own) for _, own in pairs):  # one copy of each then does for all ranks
             parts = send.view(ranks, tokens, batch, widths[0]).split(columns[0], dim=3)
-            for part, t in zip(parts, tensors, strict=True):
-                own = t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
+            for part, (t, of) in zip(parts, pairs, strict=True):
+                own = by_rank_view(t, of, 1).permute(1, 2, 0, 4, 3)
                 part.unflatten(3, own.shape[3:]).copy_(own)
         else:
             for rank, for_rank in enumerate(send.split([rows * width for width in widths])):
@@ -185,36 +224,49 @@ class UnevenAttention:
                     part.unflatten(2, own.shape[2:]).copy_(own)
         sizes = tuple(rows * width for width in widths)
         received = self._exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths))
-        parts = received.view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
-        return [
-            part.unflatten(2, (_count(own[index]), t.shape[3])).permute(1, 2, 0, 3)
-            for part, (t, own) in zip(parts, pairs, strict=True)
-        ]
 
-    def _to_tokens(self, out: Tensor, shares: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
-        """[B, h, S, D] -> [B, H, s, D]: this rank's tokens, all heads (`shares`: of each rank)."""
-        if self._ulysses.size == 1:
-            return out
-        batch, heads, _, channels = out.shape
+        def arrive() -> list[Tensor]:
+            parts = received().view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
+            return [
+                part.unflatten(2, (head_count(own[index]), t.shape[3])).permute(1, 2, 0, 3)
+                for part, (t, own) in zip(parts, pairs, strict=True)
+            ]
+
+        return arrive
+
+    def _to_tokens(
+        self, out: Tensor, heads: list[slice], lengths: tuple[int, ...]
+    ) -> Callable[[Tensor], None]:
+        """[B, h, S, D] goes back to the ranks of its tokens; the function that is returned waits for this rank's tokens
+        of all `heads`, and writes them into the [B, s, H, D] that it is given."""
+        batch, own, _, channels = out.shape
         mine = lengths[self._ulysses.index]
+        counts = [head_count(of_rank) for of_rank in heads]
         received = self._exchange(
             out.permute(2, 0, 1, 3).flatten(),
-            tuple(n * batch * heads * channels for n in lengths),
-            tuple(mine * batch * share * channels for share in shares),
+            tuple(n * batch * own * channels for n in lengths),
+            tuple(mine * batch * count * channels for count in counts),
         )
-        if len(set(shares)) == 1:
-            by_rank = received.view(len(shares), mine, batch, heads, channels).permute(2, 1, 0, 3, 4)
-            return by_rank.reshape(batch, mine, sum(shares), channels).transpose(1, 2)
-        whole = out.new_empty(batch, mine, sum(shares), channels)
-        of_ranks = received.split([mine * batch * share * channels for share in shares])
-        for rank, part in enumerate(of_ranks):
-            whole[:, :, slice_of(shares, rank)] = part.view(mine, batch, shares[rank], channels).transpose(
-                0, 1
-            )
-        return whole.transpose(1, 2)
 
-    def _exchange(self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]) -> Tensor:
-        return all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
+        def arrive(whole: Tensor) -> None:
+            arrived = received()
+            if is_even(heads):
+                by_rank = arrived.view(len(heads), mine, batch, own, channels)
+                by_rank_view(whole, heads, 2).copy_(by_rank.permute(2, 1, 0, 4, 3))
+                return
+            of_ranks = arrived.split([mine * batch * count * channels for count in counts])
+            for part, count, of in zip(of_ranks, counts, heads, strict=True):
+                whole[:, :, of] = part.view(mine, batch, count, channels).transpose(0, 1)
+
+        return arrive
+
+    def _exchange(
+        self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]
+    ) -> Callable[[], Tensor]:
+        if self._groups > 1:
+            return start_all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
+        received = all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
+        return lambda: received
 
     def _over_ring(
         self,
@@ -317,16 +369,6 @@ def _guided(
 def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
     """(queries', keys')."""
     return attends if isinstance(attends, tuple) else (attends, attends)
-
-
-def _count(part: slice) -> int:
-    return part.stop - part.start
-
-
-def _is_even(heads: list[slice], total: int) -> bool:
-    """Whether the ranks' heads are equally many, one rank's after the other's."""
-    own = total // len(heads)
-    return total % len(heads) == 0 and heads == [slice(own * n, own * (n + 1)) for n in range(len(heads))]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,9 @@ Tensors are split along their first dimension, so that what arrives is one conti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,37 @@ def all_to_all(
     send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
 ) -> Tensor:
     """Rows of `send` ([sum(send_sizes), …]) go to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
+    received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
+    with heartbeat.inside("an all-to-all", axis.ranks):
+        begin(async_op=False)
+    return received
+
+
+def start_all_to_all(
+    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+) -> Callable[[], Tensor]:
+    """Begins all_to_all; the function that is returned waits for it. What is computed between flies beside it."""
+    received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
+    with heartbeat.inside("an all-to-all", axis.ranks):  # the first one of a group makes its communicator
+        work = begin(async_op=True)
+
+    def arrive() -> Tensor:
+        with heartbeat.inside("an all-to-all", axis.ranks):
+            work.wait()
+        return received
+
+    return arrive
+
+
+def _all_to_all(
+    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+) -> tuple[Tensor, Callable[..., Any]]:
+    """(what will be received, a function that begins it)"""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
     sizes = (list(receive_sizes), list(send_sizes))
-    with heartbeat.inside("an all-to-all", axis.ranks):
-        dist.all_to_all_single(received, send, *sizes, group=axis.group)
-    return received
+    return received, partial(dist.all_to_all_single, received, send, *sizes, group=axis.group)
 
 
 def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Tensor:

@@ -23,8 +23,10 @@ LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "w
 _PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
 _OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # which share out the tokens of one image
 _Inputs = TypeVar("_Inputs")
-# Inputs of which `manual` makes its strategy.
-_OF_STRATEGY = tuple(f.name for f in fields(ParallelStrategy) if f.name != "device_shares")
+# Inputs of which `manual` makes its strategy. Groups of heads are tried by `auto` only.
+_OF_STRATEGY = tuple(
+    f.name for f in fields(ParallelStrategy) if f.name not in ("device_shares", "head_groups")
+)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel_backend.engine.attention import sequence
 from parallel_backend.engine.attention.sequence import UnevenAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
@@ -22,6 +23,8 @@ LAYOUTS = {
     "usp": ParallelStrategy(ring_degree=2, ulysses_degree=2),
     "uneven": ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 2.0, 4.0)),
     "more ranks than heads": ParallelStrategy(ulysses_degree=4),
+    "ulysses by groups of heads": ParallelStrategy(ulysses_degree=2, head_groups=2),
+    "usp by groups of heads": ParallelStrategy(ring_degree=2, ulysses_degree=2, head_groups=4),
 }
 
 
@@ -153,6 +156,59 @@ def test_keys_that_heads_share_travel_once():
     head = 4 * CHANNELS * 4  # bytes of one head of four tokens
     # Three heads of queries and answers go to the other rank, and as many, or one, of keys and values.
     assert run_ranks(sent, 2) == [[(3 + 3 + 2 * 3) * head, (3 + 3 + 2 * 1) * head]] * 2
+
+
+def _events_by_groups(world, groups):
+    """(the answer, bytes sent, what began and ended in which order) of attention in so many groups of heads."""
+    layouts = Layouts(world)
+    layout = layouts.get(ParallelStrategy(ulysses_degree=2, head_groups=groups))
+    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+    q, k, v = (tokens.cut(_random(BATCH, HEADS, TOTAL, CHANNELS, seed=i), Tokens("x", 2)) for i in range(3))
+    events = []
+    begin = sequence.start_all_to_all
+
+    def watched(*args):
+        number = sum(event.startswith("begun") for event in events) + 1
+        events.append(f"begun {number}")
+        wait = begin(*args)
+
+        def arrive():
+            events.append(f"awaited {number}")
+            return wait()
+
+        return arrive
+
+    def attend(*args, **options):
+        events.append("attended")
+        return optimized(*args, **options)
+
+    def blocking(*args):
+        arrived = begin(*args)()
+        return lambda: arrived
+
+    form = {"skip_reshape": True, "skip_output_reshape": True}
+    answers = []
+    with pytest.MonkeyPatch.context() as patch:
+        for way in (watched, blocking):
+            patch.setattr(sequence, "start_all_to_all", way)
+            attention = UnevenAttention(layout, tokens, ("x",))
+            before = layouts.traffic.bytes_sent
+            answers.append(attention(attend, q, k, v, HEADS, **form))
+    return torch.equal(*answers), layouts.traffic.bytes_sent - before, events[: events.index("awaited 6") + 1]
+
+
+def test_one_group_of_heads_is_attended_to_while_others_travel():
+    equal, sent, events = zip(*run_ranks(_events_by_groups, 2, 3), strict=True)
+    assert all(equal), "the same groups one after the other give another answer"
+    assert events[0] == events[1]
+    assert events[0] == [
+        *("begun 1", "begun 2", "awaited 1", "attended", "begun 3"),  # 3: the first group's way back
+        *("begun 4", "awaited 2", "attended", "begun 5"),
+        *("awaited 4", "attended", "begun 6", "awaited 3", "awaited 5", "awaited 6"),
+    ]
+    # As much as in one exchange: half of the heads of q, k and v of its own tokens, and of the answer to the other's.
+    heads = HEADS // 2 * BATCH * CHANNELS * 4
+    assert sent == ((3 * 7 + 6) * heads, (3 * 6 + 7) * heads)
 
 
 def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():

@@ -1,0 +1,142 @@
+"""How much of its exchanges Ulysses 2 hides behind attention, over a link that is slow on purpose.
+
+python benchmarks/slow_link.py [--share 0.3] [--tokens 4096] [--rounds 3] [--json]
+
+Two processes of a thread each compute a Flux of random weights. The link between them is a stand-in: gloo carries the
+bytes, and an all-to-all counts as there once they would have crossed a link of so many bytes a second, one exchange
+after the other, while both processes compute. Its speed is set so that a step's exchanges take `share` of the step's
+computing; `link_error` says how far one exchange alone is from that speed.
+hidden: the share of the exchanges' time that the step does not wait, some of which gloo takes on a link without a
+limit too; against_one_group: a step's time against that with all heads in one exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from subject import finish, random_flux, sample_request
+
+from parallel_backend.engine.attention import sequence
+from parallel_backend.engine.comm.groups import Layouts, World
+from parallel_backend.strategy import ParallelStrategy
+from plain_jobs import PlainJobs
+from ranks import run_ranks
+
+GROUPS = (1, 2, 4)  # of heads
+HEADS, DOUBLE, SINGLE = 8, 1, 1
+STEPS = 3  # of a job, the first of which is not counted
+ALONE = 2**22  # numbers of the exchange that the link's speed is checked by
+
+
+class SlowLink:
+    """Carries what this rank sends, one exchange after the other. `bytes_per_second`: 0 for a link without a limit."""
+
+    def __init__(self, carry) -> None:
+        self._carry = carry
+        self.bytes_per_second = 0.0
+        self._free_at = 0.0
+
+    def start(self, send, send_sizes, receive_sizes, axis, traffic):
+        """In place of collectives.start_all_to_all."""
+        before = traffic.bytes_sent
+        arrive = self._carry(send, send_sizes, receive_sizes, axis, traffic)
+        there = 0.0
+        if self.bytes_per_second:
+            begin = max(time.perf_counter(), self._free_at)
+            there = self._free_at = begin + (traffic.bytes_sent - before) / self.bytes_per_second
+
+        def arrived():
+            received = arrive()
+            time.sleep(max(0.0, there - time.perf_counter()))
+            return received
+
+        return arrived
+
+    def exchange(self, *of_call):
+        """In place of collectives.all_to_all."""
+        return self.start(*of_call)()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--share", type=float, default=0.3)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+
+    with random_flux(HEADS, DOUBLE, SINGLE) as spec:
+        found, *_ = run_ranks(
+            _measure, 2, spec.path, args.tokens, args.share, args.rounds, timeout=3600, backend="gloo"
+        )
+    link = found["link"]
+    exchange_s = found["bytes"] / link
+    print(
+        f"{args.tokens} tokens, {HEADS} heads: a step exchanges {found['bytes'] / 2**20:.0f} MiB from each process,"
+    )
+    print(
+        f"which takes the link {exchange_s:.3f} s at {link / 2**20:.0f} MiB/s (one exchange alone: "
+        f"{found['link_error']:+.1%})"
+    )
+    result = {"exchange_s": round(exchange_s, 4), "link_error": round(found["link_error"], 4)}
+    slow = {groups: median(found["slow"][groups]) for groups in GROUPS}
+    for groups in GROUPS:
+        free = median(found["free"][groups])
+        hidden = 1 - (slow[groups] - free) / exchange_s
+        ratio = slow[groups] / slow[1]
+        result[f"groups_{groups}"] = {
+            "free_s": round(free, 4),
+            "slow_s": round(slow[groups], 4),
+            "hidden": round(hidden, 3),
+            "against_one_group": round(ratio, 3),
+        }
+        print(
+            f"{groups} group{'s' if groups > 1 else ' '} of heads: a step takes {slow[groups]:.3f} s, {free:.3f} s on "
+            f"a link without a limit; hidden {hidden:.0%}; {ratio:.2f} of one group's step"
+        )
+    finish(result, args.json)
+
+
+def _measure(world: World, path: str, tokens: int, share: float, rounds: int) -> dict:
+    """In each of the two processes: seconds of steps by groups of heads, in turns, on both links."""
+    link = SlowLink(sequence.start_all_to_all)
+    sequence.start_all_to_all, sequence.all_to_all = link.start, link.exchange
+    layouts = Layouts(world)
+    axis = layouts.get(ParallelStrategy(ulysses_degree=2)).ulysses
+    jobs, request = PlainJobs(layouts), sample_request(tokens, STEPS)
+
+    def steps(groups: int, bytes_per_second: float) -> list[float]:
+        link.bytes_per_second, ends = bytes_per_second, []
+        strategy = ParallelStrategy(ulysses_degree=2, head_groups=groups)
+        jobs.run(path, strategy, request, boundary=lambda *_: ends.append(time.perf_counter()))
+        return [after - before for before, after in pairwise(ends)]
+
+    for groups in GROUPS:
+        steps(groups, 0.0)
+    before = layouts.traffic.bytes_sent
+    computing = torch.tensor(median(steps(1, 0.0)))
+    dist.all_reduce(computing, op=dist.ReduceOp.MAX, group=axis.group)  # both are to have the same link
+    sent = (layouts.traffic.bytes_sent - before) / STEPS
+    speed = sent / (share * computing.item())
+    link.bytes_per_second = speed
+    send = torch.zeros(2 * ALONE)
+    begin = time.perf_counter()
+    link.exchange(send, (ALONE, ALONE), (ALONE, ALONE), axis, layouts.traffic)
+    error = (time.perf_counter() - begin) / (4 * ALONE / speed) - 1
+    found: dict = {"bytes": sent, "link": speed, "link_error": error, "free": {}, "slow": {}}
+    for _ in range(rounds):
+        for groups in GROUPS:
+            found["free"].setdefault(groups, []).extend(steps(groups, 0.0))
+            found["slow"].setdefault(groups, []).extend(steps(groups, speed))
+    return found
+
+
+if __name__ == "__main__":
+    main()
