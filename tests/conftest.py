@@ -47,6 +47,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that share two warm ranks do so on one worker, so that no other starts some too."""
     if "two_real_ranks" in item.fixturenames and item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group("two_real_ranks"))
+    if "browser" in item.fixturenames:
+        item.add_marker(pytest.mark.page)
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,7 @@
-"""Which ComfyUI and which Python ./scripts/test runs: the pinned one, or those that are named."""
+"""What ./scripts/test runs: the pinned ComfyUI and Python, or those that are named; the whole suite in two halves."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +46,22 @@ def test_pytest_gets_all_other_arguments(monkeypatch, other):
 def test_with_a_python_of_its_own_nothing_is_installed(monkeypatch, other):
     found = started(monkeypatch, "--comfyui", str(other), "--python", sys.executable)["environment"]
     assert (found.python, found.comfyui) == (Path(sys.executable).absolute(), other.resolve())
+
+
+@pytest.mark.parametrize("failing", ["", "not page", "tests/comfy"])
+def test_the_whole_suite_runs_the_tests_of_the_page_after_all_others_and_alone(tmp_path, failing):
+    for name in ("test", "find_python.sh"):
+        shutil.copy(Path(run_tests.__file__).with_name(name), tmp_path)
+    seen = tmp_path / "seen"
+    (tmp_path / "run_tests.py").write_text(
+        f"import sys\nopen({str(seen)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        f"sys.exit({failing!r} in sys.argv)\n"
+    )
+    assert subprocess.run([tmp_path / "test"]).returncode == bool(failing)
+    assert seen.read_text().splitlines() == ["-m not page", "tests/comfy -m page -n 0"]
+    seen.unlink()
+    assert subprocess.run([tmp_path / "test", "tests/job", "-x"]).returncode == 0
+    assert seen.read_text() == "tests/job -x\n"
 
 
 def test_what_is_not_there_is_named(monkeypatch, other, tmp_path):
