@@ -69,7 +69,7 @@ def _refuse_cluster(devices: str) -> None:
 
 def _name_machines(devices: tuple[str, ...]) -> None:
     """Beside the report, which can be shown to others and so only has numbers."""
-    from .doctor.machines import numbered
+    from .doctor.devices import numbered
 
     for machine, called in numbered(devices).items():
         sys.stderr.write(f"{called}: {machine}\n")

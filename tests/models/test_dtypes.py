@@ -7,10 +7,10 @@ import torch
 
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.load import load_under
-from parallel_backend.models import cards
 from parallel_backend.models.comfyui.common_dtypes import asked_of_all
 from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.casting import CastingLinear, Fp8Linear
+from parallel_backend.models.diffusers.load import halves_of, multiply_fp8
 from parallel_backend.models.dtypes import HALVES, Dtypes, halves_of_card
 from parallel_backend.requests import FP8_FAST, ModelSpec
 from parallel_backend.strategy import ParallelStrategy
@@ -69,16 +69,16 @@ def _cards(monkeypatch, *properties):
 
 def test_cards_of_two_generations_compute_in_what_both_can(monkeypatch):
     _cards(monkeypatch, (8, 9, "NVIDIA GeForce RTX 4090"), (7, 5, "NVIDIA GeForce RTX 2080 Ti"))
-    assert cards.halves_of([torch.device("cuda:0")]) == HALVES
-    assert cards.halves_of([torch.device("cuda:0"), torch.device("cuda:1")]) == FP16
+    assert halves_of([torch.device("cuda:0")]) == HALVES
+    assert halves_of([torch.device("cuda:0"), torch.device("cuda:1")]) == FP16
 
 
 def test_fp8_is_multiplied_where_all_cards_can(monkeypatch):
     capabilities = [(8, 9), (9, 0), (8, 6)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     ada, hopper, ampere = (torch.device("cuda", index) for index in range(3))
-    assert cards.multiply_fp8([ada, hopper])
-    assert not cards.multiply_fp8([ada, ampere]) and not cards.multiply_fp8([torch.device("cpu")])
+    assert multiply_fp8([ada, hopper])
+    assert not multiply_fp8([ada, ampere]) and not multiply_fp8([torch.device("cpu")])
 
 
 @pytest.mark.parametrize(

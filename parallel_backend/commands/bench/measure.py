@@ -23,7 +23,7 @@ from ...planner.workload.workload import Job
 from ...requests import WEIGHT_DTYPES, ModelSpec
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
-from ..doctor.machines import machines_of, numbered
+from ..doctor.devices import machines_of, numbered
 from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory

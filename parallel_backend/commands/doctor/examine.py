@@ -13,11 +13,10 @@ from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...wire.calibration import Calibration
-from .devices import check_devices
+from .devices import check_devices, check_machines, numbered, pair_of
 from .kernels import check_kernels
 from .links import GROUP as LINKS
 from .links import check_links, of_ranks
-from .machines import check_machines, numbered, pair_of
 from .parity import GROUP as SAMPLING
 from .parity import check_parity, failed_start
 from .privacy import find_private, scrubbed

@@ -21,9 +21,8 @@ from ...layout import stage_blocks
 from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
 from ..base import ModelPart, Slices
-from ..cards import halves_of, multiply_fp8
 from ..comfyui.placing import place
-from ..dtypes import FP8, HALVES, Dtypes
+from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.table import stage_lists
 from .adapter import DiffusersFlux
@@ -172,3 +171,22 @@ def _absent(module: nn.Module, part: ModelPart) -> set[str]:
     own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
     elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
     return {path for path, _ in module.named_parameters() if elsewhere and path.startswith(elsewhere)}
+
+
+def halves_of(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """The 16-bit dtypes that all of the GPUs among these compute in, the preferred one first."""
+    found = [_halves(device) for device in devices if device.type == "cuda"]
+    return tuple(half for half in HALVES if all(half in halves for halves in found))
+
+
+def multiply_fp8(devices: Sequence[torch.device]) -> bool:
+    """True if all of these multiply fp8 in hardware (ComfyUI's supports_fp8_compute)."""
+    if torch.version.hip is not None:
+        return False
+    return all(d.type == "cuda" and torch.cuda.get_device_capability(d) >= (8, 9) for d in devices)
+
+
+def _halves(device: torch.device) -> tuple[str, ...]:
+    card = torch.cuda.get_device_properties(device)
+    amd = card.gcnArchName if torch.version.hip is not None else None
+    return halves_of_card((card.major, card.minor), card.name, amd)

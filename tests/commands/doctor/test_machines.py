@@ -1,6 +1,6 @@
 """The doctor's verdicts about the machines of a cluster, which have no names in its report."""
 
-from parallel_backend.commands.doctor.machines import check_machines, numbered, pair_of
+from parallel_backend.commands.doctor.devices import check_machines, numbered, pair_of
 from parallel_backend.commands.doctor.privacy import find_private, scrub
 
 FOUR = tuple(f"cuda:{index}@lab/{machine}" for machine in ("big.box", "b") for index in (0, 1))
