@@ -30,7 +30,7 @@ async function run(text, buttons, signal) {
     return;
   }
   text.textContent = "";
-  for await (const { line, error, markdown, report } of messages(answer.body)) {
+  for await (const { line, error, markdown, report, result } of messages(answer.body)) {
     if (markdown === undefined) {
       text.textContent += `${line ?? error}\n`;
       text.scrollTop = text.scrollHeight;
@@ -40,6 +40,9 @@ async function run(text, buttons, signal) {
     text.scrollTop = 0;
     buttons.append(button(translate("Save Markdown"), () => save("gpu-check.md", markdown)));
     buttons.append(button(translate("Save JSON"), () => save("gpu-check.json", JSON.stringify(report, null, 1))));
+    if (result) {
+      buttons.append(button(translate("Save a result to share"), () => save("result.json", result)));
+    }
   }
 }
 

@@ -27,7 +27,7 @@ _PATIENCE = 600.0  # s; an examination takes half a minute, and longer where ran
 
 def add_route(routes: web.RouteTableDef) -> None:
     """POST without a body. Answers a line of JSON for each line of progress, {"line"}, and at the end {"report"}, with
-    {"markdown", "broken"} of the GPU check, or {"error"}; {"error"} with 403 or 409."""
+    {"markdown", "broken", "result"} of the GPU check, or {"error"}; {"error"} with 403 or 409."""
     busy = asyncio.Lock()
 
     def refusal(request: web.Request) -> web.Response | None:
@@ -94,7 +94,8 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
     """Each check has a limit of its own, and the page can end all by going away."""
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
         async with _told(request) as tell:
-            async with _doctor("--gpu", "--report", folder) as process:
+            shared = Path(folder, "result.json")
+            async with _doctor("--gpu", "--report", folder, "--share", str(shared)) as process:
                 assert process.stdout is not None
                 said = ""
                 async for line in process.stdout:
@@ -107,7 +108,10 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
             except (OSError, ValueError):
                 await tell({"error": f"the GPU check left no report: {said}"})
             else:
-                await tell({"markdown": markdown, "report": report, "broken": process.returncode != 0})
+                # "" where strategies could not be measured: the last line says why.
+                result = shared.read_text() if shared.exists() else ""
+                broken = report["exit_status"] != 0
+                await tell({"markdown": markdown, "report": report, "result": result, "broken": broken})
     return tell.response
 
 

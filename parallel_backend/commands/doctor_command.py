@@ -7,6 +7,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..wire.checks.gpu_check import Subject
 
 _WIDTHS = (80, 100)  # columns: a bug report shows as many without a scroll bar
 
@@ -27,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--model", default="", help="a .safetensors file of Flux.1; the demo model if not given")
     gpu.add_argument("--only", action="append", default=[], metavar="NAME", help="one check or group; repeat")
     gpu.add_argument("--report", default=".", metavar="FOLDER", help="where the report goes; this folder")
+    gpu.add_argument(
+        "--share",
+        default="",
+        metavar="FILE",
+        help="measure strategies too: a small result to send in (docs/results.md)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
         _name_machines(devices)
     if args.gpu:
         return _run_gpu_check(args, devices)
+    if args.share:
+        from ..errors import RequestError
+
+        raise RequestError(
+            "--share measures with the GPU check; add --gpu, or use bench --share with a model of yours."
+        )
     report = examine(devices, on_phase=_tell_parent if args.parent and args.json else _report_progress)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
@@ -78,12 +94,16 @@ def _name_machines(devices: tuple[str, ...]) -> None:
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check as it goes, and writes the report after each: one that is killed leaves what it knew."""
     from ..errors import RequestError
+    from .bench.shared import check_path
     from .gpu_check.report import FILES, GpuReport
     from .gpu_check.run import choose, make_subject, run_checks
 
     folder = Path(args.report)
     if not folder.is_dir():
         raise RequestError("--report names no folder; make it first, or leave the option out.")
+    shared = Path(args.share).expanduser() if args.share else None
+    if shared is not None:
+        check_path(shared)
     progress = sys.stderr if args.json else sys.stdout
 
     def on_begin(name: str, number: int, count: int) -> None:
@@ -104,7 +124,36 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
         sys.stdout.write(
             f"\n{report.summary}\nThe report is in {' and '.join(FILES)}: attach it to a bug as it is.\n"
         )
+    if shared is not None:
+        progress.write("measuring strategies …\n")
+        progress.flush()
+        _share(subject, shared)
     return report.exit_status
+
+
+def _share(subject: Subject, path: Path) -> None:
+    """Measures one device and all strategies that occupy every device, on the pictures of the check."""
+    from ..devices import name_devices
+    from .bench.command import DEFAULT_ROUNDS
+    from .bench.measure import measure
+    from .bench.shared import share
+
+    outcome = measure(
+        model=subject.model,
+        devices=name_devices(subject.devices),
+        width=subject.pixels,
+        height=subject.pixels,
+        batch=1,
+        text=subject.text,
+        steps=subject.steps,
+        rounds=DEFAULT_ROUNDS,
+        with_cfg=True,
+        strategies="",
+        engine="auto",
+        weight_dtype="auto",
+        say=_report_progress,
+    )
+    share(outcome, path)
 
 
 def _gpus_or_cpu() -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
     asked = []
     lines = [
         {"line": "[1/2] device …"},
-        {"markdown": "# GPU check\n\nall is well", "report": {"exit_status": 0}},
+        {"markdown": "# GPU check\n\nall is well", "report": {"exit_status": 0}, "result": '{"format": 1}'},
     ]
 
     def answer(route):
@@ -47,11 +47,14 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
         "() => document.querySelector('dialog.parallel-doctor pre').textContent.startsWith('# GPU')"
     )
     assert asked == ["POST"] and "all is well" in dialog.inner_text()
-    for name, file in (("Save Markdown", "gpu-check.md"), ("Save JSON", "gpu-check.json")):
-        with page.expect_download() as saved:
+    saved = {}
+    for name in ("Save Markdown", "Save JSON", "Save a result to share"):
+        with page.expect_download() as download:
             dialog.get_by_role("button", name=name).click()
-        assert saved.value.suggested_filename == file
-    assert json.loads(saved.value.path().read_text()) == {"exit_status": 0}
+        saved[download.value.suggested_filename] = download.value.path().read_text()
+    assert list(saved) == ["gpu-check.md", "gpu-check.json", "result.json"]
+    assert json.loads(saved["gpu-check.json"]) == {"exit_status": 0}
+    assert saved["result.json"] == '{"format": 1}'
 
 
 def test_closing_the_dialog_ends_the_check(page, dialog, measuring):

@@ -29,9 +29,11 @@ if "--json" in sys.argv:
         print(json.dumps({"exit_status": 1, "verdicts": [], "summary": "1 broken."}))
     sys.exit(1)
 folder = Path(sys.argv[sys.argv.index("--report") + 1])
-if "{ending}" == "report":
+if "{ending}" in ("report", "result"):
     (folder / "gpu-check.json").write_text(json.dumps({"exit_status": 1}))
     (folder / "gpu-check.md").write_text("# GPU check")
+if "{ending}" == "result":
+    Path(sys.argv[sys.argv.index("--share") + 1]).write_text("{}")
 if "{ending}" == "wait":
     time.sleep(3600)
 sys.exit(1)
@@ -90,11 +92,17 @@ async def post(client, route=doctor.GPU_ROUTE, **headers):
 
 
 def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks):
-    ends("report")
+    ends("result")
     status, (progress, end) = asked(post)
-    assert status == 200 and progress == {"line": "--parent --gpu --report"}
-    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "broken": True}
+    assert status == 200 and progress == {"line": "--parent --gpu --report --share"}
+    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "result": "{}", "broken": True}
     assert ranks.asked == 1
+
+
+def test_strategies_that_could_not_be_measured_cost_no_report(ends, ranks):
+    ends("report")
+    _, (_, end) = asked(post)
+    assert (end["markdown"], end["result"]) == ("# GPU check", "")
 
 
 def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
@@ -114,7 +122,7 @@ def test_a_doctor_that_ends_without_a_report_is_told_by_its_last_words(ends, ran
 def test_a_check_that_leaves_no_report_is_told(ends, ranks):
     ends("nothing")
     _, (_, end) = asked(post)
-    assert end == {"error": "the GPU check left no report: --parent --gpu --report"}
+    assert end == {"error": "the GPU check left no report: --parent --gpu --report --share"}
 
 
 def test_it_does_not_run_beside_a_prompt(ends, ranks):

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-dtype", default="auto", help="storage of the weights, as in the loader node"
     )
     parser.add_argument("--out", default=DEFAULT_OUT, help=f"folder for {JSON_NAME} and {CHART_NAME}")
+    parser.add_argument(
+        "--share", default="", metavar="FILE", help="a small result to send in (docs/results.md)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
@@ -45,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes; 1 where no strategy ran. Raises ParallelError for what cannot be benchmarked."""
     from .chart import can_draw, draw
     from .measure import measure
+    from .shared import check_path, share
     from .table import as_text
 
     width, height = _size(args.size)
@@ -56,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
+    shared = Path(args.share).expanduser() if args.share else None
+    if shared is not None:
+        check_path(shared)
     outcome = measure(
         model=args.model,
         devices=args.devices,
@@ -84,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write((json.dumps(outcome.as_dict()) if args.json else as_text(outcome)) + "\n")
     notes = "\n".join(filter(None, [f"Written: {', '.join(map(str, written))}.", missing]))
     (sys.stderr if args.json else sys.stdout).write(notes + "\n")
+    if shared is not None and outcome.best is not None:
+        share(outcome, shared)
     return int(outcome.best is None)
 
 
