@@ -3,6 +3,7 @@
 import sys
 import types
 
+import numpy
 import pytest
 
 from comfy_modules import import_comfyui_here
@@ -49,4 +50,15 @@ def test_a_whole_module_in_the_place_of_another_is_searched(search, monkeypatch)
     other.__dict__.update(vars(comfy.lora))
     other.calculate_weight = _of_the_pack()
     monkeypatch.setitem(sys.modules, "comfy.lora", other)
+    assert search() == {("comfy.lora", "", "calculate_weight")}
+
+
+def test_an_array_in_the_place_of_a_constant_hides_nothing(search, monkeypatch):
+    """`==` of arrays is no answer to whether one is the same."""
+    import comfy.lora
+
+    monkeypatch.setattr(comfy.lora, "A_CONSTANT", "abc", raising=False)
+    assert search() == set()
+    monkeypatch.setattr(comfy.lora, "A_CONSTANT", numpy.zeros(3))
+    monkeypatch.setattr(comfy.lora, "calculate_weight", _of_the_pack())
     assert search() == {("comfy.lora", "", "calculate_weight")}
