@@ -1,0 +1,70 @@
+"""`auto` shares out the two prompts before anything else, whatever they carry: almost nothing is sent then."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import AnyGraph
+from any_runs import TOLERANCE, latents
+from differences import relative_difference
+from lora_files import write_loras
+
+SAMPLING = {"steps": 3, "cfg": 3.0}
+
+
+def _area(graph: AnyGraph, prompt: list, lora: str) -> list:
+    part = {"width": 0.5, "height": 1.0, "x": 0.0, "y": 0.0, "strength": 0.8}
+    if graph.kind != "wan_t2v":
+        return [graph.add("ConditioningSetAreaPercentage", conditioning=prompt, **part), 0]
+    part |= {"temporal": 1.0, "z": 0.0}
+    return [graph.add("ConditioningSetAreaPercentageVideo", conditioning=prompt, **part), 0]
+
+
+def _mask(graph: AnyGraph, prompt: list, lora: str) -> list:
+    mask = [graph.add("SolidMask", value=0.6, width=64, height=64), 0]
+    how = {"strength": 0.9, "set_cond_area": "default"}
+    return [graph.add("ConditioningSetMask", conditioning=prompt, mask=mask, **how), 0]
+
+
+def _hook(graph: AnyGraph, prompt: list, lora: str) -> list:
+    hook = [graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=0.7), 0]
+    how = {"strength": 1.0, "set_cond_area": "default", "hooks": hook}
+    return [graph.add("ConditioningSetProperties", cond_NEW=prompt, **how), 0]
+
+
+CARRIED = {"area": _area, "mask": _mask, "hook": _hook}
+
+
+@pytest.fixture(scope="module")
+def lora(comfy):
+    return write_loras(comfy.server.base_directory / "models" / "loras")["kohya"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "carried"),
+    [
+        *((kind, carried) for kind in ("flux", "unet", "wan_t2v") for carried in ("area", "mask")),
+        ("flux", "hook"),  # whose LoRA is one of Flux
+    ],
+)
+def test_cfg_is_first_and_the_latent_is_stocks(comfy, lora, kind, carried):
+    graph = AnyGraph(comfy, kind)
+    positive, negative, latent = graph.request(1)
+    second = CARRIED[carried](graph, positive, lora)
+    both = [graph.add("ConditioningCombine", conditioning_1=second, conditioning_2=positive), 0]
+    stock = graph.stock()
+    ours = graph.parallel(stock, "cpu:2")
+    sampler = graph.parallel_sampler([ours, 1], both, negative, latent, **SAMPLING)
+    ways = {"stock": graph.ksampler(stock, both, negative, latent, **SAMPLING), "ours": sampler}
+    found = latents(comfy, graph, ways, {"report": [sampler[0], 1]})
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    assert found["report"].startswith("strategy: CFG 2: ")
+
+
+@pytest.mark.parametrize("kind", ["flux", "unet"])
+def test_without_guidance_nothing_is_said_of_it(comfy, kind):
+    graph = AnyGraph(comfy, kind)
+    ours = graph.parallel(graph.stock(), "cpu:2")
+    sampler = graph.parallel_sampler([ours, 1], *graph.request(1), steps=3, cfg=1.0)
+    found = latents(comfy, graph, {"ours": sampler}, {"report": [sampler[0], 1]})
+    assert found["ours"].isfinite().all() and "CFG" not in found["report"].splitlines()[0]
