@@ -16,6 +16,7 @@ MEASURED_GAIN = 1.02
 # Of a step's FLOPs, that attention must take for `auto` to share out nothing but its queries: two devices then save a
 # sixth at most. With less, what is gathered and what all devices do alike leave nothing to gain.
 LEAST_ATTENTION = 1 / 3
+HEAD_GROUPS = (2, 4)
 Describe = Callable[[ParallelStrategy], str]
 SHOWN = 8  # rows of a table that still fits under a node
 
@@ -76,6 +77,14 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
             if sharded and strategy.world_size > 1 and tensor == pipe == 1 and family.is_transformer:
                 found.append(strategy.replace(shard_weights=True))
     return tuple(found)
+
+
+def by_head_groups(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
+    """`strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying."""
+    shape, degree = job.model.shape, strategy.ulysses_degree
+    if degree == 1 or strategy.head_groups > 1 or not shape.splits_tokens or shape.band_rows:
+        return ()
+    return tuple(strategy.replace(head_groups=n) for n in HEAD_GROUPS if shape.heads // degree >= n)
 
 
 def queries_pay(job: Job) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..devices import is_cpu
@@ -11,13 +11,12 @@ from ..machine.cards import Card, find_card
 from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
 from ..trials import BUDGET, MOST_OTHERS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
-from .candidates import Candidate, rule_key
+from .candidates import Candidate, by_head_groups, rule_key
 from .history import MeasurementHistory
 from .step_bounds import bytes_sent, compute_share, lower_bound
 from .workload.workload import Job
 
 ONE_DEVICE = ParallelStrategy()
-HEAD_GROUPS = (2, 4)  # that are tried
 # What sends more than the first strategy is taken to be so many times as slow. An assumption; it prices a trial only.
 SENDS_MORE = 1.1
 
@@ -41,7 +40,13 @@ def plan_trials(
     others: dict[tuple[object, ...], ParallelStrategy] = {}
     entries = list(candidates)
     measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
-    by_groups = (one for own in entries if own.strategy == rule for one in _by_head_groups(own, job, history))
+    on_cpu = is_cpu(history.devices)  # where exchanges have nothing of their own to run on
+    by_groups = [
+        replace(own, strategy=strategy, step_s=None)
+        for own in entries
+        if own.strategy == rule and not on_cpu
+        for strategy in by_head_groups(rule, job)
+    ]
     for candidate in (*entries, *by_groups):
         strategy = candidate.strategy
         unseen = strategy not in measured and not history.gave_up(job, strategy, engine)
@@ -50,7 +55,6 @@ def plan_trials(
             continue
         named = others.setdefault(_form(strategy), strategy)
         others[_form(strategy)] = max(named, strategy, key=rule_key)
-    on_cpu = is_cpu(history.devices)
     # Of the arithmetic, what a step waits for: all of it where ranks share the cores of a CPU.
     busy = {s: compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (rule, *others.values())}
     first = rule if rule in measured else _begin_with(rule, busy)
@@ -74,16 +78,6 @@ def plan_trials(
     )
     budget = BUDGET * job.steps * (1 + history.jobs_before(job, first, engine))
     return first, TrialPlan(tried, budget) if tried else NO_TRIALS
-
-
-def _by_head_groups(rule: Candidate, job: Job, history: MeasurementHistory) -> Iterator[Candidate]:
-    """`rule` with the exchanges of Ulysses beside its attention. On a CPU these have nothing of their own to run on."""
-    shape, degree = job.model.shape, rule.strategy.ulysses_degree
-    splits = shape.splits_tokens and not shape.band_rows and degree > 1
-    if splits and rule.strategy.head_groups == 1 and not is_cpu(history.devices):
-        for groups in HEAD_GROUPS:
-            if shape.heads // degree >= groups:
-                yield replace(rule, strategy=rule.strategy.replace(head_groups=groups), step_s=None)
 
 
 def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) -> ParallelStrategy:

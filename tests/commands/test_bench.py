@@ -189,13 +189,16 @@ def test_the_command_lists_itself():
         ("one, Ulysses 2,one", [ONE, ULYSSES]),
         ("cfg2xring2", [ParallelStrategy(cfg_degree=2, ring_degree=2)]),
         ("ulysses2 × sharded", [ParallelStrategy(ulysses_degree=2, shard_weights=True)]),
+        ("ulysses2xgroups4", [ULYSSES.replace(head_groups=4)]),
     ],
 )
 def test_strategies_are_read_as_a_person_writes_them(text, expected):
     assert list(parse_strategies(text)) == expected
 
 
-@pytest.mark.parametrize("text", [",", "ulysses", "ulysses2xulysses2", "2", "ring0"])
+@pytest.mark.parametrize(
+    "text", [",", "ulysses", "ulysses2xulysses2", "2", "ring0", "groups2", "ring2xgroups2"]
+)
 def test_a_strategy_that_means_nothing_is_refused(text):
     with pytest.raises(StrategyError):
         parse_strategies(text)
@@ -208,6 +211,13 @@ def test_all_that_occupy_every_device_are_compared_with_one_device():
     exact = [s.pipefusion_degree == 1 for s in found]
     assert exact == sorted(exact, reverse=True)
     assert {s.world_size for s in possible_strategies(flux_job(), CPUS, fewer=True)} == {1, 2, 3, 4}
+
+
+def test_on_gpus_exchanges_beside_attention_are_among_them():
+    found = possible_strategies(flux_job(), ("cuda:0", "cuda:1"))
+    by_groups = [ULYSSES.replace(head_groups=groups) for groups in (2, 4)]
+    assert list(found[:5]) == [ONE, ULYSSES, *by_groups, RING]
+    assert all(strategy.head_groups == 1 for strategy in possible_strategies(flux_job(), CPUS))
 
 
 def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them():

@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ...devices import is_cpu
 from ...errors import StrategyError
 from ...layout import crosses_machines
-from ...planner.candidates import enumerate_candidates, rule_key
+from ...planner.candidates import by_head_groups, enumerate_candidates, rule_key
 from ...planner.workload.workload import Job
 from ...strategy import DEGREES, ParallelStrategy
 
-_DEGREES = {name.removesuffix("_degree"): name for name in DEGREES}
+_DEGREES = {name.removesuffix("_degree"): name for name in DEGREES} | {"groups": "head_groups"}
 _ONE = ("one", "1", "single")
 _SHARDED = "sharded"
 
 
 def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
-    """`one,ulysses2,cfg2xring2,ulysses2xsharded` as strategies, each once. Raises StrategyError."""
+    """`one,ulysses2,cfg2xring2,ulysses2xsharded,ulysses2xgroups4` as strategies, each once. Raises StrategyError."""
     found = [_parse(part.strip().lower()) for part in text.split(",") if part.strip()]
     if not found:
         raise StrategyError(f"strategies {text!r} names none; write such as one,ulysses2,cfg2xring2.")
@@ -30,7 +31,7 @@ def possible_strategies(
     """One device, and all that this version can run on all `devices`, or (`fewer`) on any number of them; of a cluster
     those that keep tokens and layers inside a machine, as `auto` does.
 
-    Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring".
+    Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring"; on GPUs Ulysses in groups of heads too.
     """
     count = len(devices)
     candidates = [
@@ -40,6 +41,8 @@ def possible_strategies(
         and not strategy.violations(job.model.shape, count, engine)
         and not crosses_machines(strategy, devices)
     ]
+    if not is_cpu(devices):
+        candidates += [one for strategy in candidates for one in by_head_groups(strategy, job)]
     ordered = sorted(candidates, key=rule_key, reverse=True)
     return tuple(sorted(ordered, key=lambda strategy: (strategy.world_size, not strategy.exact)))
 
@@ -60,4 +63,8 @@ def _parse(part: str) -> ParallelStrategy:
                 f"{', '.join(f'{short}N' for short in _DEGREES)}, {_SHARDED}."
             )
         degrees[name] = int(match[2])
+    if degrees.get("head_groups", 1) > 1 and degrees.get("ulysses_degree", 1) == 1:
+        raise StrategyError(
+            f"strategy {part!r}: groups are of the heads that Ulysses exchanges; add ulysses2."
+        )
     return ParallelStrategy().replace(**degrees)
