@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ Attend = Callable[..., Tensor]
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
 # part.
 _MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call of attention asks beside its tensors. `queries`, `keys`: the streams whose tokens they are, None for
+    whole queries; `others`: arguments that go on to the attention function as they came."""
+
+    queries: str | None
+    keys: str
+    mask: Tensor | None
+    guides: Guides | None
+    others: dict[str, Any]
 
 
 class UnevenAttention:
@@ -86,81 +98,57 @@ class UnevenAttention:
             q, k, v = (t.reshape(*t.shape[:2], -1, channels).transpose(1, 2) for t in (q, k, v))
         others.pop("enable_gqa", None)  # every head gets its own keys below
         q, k, v = self._own(q, queries), self._own(k, keys), self._own(v, keys)
-        out = self._attend(original, q, k, v, mask, queries, keys, others, guides)
+        out = self._attend(original, q, k, v, Asked(queries, keys, mask, guides, others))
         if queries is not None:
             out = self._tokens.with_stand_ins(out, queries, 2)
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
-    def _attend(
-        self,
-        original: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        queries: str | None,
-        keys: str,
-        others: dict[str, Any],
-        guides: Guides | None,
-    ) -> Tensor:
+    def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, H, s, D] of this rank's tokens, or of all where queries are whole."""
         size, heads = self._ulysses.size, q.shape[1]
         shares = split_sizes(heads, size)
         q_heads = [slice_of(shares, rank) for rank in range(size)]
         group = heads // k.shape[1]  # of heads that share keys
-        mask = self._whole_mask(mask, queries, keys, q_heads)
-        attend = partial(self._of_heads, original, queries=queries, keys=keys, others=others, guides=guides)
         mine = q_heads[self._ulysses.index]
-        if queries is None:
-            key, value = self._to_heads((k, v), (sharing_heads(q_heads, group),) * 2, keys)()
-            out = attend(q[:, mine], *one_each(key, value, mine, group), mask)
+        asked = replace(asked, mask=self._whole_mask(asked, q_heads))
+        if asked.queries is None:
+            key, value = self._to_heads((k, v), (sharing_heads(q_heads, group),) * 2, asked.keys)()
+            out = self._of_heads(original, q[:, mine], *one_each(key, value, mine, group), asked)
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
         if size == 1:
-            return attend(q, *one_each(k, v, mine, group), mask)
+            return self._of_heads(original, q, *one_each(k, v, mine, group), asked)
         # While one group of heads is attended to, the next one is on its way here and the last one on its way back.
         groups = head_groups(shares, self._groups, group)
-        lengths = self._group_lengths(queries)
-        arriving = self._send(q, k, v, groups[0], group, queries, keys)
+        lengths = self._group_lengths(asked.queries)
+        arriving = self._send(q, k, v, groups[0], group, asked.queries, asked.keys)
         leaving = []
         for number, of_ranks in enumerate(groups, 1):
             own, arrived = of_ranks[self._ulysses.index], arriving
             if number < len(groups):
-                arriving = self._send(q, k, v, groups[number], group, queries, keys)
+                arriving = self._send(q, k, v, groups[number], group, asked.queries, asked.keys)
             query, key, value = arrived()
-            part = mask
+            of_group, mask = asked, asked.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-                part = mask[:, own.start - mine.start : own.stop - mine.start]
-            out = attend(query, *one_each(key, value, own, group), part)
+                of_group = replace(asked, mask=mask[:, own.start - mine.start : own.stop - mine.start])
+            out = self._of_heads(original, query, *one_each(key, value, own, group), of_group)
             leaving.append(self._to_tokens(out, of_ranks, lengths))
         whole = out.new_empty(out.shape[0], lengths[self._ulysses.index], heads, out.shape[3])
         for arrive in leaving:
             arrive(whole)
         return whole.transpose(1, 2)
 
-    def _of_heads(
-        self,
-        original: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        *,
-        queries: str | None,
-        keys: str,
-        others: dict[str, Any],
-        guides: Guides | None,
-    ) -> Tensor:
+    def _of_heads(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, S, D] of some heads' tokens: all of this rank's Ulysses group."""
         if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
-            return self._over_ring(q, k, v, mask, queries, keys, others.get("scale"), guides)
+            return self._over_ring(q, k, v, asked)
         if not q.numel():
             return q.new_empty(*q.shape[:3], v.shape[3])
-        whole = others | {"skip_reshape": True, "skip_output_reshape": True}
-        if guides is None:
-            return original(q, k, v, q.shape[1], mask=mask, **whole)
+        whole = asked.others | {"skip_reshape": True, "skip_output_reshape": True}
+        if asked.guides is None:
+            return original(q, k, v, q.shape[1], mask=asked.mask, **whole)
         whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
-        parts = guides.of_queries(0, q.shape[2])
+        parts = asked.guides.of_queries(0, q.shape[2])
         return torch.cat(
             [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
         )
@@ -268,25 +256,16 @@ class UnevenAttention:
         received = all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
         return lambda: received
 
-    def _over_ring(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        queries: str | None,
-        keys: str,
-        scale: float | None,
-        guides: Guides | None,
-    ) -> Tensor:
+    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
+        scale, mask, guides = asked.others.get("scale"), asked.mask, asked.guides
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
-        sizes, index = self._ring_lengths(keys), self._ring.index
+        sizes, index = self._ring_lengths(asked.keys), self._ring.index
         if mask is not None:
             mask = _additive(mask, q.dtype)
-            if queries is not None and mask.shape[2] > 1:
-                mask = mask[:, :, slice_of(self._ring_lengths(queries), index)]
+            if asked.queries is not None and mask.shape[2] > 1:
+                mask = mask[:, :, slice_of(self._ring_lengths(asked.queries), index)]
             mask = mask.expand(-1, -1, q.shape[2], -1)
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
         shares = ring_shares(pairs, sizes, self._ring, self._tokens.traffic)
@@ -307,13 +286,12 @@ class UnevenAttention:
 
         return merge(partial_results(), q.dtype)
 
-    def _whole_mask(
-        self, mask: Tensor | None, queries: str | None, keys: str, heads: list[slice]
-    ) -> Tensor | None:
+    def _whole_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
         """A mask over all keys in the order in which the ranks bring them, for this rank's heads.
 
         One of this rank's keys only, made from tokens that were cut, is gathered first.
         """
+        mask, queries, keys = asked.mask, asked.queries, asked.keys
         if mask is None:
             return None
         lengths, total = self._tokens.lengths(keys), self._tokens.total(keys)

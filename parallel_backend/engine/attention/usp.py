@@ -15,7 +15,7 @@ from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .kernel_choice import kernel_for
-from .sequence import Attend, UnevenAttention
+from .sequence import Asked, Attend, UnevenAttention
 
 # Tokens that one rank may have more than another: all ranks compute those, each keeps its own.
 _MAX_SURPLUS = 4
@@ -83,41 +83,22 @@ class _UspAttention(UnevenAttention):
         super().__init__(*of_call)
         self._engine = engine
 
-    def _attend(
-        self,
-        original: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        queries: str | None,
-        keys: str,
-        others: dict[str, Any],
-        guides: Guides | None,
-    ) -> Tensor:
-        lengths = self._tokens.lengths(keys)
-        reason = "" if queries == keys else "it knows attention of tokens to themselves only"
-        reason = reason or self._refusal(q, k, mask, lengths, others, guides)
+    def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+        lengths = self._tokens.lengths(asked.keys)
+        reason = "" if asked.queries == asked.keys else "it knows attention of tokens to themselves only"
+        reason = reason or self._refusal(q, k, asked, lengths)
         if reason:
             self._engine.leave_to_native(reason)
-            return super()._attend(original, q, k, v, mask, queries, keys, others, guides)
+            return super()._attend(original, q, k, v, asked)
         return self._engine.attend(q, k, v, lengths)
 
-    def _refusal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        lengths: tuple[int, ...],
-        others: dict[str, Any],
-        guides: Guides | None,
-    ) -> str:
+    def _refusal(self, q: Tensor, k: Tensor, asked: Asked, lengths: tuple[int, ...]) -> str:
         """Why this call is native's, in a user's words, alike on all ranks; empty where it is xfuser's."""
-        if mask is not None or guides is not None:
+        if asked.mask is not None or asked.guides is not None:
             return "it computes no attention masks"
         if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:
             return f"its Ulysses needs heads that divide, and here are {q.shape[1]} heads with {k.shape[1]} of keys"
-        unknown = sorted(name for name, value in others.items() if value and name not in _HARMLESS)
+        unknown = sorted(name for name, value in asked.others.items() if value and name not in _HARMLESS)
         if unknown:
             return f"it takes no {', '.join(unknown)}"
         if not min(lengths):
