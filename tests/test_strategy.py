@@ -20,6 +20,7 @@ def test_world_size_is_the_product_of_all_degrees():
 def test_description_names_only_the_axes_in_use():
     assert ParallelStrategy().describe() == "one device"
     assert ParallelStrategy(cfg_degree=2, ulysses_degree=2).describe() == "CFG 2 × Ulysses 2"
+    assert ParallelStrategy(ulysses_degree=2, head_groups=4).describe() == "Ulysses 2 in 4 groups of heads"
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])

@@ -61,6 +61,13 @@ def test_nothing_that_ran_is_nothing_to_share(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_latent_that_is_not_finite_is_reported_and_not_shared(tmp_path):
+    wrong = replace(ULYSSES, difference=float("nan"))
+    with pytest.raises(RequestError, match="Ulysses 2 gave a latent that is not finite"):
+        share(replace(OUTCOME, rows=(ONE, wrong)), tmp_path / "result.json")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

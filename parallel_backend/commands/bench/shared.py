@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,11 @@ def share(outcome: Outcome, path: Path) -> None:
     found = tuple(_shared(row) for row in outcome.rows if row.step_seconds)
     if not found:
         raise RequestError("--share: no strategy ran, so there is nothing to share.")
+    broken = [one.name for one in found if one.difference is not None and not math.isfinite(one.difference)]
+    if broken:
+        raise RequestError(
+            f"--share: {broken[0]} gave a latent that is not finite, which is a bug: report it instead."
+        )
     result = SharedResult(
         FORMAT,
         time.strftime("%Y-%m-%d"),
