@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/results.md from the results that people sent in (docs/results/*.json). `--check` only compares."""
+"""Writes docs/results.md from the results that people sent in (docs/results/*.json)."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -35,17 +34,6 @@ _HEAD = """
 | machine | model and request | one device, s | fastest exact | times as fast | least to most, s | difference |
 |---|---|---|---|---|---|---|
 """
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    text = page(sorted(RESULTS.glob("*.json")))
-    if args.check:
-        return int(PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
 
 
 def page(files: list[Path]) -> str:
@@ -83,4 +71,4 @@ def _largest(strategies: list[SharedStrategy]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(sorted(RESULTS.glob("*.json"))))

@@ -2,68 +2,62 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from importlib.machinery import ModuleSpec, NamespaceLoader, SourceFileLoader
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 from ...parallel_backend.job.restore import Replaced
 
-_CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property)
-_OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_OF_MODULES = (types.ModuleType, ModuleSpec, SourceFileLoader, NamespaceLoader)
-_HELD = (*_CODE, *_OF_CLASSES, *_OF_MODULES, types.NoneType, str, int, float, Enum)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod)
+_HELD = (*_CODE, types.ModuleType, types.NoneType, str, int, float)
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
 
 
-class _Mark:
-    """Equals one value, known by address and type."""
-
-    def __init__(self, value: Any) -> None:
-        self._address, self._type = id(value), type(value)
-
-    def __eq__(self, other: object) -> bool:
-        return id(other) == self._address and type(other) is self._type
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class _Watched:
     """The values of modules and classes as they were searched last. Code and constants are held, so that no other value
-    takes their address; all else is known by a mark, and objects that can be called weakly: a method of ComfyUI's cache
-    would keep every output in it."""
+    takes their address; all else is known by address and type, and objects that can be called weakly: a method of
+    ComfyUI's cache would keep every output in it."""
 
     def __init__(self, spaces: list[Mapping[str, Any]]) -> None:
         self._spaces = spaces
         values = self._values()
-        self._seen = [value if isinstance(value, _HELD) else _Mark(value) for value in values]
+        self._is_held = [isinstance(value, _HELD) for value in values]
+        self._is_other = [not is_held for is_held in self._is_held]
+        self._held = list(compress(values, self._is_held))
+        self._others = self._marks(values)
         self._objects: list[weakref.ref[Any]] = []
         self._slots: list[Any] = []
-        for value in values:
-            if not isinstance(value, _HELD) and callable(value):
+        for value in compress(values, self._is_other):
+            if callable(value):
                 try:
                     self._objects.append(weakref.ref(value))
-                except TypeError:  # typing's forms
+                except TypeError:  # typing's forms, slots of classes
                     self._slots.append(value)
 
     def still_holds(self) -> bool:
         """Returns True if each value is the one that it was."""
-        try:  # a list compares by identity first, and only then asks the values
-            same = self._seen == self._values()
-        except Exception:  # an array has come, for which == means something else
-            return False
-        return same and all(one() is not None for one in self._objects)
+        values = self._values()
+        return (
+            len(values) == len(self._is_held)
+            and all(map(operator.is_, compress(values, self._is_held), self._held))
+            and self._marks(values) == self._others
+            and all(one() is not None for one in self._objects)
+        )
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable([space.values() for space in self._spaces]))
+
+    def _marks(self, values: list[Any]) -> tuple[list[int], list[type]]:
+        others = list(compress(values, self._is_other))
+        return list(map(id, others)), list(map(type, others))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,32 @@ def test_a_whole_module_in_the_place_of_another_is_searched(search, monkeypatch)
     assert search() == {("comfy.lora", "", "calculate_weight")}
 
 
+class _Wrapper:
+    """A pack's wrapper of a function, which says that it equals it, as those of wrapt do."""
+
+    def __init__(self, wrapped):
+        self.__wrapped__ = wrapped
+        self.__code__ = _of_the_pack().__code__
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+
+    def __eq__(self, other):
+        return self.__wrapped__ == other
+
+    __hash__ = None
+
+
+def test_a_wrapper_that_equals_what_it_wraps_is_found(search, monkeypatch):
+    import comfy.lora
+
+    assert search() == set()
+    wrapper = _Wrapper(comfy.lora.calculate_weight)
+    assert comfy.lora.calculate_weight == wrapper
+    monkeypatch.setattr(comfy.lora, "calculate_weight", wrapper)
+    assert search() == {("comfy.lora", "", "calculate_weight")}
+
+
 def test_an_array_in_the_place_of_a_constant_hides_nothing(search, monkeypatch):
     """`==` of arrays is no answer to whether one is the same."""
     import comfy.lora

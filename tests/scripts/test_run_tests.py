@@ -1,4 +1,4 @@
-"""What ./scripts/test runs: the pinned ComfyUI and Python, or those that are named; the whole suite in two halves."""
+"""./scripts/test runs the pinned ComfyUI and Python or those that are named, and the whole suite in two halves."""
 
 import shutil
 import subprocess

@@ -34,8 +34,8 @@ _MASKED = -1e30
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call of attention asks beside its tensors. `queries`, `keys`: the streams whose tokens they are, None for
-    whole queries; `others`: arguments that go on to the attention function as they came."""
+    """The arguments of one call of attention beside its tensors. `queries`, `keys`: the streams whose tokens they are,
+    None for whole queries; `others`: arguments that go on to the attention function as they came."""
 
     queries: str | None
     keys: str

@@ -53,7 +53,7 @@ class NetworkState:
 
     def __init__(self, network: nn.Module, regions: Iterable[Region]) -> None:
         self._network = network
-        self._before = [(one, one.__dict__, type(one), dict(one._modules)) for one in network.modules()]
+        self._before = [(one, type(one), dict(one._modules)) for one in network.modules()]
         self._functions = {name for name, value in network.__dict__.items() if callable(value)} | {SHARE}
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
@@ -72,7 +72,8 @@ class NetworkState:
         before, after = HOOKS[:2]
         changed = [
             one
-            for one, state, kind, children in self._before
+            for one, kind, children in self._before
+            for state in (one.__dict__,)
             if type(one) is not kind
             or state["_modules"] != children
             or state[before]
