@@ -1,7 +1,7 @@
-"""Photograph Strategy Selector and the status panel in ComfyUI's own page, for their help.
+"""Photograph Strategy Selector, the status panel and *Prove it* in ComfyUI's own page, for their help.
 
 ``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
-writes ``web/docs/StrategySelector*.png`` and ``docs/images/status_panel.png``. Each picture of Strategy Selector keeps
+writes ``web/docs/StrategySelector*.png``, ``docs/images/status_panel.png`` and ``docs/images/prove_it.png``. Each picture of Strategy Selector keeps
 the words that it shows, by which a test tells that it is out of date.
 """
 
@@ -65,7 +65,7 @@ WORDS = """type => {
     w => w.name === 'strategy_panel').element.innerText].join('\\n');
 }"""
 
-STATUS = ROOT / "docs" / "images" / "status_panel.png"
+STATUS, PROOF = (ROOT / "docs" / "images" / f"{name}.png" for name in ("status_panel", "prove_it"))
 # Runs the workflow on two ranks with more steps than it has, so that there is time for a picture.
 RUN = """async ([workflow, values]) => {
   await app.loadGraphData(workflow);
@@ -101,6 +101,17 @@ def photograph_status(page: Any, workflow: dict[str, Any]) -> None:
     print(STATUS.name)
 
 
+def photograph_proof(page: Any, workflow: dict[str, Any]) -> None:
+    """The dialog of *Prove it* after a run of the workflow on two ranks."""
+    page.evaluate(RUN, [workflow, TWO_RANKS | {"ParallelSampler": {"steps": 8}}])
+    # Wherever on the canvas it lies.
+    page.get_by_role("button", name="Prove it").dispatch_event("click", timeout=120_000)
+    page.locator("dialog figcaption").wait_for(timeout=120_000)
+    page.wait_for_timeout(500)  # until both pictures are there
+    page.locator("dialog").screenshot(path=PROOF)
+    print(PROOF.name)
+
+
 def main() -> None:
     try:
         from playwright.sync_api import sync_playwright
@@ -132,6 +143,10 @@ def main() -> None:
                 print(f"{name}.png")
             page.set_viewport_size({"width": 1200, "height": 520})
             photograph_status(page, workflow)
+            page.reload()
+            page.wait_for_function(READY, timeout=60_000)
+            page.set_viewport_size({"width": 1200, "height": 700})
+            photograph_proof(page, workflow)
             browser.close()
 
 
