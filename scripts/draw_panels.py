@@ -1,8 +1,8 @@
 """Photograph Strategy Selector, the status panel and *Prove it* in ComfyUI's own page, for their help.
 
 ``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
-writes ``web/docs/StrategySelector*.png``, ``docs/images/status_panel.png`` and ``docs/images/prove_it.png``. Each picture of Strategy Selector keeps
-the words that it shows, by which a test tells that it is out of date.
+writes ``web/docs/StrategySelector*.png``, ``docs/images/status_panel.png`` and ``docs/images/prove_it.png``. Each
+picture of Strategy Selector keeps the words that it shows, by which a test tells that it is out of date.
 """
 
 from __future__ import annotations
