@@ -18,7 +18,7 @@ from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
 from ...parallel_backend.job.same import SameValues
 from ..host.calls import refusal
 from ..model.on_meta import build_on_meta
-from .unchanged import SameNetwork
+from ..model.unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
 # What LoRAs have put beside the weights of a module that was loaded.

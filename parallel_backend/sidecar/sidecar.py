@@ -30,10 +30,10 @@ from .group.phases import Phase, PhaseKind, ShowPhase
 from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
 from .model_requests import ModelRequests, sample_message
+from .other_requests import VaeRequests
 from .process.exit_status import BUS_ERROR
 from .resume import OnStep, ResumableJob, ShippedRequest
 from .status import GroupStatus, read_ranks
-from .vae_requests import VaeRequests
 
 T = TypeVar("T")
 

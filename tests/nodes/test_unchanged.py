@@ -26,7 +26,7 @@ class OtherBlock(Block):
 @pytest.fixture
 def unchanged():
     import_comfyui_here()
-    return import_node_module("nodes.job.unchanged")
+    return import_node_module("nodes.model.unchanged")
 
 
 def _base() -> nn.Module:

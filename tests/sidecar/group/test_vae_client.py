@@ -11,7 +11,7 @@ from parallel_backend.requests import ComfyUISource, LoadInfo
 from parallel_backend.sidecar.group.exchange import USER_ERRORS
 from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.group.vae_client import VaeOnRanks
-from parallel_backend.sidecar.vae_requests import VaeRequests
+from parallel_backend.sidecar.other_requests import VaeRequests
 from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
 from parallel_backend.wire.protocol import Decode, Done, Encode, LoadVae, Progress, Ready
 
