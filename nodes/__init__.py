@@ -9,7 +9,7 @@ from ..parallel_backend.sidecar.cluster import head as clusters
 from .compare import CompareWithOneDevice, ProveSampler
 from .demo_loader import ParallelDemoLoader
 from .loaders import ParallelFluxLoader, ParallelLoraLoader, ParallelModelLoader
-from .parallel_model import ParallelModelNode
+from .parallel_model import ParallelCLIPNode, ParallelModelNode
 from .sampler import ParallelSampler
 from .step_cache import ParallelStepCache
 from .strategy_selector import StrategySelector
@@ -26,6 +26,7 @@ NODES = [
     CompareWithOneDevice,
     ProveSampler,
     ParallelDemoLoader,
+    ParallelCLIPNode,
     ParallelVAEDecode,
     ParallelVAEEncode,
 ]

@@ -54,6 +54,13 @@ LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
         "an IMAGE, such as Load Image gives",
         lambda value: isinstance(value, torch.Tensor) and value.ndim >= 4,
     ),
+    "clip": (
+        "a CLIP, such as Load CLIP gives, or a CLIP_VISION or AUDIO_ENCODER",
+        lambda value: (
+            isinstance(getattr(value, "patcher", None), ModelPatcher)
+            and not hasattr(value, "first_stage_model")
+        ),
+    ),
     "vae": ("a VAE, such as Load VAE gives", lambda value: callable(getattr(value, "decode", None))),
 }
 

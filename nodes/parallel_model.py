@@ -1,6 +1,10 @@
-"""ParallelModel: any MODEL of ComfyUI's own loaders, over several devices; nodes before and after it keep working."""
+"""Parallel Model and Parallel CLIP: any MODEL or CLIP that a loader gives, over several devices; nodes before and after
+them keep working."""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import comfy.model_patcher
 from comfy_api.latest import io
@@ -9,11 +13,21 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import ModelSpec
+from ..parallel_backend.sidecar.other_requests import PLACEMENTS
 from .host.settings import default_settings, fingerprint
 from .job.catch import Catch, catch_calls
+from .job.encoder import Encoder, EncoderPatcher
 from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, ParallelModel, compile_input, model_output, parallel_model_output, strategy_input
+from .links import (
+    CATEGORY,
+    ParallelModel,
+    compile_input,
+    devices_input,
+    model_output,
+    parallel_model_output,
+    strategy_input,
+)
 from .model.source import spec_of
 from .runs.stock_run import stock_run
 
@@ -84,3 +98,72 @@ class ParallelModelNode(io.ComfyNode):
             model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
         )
         return io.NodeOutput(parallel.patcher, parallel)
+
+
+# What text encoders, and those of pictures and of sound, keep their modules under.
+_MODULES = ("cond_stage_model", "model")
+
+
+class ParallelCLIPNode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        kind = io.MatchType.Template("encoder", [io.Clip, io.ClipVision, io.AudioEncoder])
+        return io.Schema(
+            node_id="ParallelCLIP",
+            display_name="Parallel CLIP",
+            category=CATEGORY,
+            description="Has the devices compute a text encoder of any loader: whole on the device with the most free "
+            "memory, or its layers on all of them. Exact; LoRAs, CLIP skip, prompt weights and embeddings work as "
+            "before. Encoders of pictures (CLIP vision) and of sound go the same way.",
+            search_aliases=[
+                "multi gpu clip",
+                "multi gpu text encoder",
+                "parallel text encoder",
+                "clip on second gpu",
+                "dual clip",
+                "clip vision",
+                "audio encoder",
+            ],
+            inputs=[
+                io.MatchType.Input(
+                    "clip",
+                    kind,
+                    tooltip="From Load CLIP, DualCLIPLoader, Load Checkpoint or another loader, also through LoRAs; "
+                    "from Load CLIP Vision or Load Audio Encoder.",
+                ),
+                io.Combo.Input(
+                    "placement",
+                    options=list(PLACEMENTS),
+                    default=PLACEMENTS[0],
+                    tooltip="auto: on the device with the most free memory if it fits there, else its layers on all "
+                    "devices, one after the other.",
+                ),
+                devices_input(),
+            ],
+            outputs=[
+                io.MatchType.Output(
+                    kind,
+                    id="clip",
+                    display_name="clip",
+                    tooltip="An ordinary CLIP for CLIP Text Encode and all other stock nodes.",
+                )
+            ],
+        )
+
+    validate_inputs = refuse_literals("clip", "strategy")
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> tuple:
+        return fingerprint()
+
+    @classmethod
+    def execute(cls, clip: Any, placement: str, strategy: StrategySettings | None = None) -> io.NodeOutput:
+        check_links(clip=clip, strategy=strategy)
+        if isinstance(clip.patcher, EncoderPatcher):
+            raise RequestError("This CLIP is parallel already. Connect a loader's, or take this node out.")
+        encoder = Encoder(clip.patcher, strategy or default_settings(), placement)
+        found = clip.clone() if hasattr(clip, "clone") else copy.copy(clip)
+        found.patcher = encoder.patcher_of(clip.patcher)
+        found.load_device = found.patcher.load_device
+        setattr(found, next(name for name in _MODULES if hasattr(clip, name)), encoder.outline.base)
+        return io.NodeOutput(found)

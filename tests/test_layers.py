@@ -46,7 +46,7 @@ FLOORS = {
         {"proof", "comfyui/rows", "comfyui/jobs"},
     ],
     "engine": [{"comm"}, {"tokens"}, {"attention"}, {"blocks"}, {"stages", "bands"}, {""}],
-    "rank": [{"outcome"}, {"checks", "pipefusion"}, {"work"}, {"joined"}, {""}],
+    "rank": [{"outcome"}, {"checks", "pipefusion", "jobs"}, {"work"}, {"joined"}, {""}],
     "sidecar": [{"cluster", "process"}, {"group"}, {""}],
     "planner": [{"workload"}, {""}],
     "observability": [{""}, {"logs", "prometheus", "preview"}],

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import comfy.model_base
@@ -25,18 +26,40 @@ _NETWORK = "diffusion_model"
 _FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
 
 
+class CaughtMethod:
+    """Stands for a method of a module that the ranks have, or for the call of it where `name` is ""."""
+
+    def __init__(self, encoder: Callable[[], Any], module: nn.Module, path: str, name: str) -> None:
+        self._encoder, self._module, self._path, self._name = encoder, weakref.ref(module), path, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        encoder = self._encoder()
+        assert encoder is not None, "its modules live no longer than it does"
+        return encoder.call(self._path, self._name, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self._module(), self._name))
+
+
 class Outline:
     """`base`: a BaseModel whose network holds the loader's parameters; `pristine`: the same as ComfyUI builds it, on
     the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters."""
 
-    def __init__(self, source: comfy.model_patcher.ModelPatcher) -> None:
-        """Takes back what the last run of any clone of `source` has left on the network first."""
+    def __init__(
+        self,
+        source: comfy.model_patcher.ModelPatcher,
+        build: Callable[[Any], nn.Module] | None = None,
+        copy: Callable[[Any, Known], nn.Module] | None = None,
+    ) -> None:
+        """Takes back what the last run of any clone of `source` has left on the network first. `build(model)`: makes
+        what ranks hold of it, a diffusion model unless told otherwise; `copy(model, known)`: a tree of modules over the
+        same parameters."""
         source.unpatch_model(unpatch_weights=False)
         self._backup = source.backup  # what weights were before LoRAs were put into them; clones share it
-        self.pristine = _pristine(source.model)
+        self.pristine: Any = (build or _pristine)(source.model)
         self.known: Known = {id(source.model): ("base",)}
         self._name(source.model, self.pristine, "")
-        self.base = _shadow_base(source.model, dict(self.known))
+        self.base: Any = (copy or _shadow_base)(source.model, dict(self.known))
         self.known[id(self.base)] = ("base",)
         self._name(self.base, self.pristine, "")
         # Held: ids in `known` must stay theirs.
@@ -77,7 +100,12 @@ class Outline:
             for name in names
             if name in now
         ]
-        return [*changes_of(self.base, self.pristine, self.known), *sent], now
+        changes = [
+            one
+            for one in changes_of(self.base, self.pristine, self.known)
+            if not isinstance(one.value, CaughtMethod)
+        ]
+        return [*changes, *sent], now
 
     def note_other_weights(self, names: Iterable[str]) -> None:
         """Notes parameters whose values in the ranks are others: a node has changed them before Parallel Model."""
@@ -155,7 +183,7 @@ def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.mode
     base.__dict__.update(source.__dict__)
     for group in ("_parameters", "_buffers", "_modules"):
         base.__dict__[group] = dict(source.__dict__[group])
-    base._modules[_NETWORK] = _shadow(source.diffusion_model, known, {})
+    base._modules[_NETWORK] = shadow_of(source.diffusion_model, known)
     base.current_patcher = None
     base.current_weight_patches_uuid = None
     base.model_loaded_weight_memory = 0
@@ -164,8 +192,12 @@ def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.mode
     return base
 
 
+def shadow_of(module: nn.Module, known: Known) -> nn.Module:
+    """Returns a copy of the tree with the same parameters: what a node writes into them, stock sees as well."""
+    return _shadow(module, known, {})
+
+
 def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.Module:
-    """A copy of the tree with the same parameters: what a node writes into them, stock sees as well."""
     if id(module) in made:
         return made[id(module)]
     shadow = type(module).__new__(type(module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -22,6 +23,7 @@ from torch import Tensor
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RankFailed, RequestError
 from ...parallel_backend.job.payload import (
+    EncoderCall,
     Head,
     NetworkCall,
     PickledJob,
@@ -31,7 +33,7 @@ from ...parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, SentTensors, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, Known, SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import RunInfo, SampleResult
@@ -45,6 +47,7 @@ from .culprit import with_culprit
 from .file_tensors import FileTensors
 from .mapped import mapped_words
 from .model import JobPatcher
+from .outline import Outline
 from .replaced import Packs, loaded_packs, replaced_by
 
 _OWN = __name__.rsplit(".nodes.", 1)[0]
@@ -58,7 +61,7 @@ _FOLDERS = (
 )
 
 
-class _SentToRanks:
+class SentToRanks:
     """The tensors and facts that the ranks of one start were sent."""
 
     def __init__(self) -> None:
@@ -89,7 +92,7 @@ class _Facts:
 
 _facts = _Facts()
 # By holdings, with the mark of their ranks' start (RankHoldings.start is another one after a restart).
-_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
+_sent: weakref.WeakKeyDictionary[Any, tuple[object, SentToRanks | None]] = weakref.WeakKeyDictionary()
 
 
 def _plain(value: Any) -> Any:
@@ -99,25 +102,116 @@ def _plain(value: Any) -> Any:
     return {name: (list(paths), set(extensions)) for name, (paths, extensions) in value.items()}
 
 
-class ShippedJob:
+class Shipment:
+    """A job on its way to ranks. `outline`: of the model that it names; `device`: where ComfyUI would compute it."""
+
+    def __init__(
+        self,
+        outline: Outline,
+        work: SamplerRun | NetworkCall | EncoderCall,
+        device: torch.device,
+        cache_threshold: float = 0.0,
+    ) -> None:
+        self._outline = outline
+        self._facts = _facts.refresh()
+        self._packs: tuple[str, ...] = ()
+        self._new_packs = ""  # that the ranks have not imported yet
+        self._sent_now: tuple[Any, SentToRanks] | None = None
+        self._is_elsewhere = False
+        self._job = PickledJob(
+            work=work,
+            replaced=replaced_by(self._facts.packs, comfyui_root(), _OWN),
+            changes=outline.changes(),
+            random_states=_random_states(device),
+            cache_threshold=cache_threshold,
+        )
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Around a request: afterwards the ranks have what it was sent with. Errors name the packs of its code."""
+        try:
+            yield
+        except (RankFailed, RequestError) as error:
+            if not self._packs or str(error).startswith(OTHER_WEIGHTS):
+                raise
+            names = ", ".join(sorted(Path(name).name for name in self._packs))
+            words = f"The job runs code of {names}."
+            if isinstance(error, RankFailed):
+                cause = f"{error.cause}. {words}"
+                raise RankFailed(error.rank, cause, crashed=error.crashed, reason=error.reason) from error
+            raise RequestError(f"{error} {words}") from error
+        if self._sent_now is not None:
+            holdings, sent = self._sent_now
+            _sent[holdings] = (holdings.start, sent)
+            self._note_sent(sent)
+
+    def _note_sent(self, sent: SentToRanks) -> None:
+        """Called once the ranks have what the job was sent with."""
+
+    def _own_file(self) -> str:
+        """The path of the file that the ranks read by themselves, "" for none."""
+        return ""
+
+    @functools.cached_property
+    def _find_in_file(self) -> FindInFile:
+        return FileTensors(running_prompt() or {}, self._own_file()).find
+
+    def _pack(self, holdings: Any, alone: object = None) -> Tensors:
+        """The payload for the ranks of these holdings. `alone`: what they are to hold for this job and those to
+        come."""
+        # Until all goes well, nobody knows what the ranks have.
+        start, sent = _sent.pop(holdings, (None, None))
+        is_fresh = sent is None or start is not holdings.start
+        if sent is None or is_fresh:
+            sent = SentToRanks()
+        # Another machine has files of its own, by other paths.
+        words, _held = ({}, []) if self._is_elsewhere else mapped_words()
+        find_in_file = None if self._is_elsewhere else self._find_in_file
+        known = self._outline.known | words
+        first = None
+        if alone is not None:
+            first = pickle_job(alone, words, sent.tensors, ModelPatcher, find_in_file)
+        try:
+            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, find_in_file)
+        except CannotBeSent as error:
+            raise self._refused(error, known) from error
+        tensors = pickled.tensors if first is None else first.tensors | pickled.tensors
+        modules = pickled.modules if first is None else first.modules | pickled.modules
+        used = set(_with_parents(modules))
+        self._packs = tuple(name for name in self._facts.packs if name != _OWN and name in used)
+        self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
+        sent.packs |= set(self._packs)
+        digests = {name: _digest(*self._facts.packs[name]) for name in self._packs}
+        head = Head(
+            job=pickled.data,
+            is_fresh=is_fresh,
+            dropped=tuple(sent.tensors.take_dropped()),
+            facts=None if sent.facts == self._facts.packed else self._facts.packed,
+            packs=self._packs,
+            digests=digests if self._is_elsewhere else {},
+            encoder=None if first is None else first.data,
+            **self._head(sent),
+        )
+        sent.facts = self._facts.packed
+        self._sent_now = (holdings, sent)
+        return pack_payload(head, tensors)
+
+    def _head(self, sent: SentToRanks) -> dict[str, Any]:
+        """The fields of the head that the ranks need to know of the model."""
+        return {"mode": "", "inputs": (), "prints": None}
+
+    def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
+        return error
+
+
+class ShippedJob(Shipment):
     """One job of a MODEL on its way to the ranks. `cache_threshold`: of the step cache, 0 without one."""
 
     def __init__(
         self, patcher: JobPatcher, work: SamplerRun | NetworkCall, cache_threshold: float = 0.0
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
-        self._facts = _facts.refresh()
-        self._packs: tuple[str, ...] = ()
-        self._new_packs = ""  # that the ranks have not imported yet
-        self._sent_now: tuple[Any, _SentToRanks] | None = None
-        self._is_elsewhere = False
-        self._job = PickledJob(
-            work=work,
-            replaced=replaced_by(self._facts.packs, comfyui_root(), _OWN),
-            changes=self._model.outline.changes(),
-            random_states=_random_states(patcher.load_device),
-            cache_threshold=cache_threshold,
-        )
+        super().__init__(self._model.outline, work, patcher.load_device, cache_threshold)
 
     def run(
         self,
@@ -130,93 +224,56 @@ class ShippedJob:
         self._model.plan = plan
         self._is_elsewhere = any(map(machine_of, plan.devices))
         try:
-            result = self._sent(plan, sampled, steps, on_step)
+            result = self._send(plan, sampled, steps, on_step)
         except RequestError as error:
             _, found, names = str(error).partition(OTHER_WEIGHTS)
             if not found:
                 raise
             # A node before Parallel Model has changed these in place: the ranks compute with what is here.
-            self._model.outline.note_other_weights(names.split(","))
-            self._job = replace(self._job, changes=self._model.outline.changes())
-            result = self._sent(plan, sampled, steps, on_step)
+            self._outline.note_other_weights(names.split(","))
+            self._job = replace(self._job, changes=self._outline.changes())
+            result = self._send(plan, sampled, steps, on_step)
         words = self._model.verdict.words
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *((words,) if words else ())))
         return replace(result, info=info)
 
-    def _sent(self, plan: Plan, sampled: Tensor, steps: int, on_step: OnStep | None) -> SampleResult:
+    def _send(self, plan: Plan, sampled: Tensor, steps: int, on_step: OnStep | None) -> SampleResult:
         request = ShippedRequest(
             sampled,
             max(steps, 1),
-            self._payload,
+            self._pack,
             self._job.cache_threshold,
             is_call=steps == 0,
             imports=lambda: self._new_packs,
         )
-        try:
-            with ranks_for(plan) as (sidecar, placement):
-                result = sidecar.sample(
-                    self._model.spec,
-                    request,
-                    placement,
-                    on_step=on_step,
-                    on_phase=report_progress,
-                    should_cancel=interrupted,
-                    trials=plan.trials,
-                    file=read_identity(self._model.spec.path),
-                )
-            if self._sent_now is not None:
-                holdings, self._model.known_by = self._sent_now
-                _sent[holdings] = (holdings.start, self._model.known_by)
-            return result
-        except (RankFailed, RequestError) as error:
-            if not self._packs or str(error).startswith(OTHER_WEIGHTS):
-                raise
-            names = ", ".join(sorted(Path(name).name for name in self._packs))
-            words = f"The job runs code of {names}."
-            if isinstance(error, RankFailed):
-                cause = f"{error.cause}. {words}"
-                raise RankFailed(error.rank, cause, crashed=error.crashed, reason=error.reason) from error
-            raise RequestError(f"{error} {words}") from error
+        with self._sending(), ranks_for(plan) as (sidecar, placement):
+            return sidecar.sample(
+                self._model.spec,
+                request,
+                placement,
+                on_step=on_step,
+                on_phase=report_progress,
+                should_cancel=interrupted,
+                trials=plan.trials,
+                file=read_identity(self._model.spec.path),
+            )
 
-    @functools.cached_property
-    def _find_in_file(self) -> FindInFile:
-        return FileTensors(running_prompt() or {}, self._model.spec.path).find
+    def _own_file(self) -> str:
+        return self._model.spec.path
 
-    def _payload(self, holdings: Any) -> Tensors:
-        # Until all goes well, nobody knows what the ranks have.
-        start, sent = _sent.pop(holdings, (None, None))
-        is_fresh = sent is None or start is not holdings.start
-        if sent is None or is_fresh:
-            sent = _SentToRanks()
-        # Another machine has files of its own, by other paths.
-        words, _held = ({}, []) if self._is_elsewhere else mapped_words()
-        find_in_file = None if self._is_elsewhere else self._find_in_file
-        known = self._model.outline.known | words
-        try:
-            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, find_in_file)
-        except CannotBeSent as error:
-            raise with_culprit(error, self._patcher, known) from error
-        used = set(_with_parents(pickled.modules))
-        self._packs = tuple(name for name in self._facts.packs if name != _OWN and name in used)
-        self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
-        sent.packs |= set(self._packs)
+    def _head(self, sent: SentToRanks) -> dict[str, Any]:
         is_known = self._model.known_by is sent
-        head = Head(
-            job=pickled.data,
-            is_fresh=is_fresh,
-            dropped=tuple(sent.tensors.take_dropped()),
-            facts=None if sent.facts == self._facts.packed else self._facts.packed,
-            packs=self._packs,
-            mode=self._model.verdict.mode,
-            inputs=astuple(self._model.file.inputs),
-            prints=None if is_known else self._model.outline.file_prints(),
-            digests={name: _digest(*self._facts.packs[name]) for name in self._packs}
-            if self._is_elsewhere
-            else {},
-        )
-        sent.facts = self._facts.packed
-        self._sent_now = (holdings, sent)
-        return pack_payload(head, pickled.tensors)
+        return {
+            "mode": self._model.verdict.mode,
+            "inputs": astuple(self._model.file.inputs),
+            "prints": None if is_known else self._outline.file_prints(),
+        }
+
+    def _note_sent(self, sent: SentToRanks) -> None:
+        self._model.known_by = sent
+
+    def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
+        return with_culprit(error, self._patcher, known)
 
 
 _digest = functools.cache(digest_of_code)

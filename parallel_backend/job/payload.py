@@ -41,11 +41,23 @@ class NetworkCall:
 
 
 @dataclass(frozen=True)
+class EncoderCall:
+    """One call of a text encoder: of `method` of its module at `path`, with the weights as `patcher`, ComfyUI's, has
+    patched them."""
+
+    patcher: Any
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class PickledJob:
     """`replaced`: in ComfyUI's modules; `changes`: of the network; `random_states`: of torch, Python, numpy and the
     GPU; `cache_threshold`: of the step cache, 0 without one."""
 
-    work: SamplerRun | NetworkCall
+    work: SamplerRun | NetworkCall | EncoderCall
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: tuple[Any, ...]
@@ -57,8 +69,9 @@ class Head:
     """`job`: a PickledJob; `is_fresh`: it names no tensor of an earlier job; `dropped`: numbers of tensors that
     no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
     job has; `mode`: a token mode, as far as the class is proven; `inputs`: the values of the model's InputShapes;
-    `prints`: of the loader's parameters, None where the
-    ranks have compared them; `digests`: of the code of `packs`, for ranks on other machines."""
+    `prints`: of the loader's parameters, None where the ranks have compared them; `digests`: of the code of `packs`,
+    for ranks on other machines; `encoder`: a pickled text encoder with the class of its patcher, where the job is the
+    first one with it."""
 
     job: bytes
     is_fresh: bool
@@ -69,6 +82,7 @@ class Head:
     inputs: tuple[Any, ...]
     prints: dict[str, Print] | None
     digests: dict[str, str]
+    encoder: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ PATCHER_STATE = (
     "cached_patcher_init",
     "non_dynamic_delegate_model",
     "job_model",
+    "encoder",
     "made_by",
     "made_from",
 )

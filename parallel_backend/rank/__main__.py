@@ -165,6 +165,7 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
+        CallEncoder,
         Cancel,
         Envelope,
         KeepModels,
@@ -182,10 +183,11 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (Sample, RunJob, Decode, Encode, KeepModels)):
+    if isinstance(envelope.message, (Sample, RunJob, Decode, Encode, CallEncoder, KeepModels)):
         # Before ComfyUI goes on, to a VAE of its own perhaps.
         give_back()
-    if result is None or worker.world.rank != 0:
+    is_sender = worker.world.rank == 0 or isinstance(envelope.message, CallEncoder)
+    if result is None or not is_sender:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
     else:
         payload = (pack_tensors(result),)
@@ -205,6 +207,7 @@ def _answer(
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         Calibrate,
+        CallEncoder,
         Compiling,
         Done,
         Envelope,
@@ -269,6 +272,10 @@ def _answer(
                 on_step = boundary(worker.vae.steps(tensors), previews=False)
                 latent, encode = worker.vae.encode(message, tensors, on_step)
                 return Done(decode=encode), latent
+            case CallEncoder():
+                on_step = boundary(1, previews=False)
+                found, call = worker.encoders.call(message, tensors, on_step.is_cancelled)
+                return Done(call=call), found
             case Sleep():
                 return Done(sleep=worker.sleep(message), models=worker.models.report()), None
             case Wake():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
@@ -32,13 +34,18 @@ from .model_room import (
     slowest,
 )
 
+T = TypeVar("T")
+
 
 class RankHoldings:
     """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `start`: another object
-    after each start, from which on they have nothing."""
+    after each start, from which on they have nothing; `encoders`: text encoders by number, with the rank that computes
+    them (CallEncoder.rank)."""
 
     asleep: int
     start: object
+    encoders: dict[int, int]
+    has_encoders_on_devices: bool
     _held: list[CountedModel]  # the least recently used first
     _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
     _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
@@ -65,8 +72,11 @@ class RankHoldings:
     def forget(self) -> None:
         """The ranks are gone, and all that they held."""
         self.asleep, self._woken_with = 0, ()
-        self.start = object()
+        self._forget_encoders()
         self._forget_models()
+
+    def _forget_encoders(self) -> None:
+        self.start, self.encoders, self.has_encoders_on_devices = object(), {}, False
 
     def _forget_models(self) -> None:
         self._held, self._certain = [], False
@@ -202,7 +212,7 @@ class RankHoldings:
 
     def _keep(self, models: list[CountedModel], lease: Lease) -> list[RankModels]:
         """Has the ranks hold these models at most; what each of them holds then."""
-        self._certain = False
+        self._certain = self.has_encoders_on_devices = False
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.send(KeepModels(tuple(model.number for model in models)))
         return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
@@ -253,8 +263,32 @@ class RankHoldings:
 
     def release_cache(self, lease: Lease) -> None:
         """As Sidecar.release_cache."""
-        if self._ranks.running and not self.asleep and self._held:
+        if self._ranks.running and not self.asleep and (self._held or self.has_encoders_on_devices):
             self._keep(self._held, lease)
+
+    def free_devices(self, lease: Lease) -> tuple[int, ...]:
+        """Asks the ranks for the bytes of each device that weights may take. Text encoders leave the devices."""
+        return free_room(self._keep(self._held, lease)).devices
+
+    def beside_models(self, attempt: Callable[[], T], lease: Lease) -> T:
+        """`attempt()` of what needs no model, on ranks that run; once more where ranks die on the way, or where memory
+        ends beside the models that they hold: those come back with the next request for them."""
+
+        def started() -> T:
+            self.ensure_started(lease)
+            self._ranks.working()
+            return attempt()
+
+        models = self.models
+        try:
+            return self._ranks.through_a_crash(started, lease)
+        except OutOfMemory:
+            if not models:
+                raise
+        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
+        for spec in models:
+            self.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
+        return self._ranks.through_a_crash(started, lease)
 
     def give_way(self, spec: ModelSpec) -> bool:
         """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
@@ -296,7 +330,7 @@ class RankHoldings:
         keys = tuple(held.key for held in self._held)
         info, dropped = self._move(Sleep(level), lease)
         self.asleep = level
-        self.start = object()
+        self._forget_encoders()
         self.vae.forget()
         self.vae_encoder.forget()
         if level == 2:

@@ -1,21 +1,54 @@
-"""The requests to the ranks of a sidecar that need no model but a VAE."""
+"""The requests to the ranks of a sidecar that need no diffusion model: halves of VAEs, and text encoders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..errors import OutOfMemory, RequestError
+from ..devices import is_cpu
+from ..errors import RequestError
+from ..job.answer_tree import unpack_tree
+from ..requests import ComfyUISource
+from ..wire import deadlines
 from ..wire.decode_messages import DecodeResult, EncodeResult, VaeWeights, check_decode, check_encode
+from ..wire.payloads import Tensors
+from ..wire.protocol import ALL_RANKS, CallEncoder
 from ..wire.transport import MOST_BYTES
+from .group.exchange import AGREED_ERRORS, reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, ShouldCancel
 from .group.phases import Phase, PhaseKind, ShowPhase
 from .holdings import RankHoldings
 
 Result = TypeVar("Result", DecodeResult, EncodeResult)
+
+# Where a text encoder is computed: on one device, or its layers on all of them; auto goes by memory.
+AUTO, ONE_DEVICE, ALL_DEVICES = PLACEMENTS = ("auto", "one device", "all devices")
+
+
+@dataclass(frozen=True)
+class EncoderRequest:
+    """A call of a text encoder. `number`: of the encoder in ComfyUI's process; `keep`: the numbers of all that it has;
+    `bytes`: of its weights; `placement`: one of PLACEMENTS; `tensors(holdings, is_new)`: the payload for the ranks of
+    these RankHoldings, with the encoder itself where it is new to them."""
+
+    number: int
+    keep: tuple[int, ...]
+    bytes: int
+    placement: str
+    comfyui: ComfyUISource
+    tensors: Callable[[RankHoldings, bool], Tensors]
+
+
+@dataclass(frozen=True)
+class EncoderAnswer:
+    """`value`: what the call gave, tensors on the CPU; `devices`: those that computed."""
+
+    value: Any
+    devices: tuple[str, ...]
 
 
 class VaeRequests:
@@ -72,22 +105,64 @@ class VaeRequests:
         shares: tuple[float, ...],
         on_step: Callable[[int, int], None] | None,
     ) -> Result:
-        """What `work` of VaeOnRanks makes of the tensor, once more where ranks die on the way, or where memory ends
-        beside the models that they hold: those come back with the next request for them."""
+        """What `work` of VaeOnRanks makes of the tensor."""
         lease.images = len(tensor)
 
         def attempt() -> Result:
-            self._holdings.ensure_started(lease)
-            self._ranks.working()
             return work(self._ranks.epoch, lease.exchange, vae, tensor, shares, on_step, lease.on_phase)
 
-        models = self._holdings.models
-        try:
-            return self._ranks.through_a_crash(attempt, lease)
-        except OutOfMemory:
-            if not models:
-                raise
-        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
-        for spec in models:
-            self._holdings.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
-        return self._ranks.through_a_crash(attempt, lease)
+        return self._holdings.beside_models(attempt, lease)
+
+
+class EncoderRequests:
+    """Of a Sidecar."""
+
+    devices: tuple[str, ...]
+    _ranks: RankGroupRunner
+    _holdings: RankHoldings
+
+    def call_encoder(
+        self,
+        request: EncoderRequest,
+        on_phase: ShowPhase | None = None,
+        should_cancel: ShouldCancel | None = None,
+    ) -> EncoderAnswer:
+        """Makes a call of an encoder. It is sent to the ranks with its first one, and to those that were started anew.
+
+        The models they hold stay loaded, unless memory ends beside them.
+        """
+        if request.placement not in PLACEMENTS:
+            raise RequestError(f"placement is {request.placement}; choose one of {', '.join(PLACEMENTS)}.")
+        with self._ranks.lease("text", should_cancel, on_phase) as lease:
+            return self._holdings.beside_models(lambda: self._attempt(request, lease), lease)
+
+    def _attempt(self, request: EncoderRequest, lease: Lease) -> EncoderAnswer:
+        holdings = self._holdings
+        placed = holdings.encoders.pop(request.number, None)  # until all goes well, nobody knows
+        is_new = placed is None
+        rank = self._choose_rank(request, lease) if placed is None else placed
+        where = self.devices if rank == ALL_RANKS else (self.devices[rank],)
+        lease.on_phase(Phase(PhaseKind.SENDING_ENCODER if is_new else PhaseKind.ENCODING_TEXT))
+        exchange = lease.exchange(AGREED_ERRORS)
+        exchange.listener = max(rank, 0)
+        message = CallEncoder(request.number, request.keep, rank, request.comfyui)
+        exchange.send(message, request.tensors(holdings, is_new))
+        budget = deadlines.FIRST_STEP + (deadlines.load_budget(request.bytes) if is_new else 0.0)
+        reports(exchange.wait(lambda: budget), lambda done: done.call)
+        holdings.encoders = {
+            number: place for number, place in holdings.encoders.items() if number in request.keep
+        } | {request.number: rank}
+        holdings.has_encoders_on_devices = not is_cpu(self.devices)
+        return EncoderAnswer(unpack_tree(exchange.result), where)
+
+    def _choose_rank(self, request: EncoderRequest, lease: Lease) -> int:
+        """The rank that computes, or ALL_RANKS: on one device where that has the room."""
+        if len(self.devices) == 1:
+            return 0
+        if request.placement == ALL_DEVICES:
+            return ALL_RANKS
+        if is_cpu(self.devices):
+            return 0
+        free = self._holdings.free_devices(lease)
+        roomiest = max(range(len(free)), key=free.__getitem__)
+        return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS

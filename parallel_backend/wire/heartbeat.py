@@ -43,6 +43,7 @@ COLLECTIVES = (
     "the agreement on a job",
     "the agreement on a model call",
     "the wait for the next model call",
+    "the wait for a layer",
 )
 # Over the control group, which holds up the host itself on every device.
 _ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith(("the agreement", "the wait")))

@@ -20,8 +20,9 @@ from .calibration import Calibration
 from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 13
+VERSION = 14
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
+ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchrun's store
 
@@ -144,6 +145,18 @@ class LoadVae:
 
 
 @dataclass(frozen=True)
+class CallEncoder:
+    """Parent to all ranks: a call of the text encoder of this number, as ComfyUI's process has it (job/payload.py).
+    `keep`: the numbers of those that stay held; `rank`: the one that computes, ALL_RANKS where its layers are shared
+    out."""
+
+    encoder: int
+    keep: tuple[int, ...]
+    rank: int
+    comfyui: ComfyUISource
+
+
+@dataclass(frozen=True)
 class RankAndModel:
     """A rank, and the number of a model that it holds."""
 
@@ -207,6 +220,16 @@ class RankRun:
 
 
 @dataclass(frozen=True)
+class RankCall:
+    """The record of a text encoder's call on one rank. `bytes`: of the weights that it computes with; `bytes_sent`:
+    collective payload."""
+
+    seconds: float
+    bytes: int
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
 class Done:
     """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors.
     `models`: where the request may have changed which ones are held."""
@@ -216,6 +239,7 @@ class Done:
     run: RankRun | None = None
     calibration: Calibration | None = None
     decode: RankDecode | None = None
+    call: RankCall | None = None
     sleep: SleepInfo | None = None
 
 
@@ -248,6 +272,7 @@ Message = (
     | LoadVae
     | Decode
     | Encode
+    | CallEncoder
     | Sleep
     | Wake
     | Cancel
@@ -260,7 +285,7 @@ _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
     **dict.fromkeys((Sample, RunJob), (1,)),
-    **dict.fromkeys((LoadVae, Decode, Encode), (1,)),
+    **dict.fromkeys((LoadVae, Decode, Encode, CallEncoder), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

@@ -8,6 +8,7 @@ from host_and_device import DEVICE, active
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.rank.jobs.reader import JobReader
 from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.job import Jobs
 from parallel_backend.rank.work.step_boundary import StepBoundary
@@ -45,7 +46,7 @@ class LoopRanks:
     def __init__(self, world, spec) -> None:
         step_boundary.STATES_COST = float("inf")
         self.world, self._spec, self._layouts = world, spec, Layouts(world)
-        self._jobs = Jobs(self._layouts)
+        self._jobs = Jobs(self._layouts, JobReader(world))
         self.models, self._forwards = {}, {}
 
     def make_forward(self, strategy):

@@ -20,7 +20,7 @@ from ..vae_worker import VaeWorker
 from ..work.worker import RankWorker
 
 if TYPE_CHECKING:
-    from ..work.job import Jobs
+    from ..jobs.reader import JobReader
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,13 @@ class JoinedWorker(RankWorker):
         self._own = own
         self.vae = _JoinedVae(self.world, self._all_good, own)
 
-    def _make_jobs(self) -> Jobs:
-        from ..work.job import Jobs
+    def _make_reader(self) -> JobReader:
+        from ..jobs.reader import JobReader
 
-        return Jobs(self._layouts, self._own.facts, self._own.check_packs)
+        return JobReader(self.world, self._own.facts, self._own.check_packs)
+
+    def _import_comfyui(self, source: ComfyUISource) -> None:
+        super()._import_comfyui(self._own.source(source))
 
     def _locate(self, message: Load) -> ModelSpec:
         """All ranks find the file or none goes on: what comes next they do together."""

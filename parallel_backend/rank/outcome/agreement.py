@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.comm.groups import World
+from ...errors import RequestError
 from ...wire.heartbeat import heartbeat
 from .errors import PeerFailed
 
@@ -53,3 +54,20 @@ def agree_on_call(world: World, failed: bool, number: int, form: int, value: int
             differs=True,
         )
     return int(found[-2] << 32 | found[-1])
+
+
+def leave(world: World, error: Exception | None) -> None:
+    """Ends a job on all ranks, after calls on which they agreed; raises `error`, or what another rank ran into."""
+    if isinstance(error, RanksApart):  # which all ranks raised together
+        apart = error
+    else:
+        try:
+            agree_on_call(world, error is not None, 0, 0)
+        except RanksApart as found:
+            apart = found
+        else:
+            if error is not None:  # of one device, which has nobody to agree with
+                raise error
+            return
+    agree(world, None if error is apart else error)
+    raise RequestError(str(apart)) if apart.differs else apart

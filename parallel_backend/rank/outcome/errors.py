@@ -72,6 +72,17 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
         ) from error
 
 
+def as_refusal(error: Exception) -> RequestError:
+    """Makes `error` a refusal, with the line of the pack or of ComfyUI at which it was raised."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = "" if last is None else f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
+    refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
+    refusal.__cause__ = error
+    return refusal
+
+
 def failure(error: Exception, rank: int, device: str) -> Failed:
     """The terminal message for `error`."""
     if is_out_of_memory(error):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import random
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,26 +17,22 @@ from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
-from ...job.payload import Head, NetworkCall, PickledJob, ProcessFacts, SamplerRun, pack_answer
-from ...job.pickling import PATCHER_STATE
-from ...job.prints import OTHER_WEIGHTS, differing, print_of
-from ...job.reducers import RankObjects
-from ...job.restore import Original, Replaced, make_changes, set_replaced
-from ...job.unpickling import unpack_facts, unpack_payload, unpickle_job
-from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
-from ...models.comfyui.jobs.mapped import MAPPED, MappedFiles, find_in
-from ...models.comfyui.jobs.packages import Packages, quiet_server
-from ...models.comfyui.jobs.patchers import local_patcher, other_patcher, root_patcher
+from ...job.payload import EncoderCall, NetworkCall, PickledJob, SamplerRun, pack_answer
+from ...job.restore import Original, make_changes, set_replaced
+from ...job.unpickling import unpack_payload
+from ...models.comfyui.jobs.mapped import find_in
+from ...models.comfyui.jobs.packages import Packages
+from ...models.comfyui.jobs.patchers import root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
 from ...requests import InputShapes
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
-from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, take_loop_state
 from ...wire.protocol import RankRun, RunJob
+from ..jobs.reader import JobReader, set_random_states
 from ..outcome.agreement import RanksApart, agree
-from ..outcome.errors import is_device_failure, is_out_of_memory
+from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
 from ..pipefusion.patch_flow import WHOLE
@@ -51,11 +45,6 @@ from .switching import Switching
 
 if TYPE_CHECKING:
     from ...models.comfyui.model import ComfyUIModel
-
-
-_SHARDED = (
-    "A node has changed the weight {name}, which shard_weights cannot share out; set shard_weights to off."
-)
 
 
 _READ = (
@@ -104,21 +93,10 @@ def _refusing_state(network: nn.Module) -> Callable[..., Any]:
 class Jobs:
     """The state that a rank keeps from job to job."""
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        facts_here: Callable[[ProcessFacts], ProcessFacts] = lambda facts: facts,
-        check_packs: Callable[[ProcessFacts, Head], None] = lambda facts, head: None,
-    ) -> None:
-        """`facts_here`: what holds on this rank's machine in place of ComfyUI's process; `check_packs`: raises
-        RequestError where this machine does not have the job's packs."""
-        self._layouts, self._facts_here, self._check_packs = layouts, facts_here, check_packs
-        self._facts: ProcessFacts | None = None
+    def __init__(self, layouts: Layouts, reader: JobReader) -> None:
+        self._layouts, self._reader = layouts, reader
         self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
-        self._tensors: dict[int, Tensor] = {}
-        self._packages: Packages | None = None
         self._are_unlike: bool | None = None  # the cards; asked once
-        self._mapped = MappedFiles(print_of)
 
     def run(
         self,
@@ -139,7 +117,12 @@ class Jobs:
             switching = Switching(world, trials, forward_under, on_step)
         held = self._models.get(model) or self._models.setdefault(model, _JobModel(model))
         head, new = unpack_payload(tensors)
-        job = self._read(held, head, new)
+        error: Exception | None = None
+        try:
+            job = self._reader.read(head, new, lambda encoder: held)
+        except ParallelError as refusal:
+            error = refusal
+        agree(world, error)
         answers = Answers(on_step, take_loop_state(dict(tensors)))
         cache = ModuleCache(job.cache_threshold) if job.cache_threshold > 0 else None
         meeting = ModuleMeeting(
@@ -152,9 +135,8 @@ class Jobs:
             foreign_code(job.replaced),
             cache,
         )
-        assert self._packages is not None, "the job was read with them"
         end_step = on_step if switching is None else switching.on_step
-        run = _RunningJob(held, job, meeting, answers, end_step, self._packages)
+        run = _RunningJob(held, job, meeting, answers, end_step, self._reader.packages)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -179,60 +161,6 @@ class Jobs:
             record = switching.told(record)
         seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
         return {"step_seconds": seconds, **pack_answer(answer, run.denoised)}, record
-
-    def _read(self, held: _JobModel, head: Head, new: dict[int, Tensor]) -> PickledJob:
-        """Makes the job again on all ranks, or fails on all of them."""
-        if head.is_fresh:
-            self._tensors.clear()
-        for number in head.dropped:
-            self._tensors.pop(number, None)
-        self._tensors |= new
-        error: Exception | None = None
-        mapped = self._mapped
-        try:
-            if head.facts is not None:
-                self._facts = self._facts_here(unpack_facts(head.facts))
-                self._packages = self._packages_of(self._facts)
-            packages = self._packages
-            if packages is None or self._facts is None:
-                raise RequestError("A job came before what the devices need to know of ComfyUI.")
-            self._check_packs(self._facts, head)
-            packages.import_packs(head.packs)
-            here = RankObjects(
-                device=held.patcher.load_device,
-                resolve=lambda word: mapped.find(*word[1:]) if word[0] == MAPPED else held.find(word),
-                find_module=packages.find_module,
-                local_patcher=lambda: local_patcher(held.patcher, PATCHER_STATE),
-                other_patcher=lambda: other_patcher(held.patcher.load_device),
-                server=quiet_server,
-                stored=mapped.find_tensor,
-                replaced=routed_functions(),
-                tensors=self._tensors,
-            )
-            if head.prints is not None:
-                others = differing(held.originals, head.prints)
-                if others:
-                    raise RequestError(OTHER_WEIGHTS + ",".join(others))
-            job: PickledJob = unpickle_job(head.job, here)
-            mapped.forget_unused()
-            changed = [one for one in job.changes if one.kind == "parameter"]
-            if held.is_sharded and changed:
-                raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
-        except Exception as failure:
-            error = failure if isinstance(failure, ParallelError) else _as_refusal(failure)
-        agree(self._layouts.world, error)
-        return replace(job, replaced=[_rerouted(one) for one in job.replaced])
-
-    def _packages_of(self, facts: ProcessFacts) -> Packages:
-        ranks = range(self._layouts.world.world_size)
-        return Packages(
-            facts.comfyui,
-            facts.own,
-            facts.packs,
-            facts.search_path,
-            facts.folders,
-            lambda: heartbeat.inside("the agreement on a job", ranks),
-        )
 
 
 class _RunningJob:
@@ -271,16 +199,17 @@ class _RunningJob:
         except Exception as failure:
             if is_out_of_memory(failure) or is_device_failure(failure):
                 raise
-            error = failure if isinstance(failure, ParallelError) else _as_refusal(failure)
+            error = failure if isinstance(failure, ParallelError) else as_refusal(failure)
         self._meeting.leave(error)
         return answer
 
     def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
         job, held, work = self._job, self._held, self._job.work
+        assert not isinstance(work, EncoderCall), "encoders are called elsewhere"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, held, "last_patcher", patcher)
-            _set_random_states(job.random_states, held.patcher.load_device)
+            set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(held.original.restored())
             set_replaced(job.replaced, self._packages.find_module, undo)
             make_changes(held.base, job.changes, undo, lead_calls)
@@ -347,30 +276,3 @@ class _RunningJob:
         self._check_numbers(denoised, f"in step {self._step} of {self._steps}")
         self._answers.step_ended(self._step)
         self._end(self._step - 1, denoised)
-
-
-def _as_refusal(error: Exception) -> RequestError:
-    """Makes `error` a refusal, with the line of the pack or of ComfyUI at which it was raised."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = "" if last is None else f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
-    refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
-    refusal.__cause__ = error
-    return refusal
-
-
-def _rerouted(one: Replaced) -> Replaced:
-    """Has attention that a pack has put into a module lead through the router too."""
-    if one.path or not is_attention(one.name) or not callable(one.value):
-        return one
-    return replace(one, value=reroute(one.name, one.value))
-
-
-def _set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    of_torch, of_python, of_numpy, of_device = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    numpy.random.set_state(of_numpy)
-    if of_device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(of_device, device)

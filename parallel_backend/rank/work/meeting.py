@@ -22,7 +22,7 @@ from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
 from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
-from ..outcome.agreement import RanksApart, agree, agree_on_call
+from ..outcome.agreement import agree_on_call, leave
 from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
@@ -130,20 +130,7 @@ class ModuleMeeting:
 
     def leave(self, error: Exception | None) -> None:
         """Ends the job on all ranks; raises `error`, or what another one ran into."""
-        world = self._layouts.world
-        if isinstance(error, RanksApart):  # which all ranks raised together
-            apart = error
-        else:
-            try:
-                agree_on_call(world, error is not None, 0, 0)
-            except RanksApart as found:
-                apart = found
-            else:
-                if error is not None:  # of one device, which has nobody to agree with
-                    raise error
-                return
-        agree(world, None if error is apart else error)
-        raise RequestError(str(apart)) if apart.differs else apart
+        leave(self._layouts.world, error)
 
     def end_round(self) -> None:
         """Forgets which prompts were asked for: a sampler asks for its next ones."""

@@ -218,11 +218,12 @@ class StepBoundary:
         flags = torch.zeros(2, dtype=torch.int32)
         if self._rank == 0:
             slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
-            flags = torch.tensor([self._is_cancelled(), slow], dtype=torch.int32)
+            flags = torch.tensor([self.is_cancelled(), slow], dtype=torch.int32)
         work = None if self._control is None else dist.all_reduce(flags, group=self._control, async_op=True)
         return _Vote(flags, work, self._ranks)
 
-    def _is_cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
+        """Whether a cancel of this request has come, on a rank that is sent one."""
         while (received := self._link.receive(0.0)) is not None:
             envelope, descriptors = received
             close_all(descriptors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,7 +15,7 @@ from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
 from ...errors import RequestError
 from ...options import AUTO, check_step_cache
-from ...requests import InputShapes, LoadInfo, ModelSpec, Placement, SamplerState, SleepInfo
+from ...requests import ComfyUISource, InputShapes, LoadInfo, ModelSpec, Placement, SamplerState, SleepInfo
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.calibration import Calibration
@@ -44,6 +45,8 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
     from ...models.comfyui.model import ComfyUIModel
+    from ..jobs.encoders import Encoders
+    from ..jobs.reader import JobReader
     from .job import Jobs
 
 OnCompile = Callable[[], None]
@@ -70,7 +73,6 @@ class RankWorker:
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
-        self._jobs: Jobs | None = None
 
     def load(self, message: Load) -> LoadInfo:
         """Holds one more model on every rank or on none, split as `strategy` has it.
@@ -79,6 +81,7 @@ class RankWorker:
         until it fits, unless the load yields to them.
         """
         begun, device = time.perf_counter(), self.world.device
+        self._offload_encoders()
         self.models.keep(message.keep)
         spec = self._locate(message)
         held, error = self._try_load(spec, message.strategy)
@@ -113,7 +116,8 @@ class RankWorker:
         return message.spec
 
     def keep_models(self, message: KeepModels) -> RankModels:
-        """Drops all others."""
+        """Drops all others. Text encoders leave the devices."""
+        self._offload_encoders()
         self.models.keep(message.models)
         self._record_weights()
         return self.models.report()
@@ -186,13 +190,37 @@ class RankWorker:
             return self._forward(held, replace(message.placement, strategy=strategy))
 
         _watched(forward_under(message.placement.strategy), on_compile)
-        self._jobs = self._jobs or self._make_jobs()
         return self._jobs.run(cast("ComfyUIModel", held.model), message, tensors, on_step, forward_under)
 
-    def _make_jobs(self) -> Jobs:
+    @cached_property
+    def _jobs(self) -> Jobs:
         from .job import Jobs
 
-        return Jobs(self._layouts)
+        return Jobs(self._layouts, self._reader)
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        from ..jobs.encoders import Encoders
+
+        return Encoders(self._layouts, self._reader, self._import_comfyui)
+
+    @cached_property
+    def _reader(self) -> JobReader:
+        return self._make_reader()
+
+    def _make_reader(self) -> JobReader:
+        from ..jobs.reader import JobReader
+
+        return JobReader(self.world)
+
+    def _import_comfyui(self, source: ComfyUISource) -> None:
+        from ...models.comfyui.environment import import_comfyui
+
+        import_comfyui(source, self.world.device)
+
+    def _offload_encoders(self) -> None:
+        if "encoders" in vars(self):
+            self.encoders.offload()
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -203,13 +231,14 @@ class RankWorker:
     def sleep(self, message: Sleep) -> SleepInfo:
         """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
 
-        The VAE is discarded at both: ComfyUI's process has it in host memory already. A rank that gives back one model
-        alone keeps all else, and every rank joins the agreement on that.
+        The VAE and text encoders are discarded at both: ComfyUI's process has them in host memory already. A rank
+        that gives back one model alone keeps all else, and every rank joins the agreement on that.
         """
         begun, device = time.perf_counter(), self.world.device
         before = allocated(device)
         if message.only is None:
             self.vae.drop()
+            vars(self).pop("encoders", None)
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):

@@ -3,8 +3,8 @@
 The calling thread reads the links itself, so a request costs no thread switch. The rules, in one place:
 - every rank ends a request with one terminal message; a rank that does not, after another one failed, is stuck in a
   collective, and the group is killed;
-- a cancel, or any exception from a callback, goes to rank 0, and the terminal messages are waited for, so that the
-  group stays warm; a message that is not due ends the group;
+- a cancel, or any exception from a callback, goes to one rank, the first as a rule, and the terminal messages are
+  waited for, so that the group stays warm; a message that is not due ends the group;
 - the error raised is the first failure, not those of its victims.
 """
 
@@ -97,7 +97,8 @@ class Exchange(Generic[Terminal]):
         self._alive = 0.0  # when there was a sign of life last
         self._extensions = 0  # of the deadline, since then
         self._looked = 0.0  # when this thread last looked at its links
-        self.result: Tensors = {}  # payload of rank 0's terminal message
+        self.listener = 0  # the rank that hears of a cancel, and answers with the result
+        self.result: Tensors = {}  # payload of its terminal message
 
     def send(self, message: Message, tensors: Tensors | None = None) -> None:
         """Gives `message` to every rank, with the same payload."""
@@ -231,7 +232,7 @@ class Exchange(Generic[Terminal]):
             return
         self._deadline = min(self._deadline, time.monotonic() + deadlines.CANCEL)
         with contextlib.suppress(LinkClosed, LinkFull):  # the wait notices its end, and the deadline
-            self._group.links[0].send(self._envelope(Cancel()))
+            self._group.links[self.listener].send(self._envelope(Cancel()))
 
     def _receive(self, rank: int) -> tuple[Message, Tensors | None] | None:
         try:
@@ -270,7 +271,7 @@ class Exchange(Generic[Terminal]):
             self._deadline = min(self._deadline, time.monotonic() + deadlines.REPORT)
         else:
             self._done[rank] = message
-            if tensors is not None and rank == 0:
+            if tensors is not None and rank == self.listener:
                 self.result = tensors
         return True
 

@@ -25,6 +25,8 @@ class PhaseKind(enum.Enum):
     SENDING_VAE = "sending the VAE to the processes"
     DECODING = "decoding"
     ENCODING = "encoding"
+    SENDING_ENCODER = "sending the text encoder to the processes"
+    ENCODING_TEXT = "encoding the text"
     MEASURING = "measuring the links"
     RECOVERING = "{}"  # from a crash
     MAKING_ROOM = "memory ended; going on without the other models"

@@ -40,6 +40,7 @@ from .text_and_image_coders import (
     TestTinyVAE,
     TestWanVAE,
 )
+from .text_encoders import NODES as TEXT_ENCODERS
 
 
 class InjectExtension(ComfyExtension):
@@ -47,6 +48,7 @@ class InjectExtension(ComfyExtension):
         return [
             *ANY_MODEL,
             *MODEL_PATCHES,
+            *TEXT_ENCODERS,
             TestAnything,
             TestAppend,
             TestCircularVAE,

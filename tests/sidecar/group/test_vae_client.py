@@ -11,6 +11,7 @@ from parallel_backend.requests import ComfyUISource, LoadInfo
 from parallel_backend.sidecar.group.exchange import USER_ERRORS
 from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.group.vae_client import VaeOnRanks
+from parallel_backend.sidecar.holdings import RankHoldings
 from parallel_backend.sidecar.other_requests import VaeRequests
 from parallel_backend.wire.decode_messages import RankDecode, VaeWeights
 from parallel_backend.wire.protocol import Decode, Done, Encode, LoadVae, Progress, Ready
@@ -128,6 +129,8 @@ class _Beside(VaeRequests):
         self._ranks, self._holdings = _Ranks(), self
         self.models, self.vae = models, self
         self.tries = 0
+
+    beside_models = RankHoldings.beside_models
 
     def ensure_started(self, lease):
         pass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,10 +32,17 @@ def root_patcher(model: ComfyUIModel) -> Any:
 
     base: Any = model.patcher.model
     packed = any(is_packed(parameter) for parameter in base.parameters())
-    kind: Any = _kind_of(ModelPatcher, is_sharded=model.byte_sharding is not None, has_packed=packed)
+    is_sharded = model.byte_sharding is not None
+    kind: Any = _kind_of(ModelPatcher, _in_place(is_sharded=is_sharded, has_packed=packed))
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
     return found
+
+
+def encoder_patcher(kind: type, module: Any, device: torch.device) -> Any:
+    """The patcher over a text encoder, of the class `kind`; ComfyUI's memory manager moves its weights to `device` and
+    back."""
+    return _kind_of(kind, {})(module, load_device=device, offload_device=torch.device("cpu"))
 
 
 def local_patcher(root: Any, state: Sequence[str]) -> Any:
@@ -66,43 +74,48 @@ def other_patcher(device: torch.device) -> Any:
     return found
 
 
-def _kind_of(base: type, *, is_sharded: bool, has_packed: bool) -> type:
-    """ComfyUI asks how many prompts fit into one call, and how much of the weights onto the device: the planner has
-    answered both, and the weights are in their place."""
-    members: dict[str, Any] = {
+def _kind_of(base: type, members: Mapping[str, Any]) -> type:
+    """A patcher of `base` for a rank, with `members` beside what all of them have."""
+    found: dict[str, Any] = {
         "__module__": base.__module__,
+        "load": _outside_inference_mode(base, "load"),
+        "unpatch_model": _outside_inference_mode(base, "unpatch_model"),
+        "patch_weight_to_device": partialmethod(_patch_weight, base),
+        "patch_hook_weight_to_device": partialmethod(_patch_hook_weight, base),
+        "model_state_dict": _outside_inference_mode(base, "model_state_dict"),
+        **members,
+    }
+    return type(base.__name__, (base,), found)
+
+
+def _in_place(*, is_sharded: bool, has_packed: bool) -> dict[str, Any]:
+    """For a model whose weights are in their place. ComfyUI asks how many prompts fit into one call, and how much of
+    the weights onto the device: the planner has answered both."""
+    members: dict[str, Any] = {
         "get_free_memory": lambda self, device: sys.maxsize,
         "model_size": lambda self: 1,
         "loaded_size": lambda self: 1,
-        "load": _outside_inference_mode("load"),
-        "unpatch_model": _outside_inference_mode("unpatch_model"),
-        "patch_weight_to_device": _patch_weight,
-        "patch_hook_weight_to_device": _patch_hook_weight,
-        "model_state_dict": _outside_inference_mode("model_state_dict"),
     }
     if is_sharded:
         members |= {"load": _load_sharded, "pin_weight_to_device": lambda self, key: None}
     if is_sharded or has_packed:
         members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
-    return type(base.__name__, (base,), members)
+    return members
 
 
-def _outside_inference_mode(name: str) -> Callable[..., Any]:
-    """ComfyUI's method where quantised parameters can be made anew."""
+def _outside_inference_mode(base: type, name: str) -> Callable[..., Any]:
+    """The method of `base` where quantised parameters can be made anew."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from comfy.model_patcher import ModelPatcher
-
         with torch.inference_mode(False), torch.no_grad():
-            return getattr(ModelPatcher, name)(self, *args, **kwargs)
+            return getattr(base, name)(self, *args, **kwargs)
 
     return method
 
 
-def _patch_weight(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+def _patch_weight(self: Any, base: Any, key: str, *args: Any, **kwargs: Any) -> Any:
     """A packed weight (GGUF) is unpacked to be changed, since nothing packs it again; the packed one comes back. What
-    another stage of a pipeline has is changed there."""
-    from comfy.model_patcher import ModelPatcher
+    another rank has is changed there."""
     from comfy.utils import get_attr, set_attr_param
 
     weight = get_attr(self.model, key)
@@ -111,18 +124,17 @@ def _patch_weight(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
     if key in self.patches and is_packed(weight):
         self.backup.setdefault(key, _Backup(weight, False))
         set_attr_param(self.model, key, unpacked(weight))
-    return ModelPatcher.patch_weight_to_device(self, key, *args, **kwargs)
+    return base.patch_weight_to_device(self, key, *args, **kwargs)
 
 
 def _patch_hook_weight(
-    self: Any, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
+    self: Any, base: Any, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
 ) -> None:
     """The same for the LoRAs of prompts' hooks."""
-    from comfy.model_patcher import ModelPatcher
     from comfy.utils import get_attr
 
     if get_attr(self.model, key).numel():
-        ModelPatcher.patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs)
+        base.patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs)
 
 
 def _load_sharded(

@@ -1,0 +1,215 @@
+"""A text encoder whose calls the ranks make: in ComfyUI's process a tree of modules that looks like it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import comfy.hooks
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from torch import Tensor, nn
+
+from ...parallel_backend.devices import machine_of
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.job.payload import EncoderCall
+from ...parallel_backend.job.pickling import CannotBeSent, Known
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.requests import ComfyUISource
+from ...parallel_backend.sidecar.other_requests import EncoderRequest
+from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
+from ..host.comfyui_flags import comfyui_root, numeric_flags
+from ..host.prompt_links import running_node
+from ..host.vae_ranks import choose_ranks
+from .outline import CaughtMethod, Outline, shadow_of
+from .ship import Shipment
+
+# Methods by which ComfyUI and packs have a text encoder compute, beside calls of its modules.
+_METHODS = ("encode_token_weights", "encode", "generate", "process_tokens", "forward")
+# What ComfyUI's memory manager notes on a model of where its weights lie.
+_NOTES = (
+    "current_patcher",
+    "current_weight_patches_uuid",
+    "dynamic_patchers",
+    "dynamic_pins",
+    "dynamic_vbars",
+    "lowvram_patch_counter",
+    "model_loaded_weight_memory",
+    "model_lowvram",
+    "model_offload_buffer_memory",
+)
+
+_numbers = itertools.count(1)
+_alive: weakref.WeakSet[Encoder] = weakref.WeakSet()
+
+
+class Encoder:
+    """The encoder under `source`, for all clones of its patcher. `placement`: one of other_requests.PLACEMENTS."""
+
+    def __init__(
+        self, source: comfy.model_patcher.ModelPatcher, settings: StrategySettings, placement: str
+    ) -> None:
+        self.number, self._source = next(_numbers), source
+        self._unload_stock()
+        self.outline = Outline(source, _snapshot, _stand_in)
+        self._settings, self._placement = settings, placement
+        is_stock = type(source).__module__ == comfy.model_patcher.__name__
+        self._kind = comfy.model_patcher.ModelPatcher if is_stock else type(source)
+        self._bytes = sum(parameter.nbytes for parameter in self.outline.base.parameters())
+        self._loaded: Callable[[], EncoderPatcher | None] = lambda: None
+        self._clones: weakref.WeakSet[EncoderPatcher] = weakref.WeakSet()
+        self._catch_calls()
+        _alive.add(self)
+
+    def _unload_stock(self) -> None:
+        """Has ComfyUI unload the encoder where it has it loaded itself: hooks of prompts write LoRAs into its weights,
+        which are those of the stand-in too."""
+        loaded = comfy.model_management.current_loaded_models
+        if any(one.model is not None and one.model.model is self._source.model for one in loaded):
+            comfy.model_management.unload_model_and_clones(self._source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+        return self
+
+    def _catch_calls(self) -> None:
+        me = weakref.ref(self)
+        for path, module in self.outline.base.named_modules():
+            module._compiled_call_impl = CaughtMethod(me, module, path, "")
+            for name in _METHODS:
+                if hasattr(type(module), name):
+                    module.__dict__[name] = CaughtMethod(me, module, path, name)
+
+    def patcher_of(self, source: comfy.model_patcher.ModelPatcher) -> EncoderPatcher:
+        """A patcher with all that nodes have put on `source`, which moves nothing."""
+        made: Any = source.clone()
+        made.__class__ = EncoderPatcher
+        made.model, made.encoder, made.parent, made.size = self.outline.base, self, None, 0
+        made.backup, made.backup_buffers, made.object_patches_backup = {}, {}, {}
+        made.pinned, made.hook_backup, made.made_by = set(), {}, running_node()
+        made.load_device = comfy.model_management.get_torch_device()
+        found: EncoderPatcher = made
+        self.add(found)
+        return found
+
+    def add(self, patcher: EncoderPatcher) -> None:
+        self._clones.add(patcher)
+
+    def load(self, patcher: EncoderPatcher) -> None:
+        """Notes the clone that ComfyUI has loaded last: calls are made with its patches."""
+        self._loaded = weakref.ref(patcher)
+
+    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer of `method` of the module at `path` in the ranks, or of the module itself where it is ""."""
+        patcher = self._loaded() or next(iter(self._clones), None)
+        assert patcher is not None, "its modules live no longer than a patcher"
+        self._unload_stock()
+        device = comfy.model_management.intermediate_device()
+        return _on(device, _EncoderShipment(self, EncoderCall(patcher, path, method, args, kwargs)).run())
+
+
+class EncoderPatcher(comfy.model_patcher.ModelPatcher):
+    """To ComfyUI's memory manager a model that takes no memory; all else is ComfyUI's."""
+
+    encoder: Encoder
+    made_by: str | None = None
+
+    def clone(self, *args: Any, **kwargs: Any) -> EncoderPatcher:
+        if kwargs.get("force_deepcopy"):
+            raise refusal("a copy of a text encoder's weights", "train it without Parallel CLIP")
+        found: EncoderPatcher = super().clone(*args, **kwargs)
+        found.encoder, found.made_by = self.encoder, running_node()
+        self.encoder.add(found)
+        return found
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def partially_load(self, *args: Any, **kwargs: Any) -> int:
+        self.encoder.load(self)
+        self.current_hooks = self.forced_hooks
+        return 0
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def model_size(self) -> int:
+        return 1  # a divisor
+
+    def loaded_size(self) -> int:
+        return 0
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        return self.model
+
+    def patch_hooks(self, hooks: comfy.hooks.HookGroup) -> None:
+        self.current_hooks = hooks  # whose LoRAs the ranks put in their place
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        self.current_hooks = None
+
+
+class _EncoderShipment(Shipment):
+    """One call on its way to the ranks."""
+
+    def __init__(self, encoder: Encoder, work: EncoderCall) -> None:
+        super().__init__(encoder.outline, work, work.patcher.load_device)
+        self._encoder = encoder
+
+    def run(self) -> Any:
+        encoder = self._encoder
+        sidecar, _, _ = choose_ranks(encoder._settings)
+        self._is_elsewhere = any(map(machine_of, sidecar.devices))
+        alone = (encoder.outline.pristine, encoder._kind)
+        request = EncoderRequest(
+            number=encoder.number,
+            keep=tuple(sorted(one.number for one in _alive)),
+            bytes=encoder._bytes,
+            placement=encoder._placement,
+            comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
+            tensors=lambda holdings, is_new: self._pack(holdings, alone if is_new else None),
+        )
+        with self._sending(), errors_as_comfyuis():
+            return sidecar.call_encoder(request, on_phase=report_progress, should_cancel=interrupted).value
+
+    def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
+        return RequestError(
+            f"The devices cannot be given what a node has put on this CLIP: {error.problem}. It is held by "
+            f"{error.held_by}. Take that node out, or connect its CLIP without Parallel CLIP."
+        )
+
+
+def _snapshot(model: nn.Module) -> nn.Module:
+    """What ranks are sent: the modules as they are now, unloaded."""
+    found = shadow_of(model, {id(module): () for module in model.modules()})
+    for name in _NOTES:
+        found.__dict__.pop(name, None)
+    return found
+
+
+def _stand_in(model: nn.Module, known: Known) -> nn.Module:
+    found = shadow_of(model, known)
+    for name in _NOTES:
+        found.__dict__.pop(name, None)
+    host = torch.device("cpu")
+    comfy.model_patcher.ModelPatcher(found, host, host)  # which notes anew that nothing is loaded
+    return found
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """`value` with its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _on(device, one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on(device, one) for one in value)
+    return value

@@ -1,0 +1,135 @@
+"""The layers of a text encoder shared out over ranks, in order: each is computed where its weights lie, and all ranks
+are given the answer. What is around them every rank computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import RequestError
+from ..wire.heartbeat import heartbeat
+from .comm.collectives import broadcast
+from .comm.groups import Layouts
+
+Meet = Callable[[Exception | None], None]
+
+_FORM_BYTES = 16 * 1024  # of an answer's form: a layer answers with a few tensors
+_LEAST = 2  # layers in a list of them
+
+
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that can be shared out, in order: those of each list of modules of one class, the outermost ones."""
+    return list(_layers_in(module))
+
+
+def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if (
+            isinstance(child, nn.ModuleList)
+            and len(child) >= _LEAST
+            and len({type(one) for one in child}) == 1
+        ):
+            yield from child
+        else:
+            yield from _layers_in(child)
+
+
+def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
+    """The rank of each layer: about as many bytes of weights on each, and no rank twice in the order."""
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    total, before, owners = max(sum(sizes), 1), 0, []
+    for size in sizes:
+        owners.append(min(ranks - 1, (2 * before + size) * ranks // (2 * total)))
+        before += size
+    return owners
+
+
+def share_layers(module: nn.Module, layouts: Layouts, meet: Meet) -> None:
+    """Leaves this rank the weights of its layers of `module`, and has each layer's calls answered by the rank that has
+    them. `meet(error)`: called by all ranks after each layer; raises on all of them where one has an error."""
+    layers = find_layers(module)
+    for layer, owner in zip(layers, assign_owners(layers, layouts.world.world_size), strict=True):
+        if owner != layouts.world.rank:
+            _drop_weights(layer)
+        layer.forward = partial(_answer, layouts, meet, owner, layer.forward)
+
+
+def _drop_weights(layer: nn.Module) -> None:
+    for part in layer.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(0, dtype=parameter.dtype)
+                part._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+
+def _answer(
+    layouts: Layouts, meet: Meet, owner: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """What the owner's `forward` gives, on every rank. Collective."""
+    is_mine = owner == layouts.world.rank
+    leaves: list[Any] = []
+    form, error = "", None
+    if is_mine:
+        try:
+            leaves, tree = pytree.tree_flatten(forward(*args, **kwargs))
+            form = json.dumps([[_leaf_form(one) for one in leaves], pytree.treespec_dumps(tree)])
+            if len(form) > _FORM_BYTES:
+                raise RequestError(
+                    "A layer of the text encoder answers with more than devices can share out."
+                )
+        except Exception as failure:
+            error = failure
+    meet(error)
+    forms, tree_form = json.loads(_tell_form(layouts, owner, form))
+    if not is_mine:
+        leaves = [_make_leaf(one, layouts.world.device) for one in forms]
+    for place, one in enumerate(forms):
+        if one["is_tensor"]:
+            leaves[place] = _spread(layouts, owner, leaves[place])
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(tree_form))
+
+
+def _leaf_form(leaf: Any) -> dict[str, Any]:
+    if not isinstance(leaf, Tensor):
+        return {"is_tensor": False, "value": leaf}  # json refuses what is no plain value
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return {
+        "is_tensor": True,
+        "dtype": dtype,
+        "shape": list(leaf.shape),
+        "is_on_host": leaf.device.type == "cpu",
+    }
+
+
+def _make_leaf(form: dict[str, Any], device: torch.device) -> Any:
+    if not form["is_tensor"]:
+        return form["value"]
+    where = torch.device("cpu") if form["is_on_host"] else device
+    return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=where)
+
+
+def _tell_form(layouts: Layouts, owner: int, form: str) -> bytes:
+    world = layouts.world
+    words = torch.zeros(_FORM_BYTES + 1, dtype=torch.uint8)
+    data = form.encode()
+    words[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    with heartbeat.inside("the wait for a layer", range(world.world_size)):
+        dist.broadcast(words, owner, group=world.control)
+    return words.numpy().tobytes().rstrip(b"\0")
+
+
+def _spread(layouts: Layouts, owner: int, tensor: Tensor) -> Tensor:
+    world = layouts.world
+    tensor = tensor.contiguous()
+    if tensor.device.type == world.device.type:
+        return broadcast(tensor, owner, layouts.everyone, layouts.traffic)
+    with heartbeat.inside("the wait for a layer", range(world.world_size)):
+        dist.broadcast(tensor, owner, group=world.control)
+    return tensor

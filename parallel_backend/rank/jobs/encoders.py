@@ -1,0 +1,187 @@
+"""The text encoders that a rank holds beside its models: ComfyUI's own modules, called as ComfyUI's process would."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.comm.groups import Layouts, World
+from ...engine.shared_layers import share_layers
+from ...errors import Cancelled, ParallelError, RequestError
+from ...job.answer_tree import pack_tree
+from ...job.payload import EncoderCall, PickledJob
+from ...job.restore import Original, make_changes, set_replaced
+from ...job.unpickling import unpack_payload
+from ...models.comfyui.jobs.encoders import call_encoder, offload_encoders
+from ...models.comfyui.jobs.mapped import find_in
+from ...models.comfyui.jobs.patchers import encoder_patcher
+from ...requests import ComfyUISource
+from ...wire.heartbeat import heartbeat
+from ...wire.payloads import Tensors
+from ...wire.protocol import ALL_RANKS, CallEncoder, RankCall
+from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
+from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
+from .reader import JobReader, set_random_states
+
+_LOOK = 0.05  # s between two looks for a cancel
+
+
+class HeldEncoder:
+    """One encoder (reader.NamedModel). `rank`: the one that computes, ALL_RANKS where its layers are shared out."""
+
+    is_sharded = False
+    originals: Mapping[str, Tensor] = {}
+
+    def __init__(self, module: nn.Module, kind: type, device: torch.device, rank: int) -> None:
+        self.patcher = encoder_patcher(kind, module, device)
+        self.rank = rank
+        self.original = Original(module)
+        self.last_patcher: object = None  # ComfyUI takes a model whose patcher is gone for a leak
+
+    @property
+    def module(self) -> nn.Module:
+        found: nn.Module = self.patcher.model
+        return found
+
+    def find(self, word: tuple[Any, ...]) -> Any:
+        return self.module if word[0] == "base" else find_in(self.module, *word)
+
+
+class Encoders:
+    """By number, as ComfyUI's process gives them."""
+
+    def __init__(
+        self, layouts: Layouts, reader: JobReader, import_comfyui: Callable[[ComfyUISource], None]
+    ) -> None:
+        self._layouts, self._reader, self._import = layouts, reader, import_comfyui
+        self._held: dict[int, HeldEncoder] = {}
+        self._meeting = _Meeting(layouts.world, lambda: False)  # of the call that runs
+
+    def offload(self) -> None:
+        """Moves weights to host memory, for what needs the device next."""
+        if self._held and self._layouts.world.device.type != "cpu":
+            offload_encoders(self._layouts.world.device, [held.module for held in self._held.values()])
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def call(
+        self, message: CallEncoder, tensors: Tensors, is_cancelled: Callable[[], bool]
+    ) -> tuple[Tensors | None, RankCall]:
+        """Makes a call; the answer is on one rank. `is_cancelled()`: whether this rank has heard so. Collective."""
+        begun, world = time.perf_counter(), self._layouts.world
+        self._held = {number: held for number, held in self._held.items() if number in message.keep}
+        self._meeting = _Meeting(world, is_cancelled)
+        sent = self._layouts.traffic.bytes_sent
+        computes = message.rank in (world.rank, ALL_RANKS)
+        error: Exception | None = None
+        try:
+            self._import(message.comfyui)
+            head, new = unpack_payload(tensors)
+            job = self._reader.read(head, new, lambda encoder: self._hold(message, encoder))
+        except Exception as failure:
+            error = failure
+        agree(world, error)
+        held = self._held[message.encoder]
+        answer = None
+        try:
+            if computes:
+                answer = self._call(held, job)
+        except Exception as failure:
+            is_known = isinstance(failure, ParallelError) or _is_fault(failure)
+            error = failure if is_known else as_refusal(failure)
+        if not self._meeting.has_ended:
+            leave(world, error)
+        elif error is not None:
+            raise error
+        weights = held.module.parameters() if computes else ()
+        record = RankCall(
+            seconds=time.perf_counter() - begun,
+            bytes=sum(parameter.nbytes for parameter in weights),
+            bytes_sent=self._layouts.traffic.bytes_sent - sent,
+        )
+        return (answer if world.rank == max(message.rank, 0) else None), record
+
+    def _hold(self, message: CallEncoder, encoder: Any) -> HeldEncoder:
+        """The encoder of the call, held from now on where it came with it."""
+        if encoder is not None:
+            module, kind = encoder
+            if message.rank == ALL_RANKS:
+                share_layers(module, self._layouts, lambda error: self._meeting.meet(error))
+            device = self._layouts.world.device
+            self._held[message.encoder] = HeldEncoder(module, kind, device, message.rank)
+        found = self._held.get(message.encoder)
+        if found is None or found.rank != message.rank:
+            raise RequestError(f"the processes hold no text encoder {message.encoder}; send it first.")
+        return found
+
+    @torch.inference_mode()
+    def _call(self, held: HeldEncoder, job: PickledJob) -> Tensors:
+        work = job.work
+        assert isinstance(work, EncoderCall), "samplers run elsewhere"
+        with contextlib.ExitStack() as undo:
+            undo.callback(setattr, held, "last_patcher", work.patcher)
+            set_random_states(job.random_states, held.patcher.load_device)
+            undo.enter_context(held.original.restored())
+            set_replaced(job.replaced, self._reader.packages.find_module, undo)
+            make_changes(held.module, job.changes, undo, lambda kind: None)
+            undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
+            if held.rank != ALL_RANKS:
+                undo.enter_context(_cancellable(self._meeting.is_cancelled))
+            return pack_tree(call_encoder(work.patcher, work.path, work.method, work.args, work.kwargs))
+
+
+class _Meeting:
+    """Where ranks meet after each layer that they share out. `has_ended`: all of them know that the call has failed or
+    was cancelled."""
+
+    def __init__(self, world: World, is_cancelled: Callable[[], bool]) -> None:
+        self._world, self.is_cancelled = world, is_cancelled
+        self._calls = itertools.count(1)
+        self.has_ended = False
+
+    def meet(self, error: Exception | None) -> None:
+        """Raises `error`, and on the other ranks that one has failed; Cancelled on all of them."""
+        is_stopped = self._world.rank == 0 and self.is_cancelled()
+        try:
+            self.has_ended = bool(
+                agree_on_call(self._world, error is not None, next(self._calls), 0, int(is_stopped))
+            )
+        except RanksApart:
+            self.has_ended = True
+            if error is not None:
+                raise error from None
+            raise
+        if self.has_ended:
+            raise Cancelled("The request was cancelled.")
+
+
+def _is_fault(error: Exception) -> bool:
+    return is_out_of_memory(error) or is_device_failure(error)
+
+
+@contextlib.contextmanager
+def _cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Inside, a call of any module ends a request that was cancelled."""
+    looked = time.monotonic()
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        nonlocal looked
+        now = time.monotonic()
+        if now - looked >= _LOOK:
+            looked = now
+            heartbeat.point("encode")
+            if is_cancelled():
+                raise Cancelled("The request was cancelled.")
+
+    hook = nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,156 @@
+"""Reads jobs in a rank: over what the rank holds, with the tensors and modules of the jobs before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from ...engine.comm.groups import World
+from ...errors import ParallelError, RequestError
+from ...job.payload import Head, PickledJob, ProcessFacts
+from ...job.pickling import PATCHER_STATE
+from ...job.prints import OTHER_WEIGHTS, differing, print_of
+from ...job.reducers import RankObjects
+from ...job.restore import Replaced
+from ...job.unpickling import unpack_facts, unpickle_job
+from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
+from ...models.comfyui.jobs.mapped import MAPPED, MappedFiles
+from ...models.comfyui.jobs.packages import Packages, quiet_server
+from ...models.comfyui.jobs.patchers import local_patcher, other_patcher
+from ...wire.heartbeat import heartbeat
+from ..outcome.errors import as_refusal
+
+_SHARDED = (
+    "A node has changed the weight {name}, which shard_weights cannot share out; set shard_weights to off."
+)
+
+
+class NamedModel(Protocol):
+    """A model that a rank holds, as jobs name what lies in it. `patcher`: ComfyUI's, over it; `originals`: its
+    file's weights; `is_sharded`: True if its weights are shared out."""
+
+    patcher: Any
+    is_sharded: bool
+    originals: Mapping[str, Tensor]
+
+    def find(self, word: tuple[Any, ...]) -> Any:
+        """Finds what a pickle names."""
+        ...
+
+
+class JobReader:
+    """The state that a rank keeps from job to job."""
+
+    def __init__(
+        self,
+        world: World,
+        facts_here: Callable[[ProcessFacts], ProcessFacts] = lambda facts: facts,
+        check_packs: Callable[[ProcessFacts, Head], None] = lambda facts, head: None,
+    ) -> None:
+        """`facts_here`: what holds on this rank's machine in place of ComfyUI's process; `check_packs`: raises
+        RequestError where this machine does not have the job's packs."""
+        self._world, self._facts_here, self._check_packs = world, facts_here, check_packs
+        self._facts: ProcessFacts | None = None
+        self._tensors: dict[int, Tensor] = {}
+        self._packages: Packages | None = None
+        self._mapped = MappedFiles(print_of)
+
+    @property
+    def packages(self) -> Packages:
+        assert self._packages is not None, "a job was read with them"
+        return self._packages
+
+    def read(self, head: Head, new: Mapping[int, Tensor], hold: Callable[[Any], NamedModel]) -> PickledJob:
+        """Makes the job again. `hold(encoder)`: gives the model that it names, which a text encoder is that came with
+        the job. Raises ParallelError, on this rank alone."""
+        if head.is_fresh:
+            self._tensors.clear()
+        for number in head.dropped:
+            self._tensors.pop(number, None)
+        self._tensors |= new
+        try:
+            return self._read(head, hold)
+        except Exception as failure:
+            if isinstance(failure, ParallelError):
+                raise
+            raise as_refusal(failure) from failure
+
+    def _read(self, head: Head, hold: Callable[[Any], NamedModel]) -> PickledJob:
+        if head.facts is not None:
+            self._facts = self._facts_here(unpack_facts(head.facts))
+            self._packages = self._packages_of(self._facts)
+        if self._packages is None or self._facts is None:
+            raise RequestError("A job came before what the devices need to know of ComfyUI.")
+        self._check_packs(self._facts, head)
+        self._packages.import_packs(head.packs)
+        encoder = None if head.encoder is None else unpickle_job(head.encoder, self._objects(None))
+        held = hold(encoder)
+        if head.prints is not None:
+            others = differing(held.originals, head.prints)
+            if others:
+                raise RequestError(OTHER_WEIGHTS + ",".join(others))
+        job: PickledJob = unpickle_job(head.job, self._objects(held))
+        self._mapped.forget_unused()
+        changed = [one for one in job.changes if one.kind == "parameter"]
+        if held.is_sharded and changed:
+            raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
+        return replace(job, replaced=[_rerouted(one) for one in job.replaced])
+
+    def _objects(self, held: NamedModel | None) -> RankObjects:
+        mapped = self._mapped
+        device = self._world.device if held is None else held.patcher.load_device
+
+        def resolve(word: tuple[Any, ...]) -> Any:
+            if word[0] == MAPPED:
+                return mapped.find(*word[1:])
+            if held is None:
+                raise RequestError(f"A text encoder names {word[0]}, which no device has.")
+            return held.find(word)
+
+        return RankObjects(
+            device=device,
+            resolve=resolve,
+            find_module=self.packages.find_module,
+            local_patcher=lambda: (
+                local_patcher(held.patcher, PATCHER_STATE) if held else other_patcher(device)
+            ),
+            other_patcher=lambda: other_patcher(device),
+            server=quiet_server,
+            stored=mapped.find_tensor,
+            replaced=routed_functions(),
+            tensors=self._tensors,
+        )
+
+    def _packages_of(self, facts: ProcessFacts) -> Packages:
+        ranks = range(self._world.world_size)
+        return Packages(
+            facts.comfyui,
+            facts.own,
+            facts.packs,
+            facts.search_path,
+            facts.folders,
+            lambda: heartbeat.inside("the agreement on a job", ranks),
+        )
+
+
+def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Sets the states of torch, Python, numpy and, of a GPU, of its generator, as a job has them."""
+    of_torch, of_python, of_numpy, of_device = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
+    if of_device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(of_device, device)
+
+
+def _rerouted(one: Replaced) -> Replaced:
+    """Has attention that a pack has put into a module lead through the router too."""
+    if one.path or not is_attention(one.name) or not callable(one.value):
+        return one
+    return replace(one, value=reroute(one.name, one.value))

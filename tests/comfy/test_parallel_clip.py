@@ -1,0 +1,261 @@
+"""Parallel CLIP in the real ComfyUI: the same prompt as by stock, whatever the encoder is and wherever it lies."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+
+from comfyui_client import PromptFailed
+from graphs import Graph
+
+KINDS = ["clip_l", "t5", "sdxl", "umt5", "qwen", "qwen3", "gemma", "llama"]
+TEXT = "a photo of the (large:1.3) red cat near a [small] house, under the sky"
+_numbers = itertools.count()
+
+
+class TextGraph(Graph):
+    """Encoders of random weights, their texts, and what becomes of them."""
+
+    def encoder(self, kind: str, draw: int = 0) -> list:
+        name = f"tiny-{kind}-{draw}.safetensors"
+        return [self.add("TestEncoder", kind=kind, clip_name=name, draw=draw), 0]
+
+    def ours(self, clip: list, devices: str = "cpu:2", placement: str = "auto", **choice: str) -> list:
+        strategy = self.strategy(devices, **choice)
+        return [self.add("ParallelCLIP", clip=clip, placement=placement, strategy=strategy), 0]
+
+    def text(self, clip: list, text: str = TEXT) -> list:
+        return [self.add("CLIPTextEncode", clip=clip, text=text), 0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pieces(comfy):
+    """A sentencepiece model of a few words, as the files of Gemma and UMT5 carry theirs."""
+    words = [
+        "a",
+        "photo",
+        "of",
+        "the",
+        "large",
+        "small",
+        "red",
+        "blue",
+        "cat",
+        "dog",
+        "house",
+        "tree",
+        "under",
+        "over",
+    ]
+    path = comfy.server.base_directory / "models" / "text_encoders" / "pieces.model"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(words[i % 7 :: 1 + i % 5]) for i in range(200)]),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=3,
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+
+
+def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
+    """The tensors of each output, by their place in it."""
+    prompt, names = dict(graph.prompt), []
+    for output in outputs:
+        names.append(f"test-tensors-{next(_numbers)}.safetensors")
+        save = {"value": output, "path": names[-1]}
+        prompt[f"save-{names[-1]}"] = {"class_type": "TestSaveTensors", "inputs": save}
+    comfy.run(prompt)
+    return [load_file(comfy.output(name)) for name in names]
+
+
+def difference(one: dict, other: dict) -> float:
+    """The largest, relative to the largest value of the tensor."""
+    assert one and one.keys() == other.keys()
+    assert all(one[name].shape == other[name].shape and one[name].dtype == other[name].dtype for name in one)
+    apart = [(one[name].float() - other[name].float()).abs().max() for name in one]
+    sizes = [one[name].float().abs().max().clamp(min=1e-9) for name in one]
+    return max(float(mine / size) for mine, size in zip(apart, sizes, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_of_stock_to_the_last_bit_on_one_device(comfy, kind):
+    graph = TextGraph()
+    clip = graph.encoder(kind)
+    expected, found = tensors(comfy, graph, graph.text(clip), graph.text(graph.ours(clip)))
+    assert difference(expected, found) == 0.0
+
+
+@pytest.mark.parametrize("devices", ["cpu:2", "cpu:3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_of_stock_where_layers_are_shared_out(comfy, kind, devices):
+    graph = TextGraph()
+    clip = graph.encoder(kind)
+    ours = graph.ours(clip, devices, "all devices")
+    expected, found = tensors(comfy, graph, graph.text(clip), graph.text(ours))
+    assert difference(expected, found) <= 1e-5
+
+
+def _lora(graph: TextGraph, clip: list) -> list:
+    return [graph.add("TestEncoderLora", clip=clip, strength=0.7), 0]
+
+
+def _skip(graph: TextGraph, clip: list) -> list:
+    return [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
+
+
+def _written_into(graph: TextGraph, clip: list) -> list:
+    return [graph.add("TestWrittenInto", clip=clip), 0]
+
+
+def _hooked(graph: TextGraph, clip: list) -> list:
+    hook = [
+        graph.add("CreateHookLora", lora_name="encoder.safetensors", strength_model=1.0, strength_clip=1.0),
+        0,
+    ]
+    first = [graph.add("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0), 0]
+    later = [graph.add("CreateHookKeyframe", strength_mult=0.25, start_percent=0.5, prev_hook_kf=first), 0]
+    hook = [graph.add("SetHookKeyframes", hooks=hook, hook_kf=later), 0]
+    return [graph.add("SetClipHooks", clip=clip, apply_to_conds=False, schedule_clip=True, hooks=hook), 0]
+
+
+NODES = {"a LoRA": _lora, "CLIP skip": _skip, "a replaced method": _written_into, "scheduled hooks": _hooked}
+
+
+@pytest.fixture(scope="module")
+def lora_file(comfy):
+    """A LoRA for CLIP-L in a file."""
+    generator, found = torch.Generator().manual_seed(5), {}
+    for layer in range(4):
+        name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
+        found[f"{name}.lora_up.weight"] = torch.randn(128, 4, generator=generator)
+        found[f"{name}.lora_down.weight"] = torch.randn(4, 64, generator=generator)
+        found[f"{name}.alpha"] = torch.tensor(4.0)
+    path = comfy.server.base_directory / "models" / "loras" / "encoder.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(found, path)
+
+
+@pytest.mark.parametrize("placement", ["one device", "all devices"])
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_behind_it_do_as_they_do_to_stock(comfy, lora_file, name, placement):
+    graph = TextGraph()
+    # An encoder of its own: stock leaves the LoRAs of scheduled hooks in it.
+    clip = graph.encoder("clip_l", draw=1 + list(NODES).index(name))
+    ours = graph.ours(clip, placement=placement)
+    (plain,) = tensors(comfy, graph, graph.text(ours))
+    changed = [graph.text(NODES[name](graph, one)) for one in (clip, ours)]
+    expected, found = tensors(comfy, graph, *changed)
+    assert difference(expected, found) <= 1e-5
+    (again,) = tensors(comfy, graph, graph.text(ours, TEXT + " "))
+    assert difference(plain, again) == 0.0  # nothing of it is left
+    if plain.keys() == expected.keys():
+        assert difference(plain, expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["a LoRA", "CLIP skip"])
+def test_nodes_before_it_do_as_they_do_to_stock(comfy, name):
+    graph = TextGraph()
+    changed = NODES[name](graph, graph.encoder("clip_l"))
+    expected, found = tensors(comfy, graph, graph.text(changed), graph.text(graph.ours(changed)))
+    assert difference(expected, found) == 0.0
+
+
+def test_an_embedding_is_read_as_by_stock(comfy):
+    path = comfy.server.base_directory / "models" / "embeddings" / "tiny.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"emb_params": torch.randn(3, 64, generator=torch.Generator().manual_seed(2))}, path)
+    graph = TextGraph()
+    clip, words = graph.encoder("clip_l"), "a photo of embedding:tiny, a cat"
+    ours = graph.ours(clip, placement="all devices")
+    plain, expected, found = tensors(
+        comfy,
+        graph,
+        graph.text(clip, "a photo of a cat"),
+        graph.text(clip, words),
+        graph.text(ours, words),
+    )
+    assert difference(expected, found) <= 1e-5
+    assert difference(plain, expected) > 0.01
+
+
+@pytest.mark.parametrize("placement", ["one device", "all devices"])
+def test_pictures_and_sound_are_encoded_as_by_stock(comfy, placement):
+    graph = TextGraph()
+    vision, image = (
+        [graph.add("TestVision"), 0],
+        [graph.add("TestImage", width=48, height=40, batch=1, channels=3), 0],
+    )
+    hearing = graph.add("TestHearing")
+    seen = [
+        [graph.add("CLIPVisionEncode", clip_vision=one, image=image, crop="center"), 0]
+        for one in (vision, graph.ours(vision, placement=placement))
+    ]
+    heard = [
+        [graph.add("AudioEncoderEncode", audio_encoder=one, audio=[hearing, 1]), 0]
+        for one in ([hearing, 0], graph.ours([hearing, 0], placement=placement))
+    ]
+    stock_image, our_image, stock_sound, our_sound = tensors(comfy, graph, *seen, *heard)
+    assert difference(stock_image, our_image) <= 1e-5
+    assert difference(stock_sound, our_sound) <= 1e-5
+
+
+@pytest.mark.parametrize("placement", ["one device", "all devices"])
+def test_a_language_model_writes_what_stock_writes(comfy, placement):
+    graph = TextGraph()
+    clip = graph.encoder("qwen3")
+    asked = {"prompt": "a red cat", "max_length": 6, "sampling_mode": "off"}
+    for name, one in {"stock": clip, "ours": graph.ours(clip, placement=placement)}.items():
+        written = [graph.add("TextGenerate", clip=one, **asked), 0]
+        graph.add("TestSaveText", text=written, path=f"written-{name}.txt")
+    comfy.run(graph.prompt)
+    stock, ours = (comfy.output(f"written-{name}.txt").read_text() for name in ("stock", "ours"))
+    assert stock == ours != ""
+
+
+def test_processes_that_were_killed_are_given_the_encoder_again(comfy):
+    graph = TextGraph()
+    clip = graph.encoder("t5", draw=1)
+    ours = graph.ours(clip, placement="all devices")
+    expected, found = tensors(comfy, graph, graph.text(clip), graph.text(ours))
+    comfy.ranks()[1].kill()
+    (after,) = tensors(comfy, graph, graph.text(ours, TEXT + " "))
+    (stock,) = tensors(comfy, graph, graph.text(clip, TEXT + " "))
+    assert difference(stock, after) <= 1e-5
+    assert difference(expected, found) <= 1e-5
+
+
+def test_processes_map_the_loaders_file(comfy):
+    graph = TextGraph()
+    ours = graph.ours(graph.encoder("t5"))
+    tensors(comfy, graph, graph.text(ours, "a cat"))
+    pids = [process.pid for process in comfy.ranks()]
+    assert len(pids) == 2
+    assert all("tiny-t5-0.safetensors" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [("twice", "parallel already"), ("model", "takes a CLIP"), ("vae", "takes a CLIP")],
+)
+def test_what_is_no_clip_is_refused_by_name(comfy, clip, words):
+    graph = TextGraph()
+    wrong = {
+        "twice": lambda: graph.ours(graph.encoder("clip_l")),
+        "model": lambda: graph.model("stock", comfy.write_flux("tiny_for_clip.safetensors")),
+        "vae": lambda: [graph.add("TestTinyVAE"), 0],
+    }[clip]()
+    with pytest.raises(PromptFailed, match=words):
+        tensors(comfy, graph, graph.text(graph.ours(wrong)))
