@@ -178,7 +178,9 @@ class _EncoderShipment(Shipment):
             tensors=lambda holdings, is_new: self._pack(holdings, alone if is_new else None),
         )
         with self._sending(), errors_as_comfyuis():
-            return sidecar.call_encoder(request, on_phase=report_progress, should_cancel=interrupted).value
+            answer = sidecar.call_encoder(request, on_phase=report_progress, should_cancel=interrupted)
+        report_progress(f"encoded in {answer.seconds:.2f} s on {', '.join(answer.devices)}")
+        return answer.value
 
     def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
         return RequestError(

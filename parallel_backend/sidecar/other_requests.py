@@ -45,10 +45,14 @@ class EncoderRequest:
 
 @dataclass(frozen=True)
 class EncoderAnswer:
-    """`value`: what the call gave, tensors on the CPU; `devices`: those that computed."""
+    """`value`: what the call gave, tensors on the CPU; `devices`: those that computed; `bytes`: of the weights that
+    each of the ranks computed with; `bytes_sent`: collective payload of each."""
 
     value: Any
     devices: tuple[str, ...]
+    seconds: float
+    bytes: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
 
 
 class VaeRequests:
@@ -148,12 +152,18 @@ class EncoderRequests:
         message = CallEncoder(request.number, request.keep, rank, request.comfyui)
         exchange.send(message, request.tensors(holdings, is_new))
         budget = deadlines.FIRST_STEP + (deadlines.load_budget(request.bytes) if is_new else 0.0)
-        reports(exchange.wait(lambda: budget), lambda done: done.call)
+        calls = reports(exchange.wait(lambda: budget), lambda done: done.call)
         holdings.encoders = {
             number: place for number, place in holdings.encoders.items() if number in request.keep
         } | {request.number: rank}
         holdings.has_encoders_on_devices = not is_cpu(self.devices)
-        return EncoderAnswer(unpack_tree(exchange.result), where)
+        return EncoderAnswer(
+            unpack_tree(exchange.result),
+            where,
+            seconds=max(call.seconds for call in calls),
+            bytes=tuple(call.bytes for call in calls),
+            bytes_sent=tuple(call.bytes_sent for call in calls),
+        )
 
     def _choose_rank(self, request: EncoderRequest, lease: Lease) -> int:
         """The rank that computes, or ALL_RANKS: on one device where that has the room."""

@@ -95,6 +95,13 @@ def release_cache(spec: ModelSpec) -> None:
             _let_go(sidecar, sidecar.release_cache)
 
 
+def offload_encoders() -> None:
+    """Has idle ranks move text encoders to host memory: what is planned next may need the devices'."""
+    for sidecar in all_sidecars():
+        if sidecar.has_encoders_on_devices and sidecar.state is State.READY:
+            _let_go(sidecar, sidecar.release_cache)
+
+
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
     try:
         ask()

@@ -278,6 +278,11 @@ class Sidecar(VaeRequests, EncoderRequests):
             waiting = False
             self._holdings.release_cache(lease)
 
+    @property
+    def has_encoders_on_devices(self) -> bool:
+        """True where text encoders lie in the devices' memory, which `release_cache` gives back."""
+        return self._holdings.has_encoders_on_devices
+
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Of one device's memory that a model takes now."""
         return self._holdings.bytes_on(spec, device)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU
 from parallel_backend.job.payload import (
+    EncoderCall,
     Head,
     NetworkCall,
     PickledJob,
@@ -153,13 +154,26 @@ def ship_call(
     return ShippedRequest(first, 1, lambda _: tensors, is_call=True)
 
 
-def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
+def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = "", *, is_new: bool):
+    """The payload of a call of a text encoder; with the encoder itself where it is new to the ranks."""
+    from comfy.model_patcher import ModelPatcher
 
+    work = EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {})
+    return _pack(work, module, "", 0.0, alone=(module, ModelPatcher) if is_new else None)
+
+
+def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
+    return _pack(work, stock_model(spec).patcher.model, mode, threshold)
+
+
+def _pack(work, base: nn.Module, mode: str, threshold: float, alone: object = None):
     from comfy.model_patcher import ModelPatcher
 
     states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)
     job = PickledJob(work, replaced=(), changes=(), random_states=states, cache_threshold=threshold)
-    pickled = pickle_job(job, _known(stock_model(spec).patcher.model), SentTensors(), ModelPatcher)
+    sent = SentTensors()
+    first = None if alone is None else pickle_job(alone, {}, sent, ModelPatcher)
+    pickled = pickle_job(job, _known(base), sent, ModelPatcher)
     facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
     head = Head(
         job=pickled.data,
@@ -171,8 +185,9 @@ def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, thresho
         inputs=astuple(ANYTHING),
         prints=None,
         digests={},
+        encoder=None if first is None else first.data,
     )
-    return pack_payload(head, pickled.tensors)
+    return pack_payload(head, pickled.tensors | ({} if first is None else first.tensors))
 
 
 def _known(base: nn.Module) -> dict[int, tuple[str, ...]]:

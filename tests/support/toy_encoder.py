@@ -1,0 +1,43 @@
+"""A text encoder of a few layers, some of which take their time or fail."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+
+class ToyLayer(nn.Module):
+    """Answers with (hidden, what it makes of the sum so far, its number). `seconds`: that it takes; `fails`: True for
+    one that raises."""
+
+    def __init__(self, number: int, width: int, seconds: float, fails: bool) -> None:
+        super().__init__()
+        self.number, self.seconds, self.fails = number, seconds, fails
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, total: Tensor | None) -> tuple[Tensor, dict[str, Tensor | None], int]:
+        time.sleep(self.seconds)
+        if self.fails:
+            raise ValueError("this layer cannot")
+        hidden = torch.tanh(self.linear(hidden))
+        return hidden, {"total": hidden if total is None else total + hidden}, self.number
+
+
+class ToyEncoder(nn.Module):
+    """[B, N] numbers of tokens -> (hidden [B, N, width], pooled or None, the sum of layers' answers)."""
+
+    def __init__(self, layers: int = 5, width: int = 8, seconds: float = 0.0, fails: int = -1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(
+            ToyLayer(number, width, seconds, number == fails) for number in range(layers)
+        )
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, None, dict[str, Tensor | None]]:
+        hidden, totals = self.embedding(tokens), {"total": None}
+        for number, layer in enumerate(self.layers):
+            hidden, totals, found = layer(hidden, totals["total"])
+            assert found == number
+        return hidden, None, totals
