@@ -48,6 +48,7 @@ PATCHER_STATE = (
     "made_from",
 )
 _PLAIN = frozenset({dict, str, int, float, tuple, list, bool, bytes, type(None)})
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImplementedError, ValueError)
 # The metaclass of what ComfyUI runs a node's `execute` with: a copy of the node's class that cannot be changed.
 _LOCKED = "lock_class.<locals>.LockedMeta"
@@ -240,10 +241,8 @@ class _JobPickler(cloudpickle.Pickler):
         if tensor.is_meta:
             raise RuntimeError(f"a tensor made of weights that lie on the devices ({list(tensor.shape)})")
         kind = type(tensor)
-        is_plain = kind in (Tensor, nn.Parameter, nn.Buffer)
-        if not is_plain and (hasattr(tensor, "__tensor_flatten__") or hasattr(kind, "_params")):
-            return None  # a quantised one, which goes by its parts
-        if tensor.layout is not torch.strided:
+        is_plain = kind in _TENSORS
+        if tensor.layout is not torch.strided or not is_plain:
             return None
         kind_and_place = isinstance(tensor, nn.Parameter), tensor.device.type == "cpu"
         place = None if self._find_in_file is None else self._find_in_file(tensor)
@@ -274,6 +273,17 @@ class _JobPickler(cloudpickle.Pickler):
         elif isinstance(obj, nn.Module) and type(obj).__reduce_ex__ is object.__reduce_ex__:
             state = {key: value for key, value in obj.__dict__.items() if key not in LOADED_STATE}
             return (reducers.make_empty, (type(obj),), state, None, None, reducers.set_attributes)
+        elif isinstance(obj, Tensor) and type(obj) not in _TENSORS and _is_opaque(obj):
+            plain = obj.as_subclass(Tensor)
+            self._alive.append(plain)
+            return (
+                reducers.make_tensor_of,
+                (type(obj), plain),
+                vars(obj),
+                None,
+                None,
+                reducers.set_attributes,
+            )
         elif isinstance(obj, torch.Generator):
             return (reducers.make_generator, (CONTEXT, obj.device.type == "cpu", obj.get_state()))
         return super().reducer_override(obj)
@@ -328,6 +338,12 @@ class _JobPickler(cloudpickle.Pickler):
             slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
             make, arguments = reducers.make_function, (CONTEXT, name, func.__code__, func.__closure__)
         return (make, arguments, (state, slots, cells), None, None, reducers.fill_function)
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    """True for a tensor of a class of its own that is no quantised one, which goes by its parts."""
+    is_quantised = hasattr(tensor, "__tensor_flatten__") or hasattr(type(tensor), "_params")
+    return tensor.layout is torch.strided and not is_quantised
 
 
 def _bound_by_super(obj: Any) -> tuple[type, Any] | None:

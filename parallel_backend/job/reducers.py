@@ -78,6 +78,12 @@ def make_empty(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
+def make_tensor_of(kind: Any, plain: Tensor) -> Tensor:
+    """A tensor of a class of its own over the values of `plain`, whose attributes come afterwards."""
+    made: Tensor = plain.as_subclass(kind)
+    return made
+
+
 def set_attributes(obj: Any, state: dict[str, Any]) -> None:
     """Fills an object that was made without attributes."""
     obj.__dict__.update(state)

@@ -147,10 +147,18 @@ class EncoderRequests:
         rank = self._choose_rank(request, lease) if placed is None else placed
         where = self.devices if rank == ALL_RANKS else (self.devices[rank],)
         lease.on_phase(Phase(PhaseKind.SENDING_ENCODER if is_new else PhaseKind.ENCODING_TEXT))
+        tensors = request.tensors(holdings, is_new)
+        wanted = sum(tensor.nbytes for tensor in tensors.values())
+        if wanted > MOST_BYTES:
+            raise RequestError(
+                f"The text encoder has {wanted / 2**30:.1f} GiB of weights that lie in no .safetensors file of its "
+                f"loader, and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load it from "
+                f".safetensors files, or connect its CLIP without Parallel CLIP."
+            )
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.listener = max(rank, 0)
         message = CallEncoder(request.number, request.keep, rank, request.comfyui)
-        exchange.send(message, request.tensors(holdings, is_new))
+        exchange.send(message, tensors)
         budget = deadlines.FIRST_STEP + (deadlines.load_budget(request.bytes) if is_new else 0.0)
         calls = reports(exchange.wait(lambda: budget), lambda done: done.call)
         holdings.encoders = {

@@ -1,6 +1,7 @@
 """Machines of a cluster as a device set in graphs: real ComfyUI, real torchruns, and the latent of stock KSampler."""
 
 import pytest
+from safetensors.torch import load_file
 
 from cluster_machines import Torchrun, free_port
 from comfy_harness import require_comfyui
@@ -71,6 +72,16 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
             found, report = sample(build)
             assert relative_difference(found, expected) <= 1e-5
             assert "CFG 2" in report and "cpu:0@lab/a, cpu:0@lab/b" in report
+        graph = Graph()
+        clip = [graph.add("TestEncoder", kind="clip_l", clip_name="tiny-far.safetensors", draw=3), 0]
+        strategy = graph.strategy(DEVICES)
+        ours = [graph.add("ParallelCLIP", clip=clip, placement="all devices", strategy=strategy), 0]
+        for name, one in {"stock": clip, "ours": ours}.items():
+            text = [graph.add("CLIPTextEncode", clip=one, text="a red cat"), 0]
+            graph.add("TestSaveTensors", value=text, path=f"far-{name}.safetensors")
+        comfy.run(graph.prompt)
+        stock, far = (load_file(comfy.output(f"far-{name}.safetensors")) for name in ("stock", "ours"))
+        assert all(relative_difference(far[name], one) <= 1e-5 for name, one in stock.items())
         with pytest.raises(
             PromptFailed, match=r"Machine [ab] does not have the pack parallel_test_nodes, whose code"
         ):

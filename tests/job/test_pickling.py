@@ -248,6 +248,23 @@ def test_a_quantised_tensor_goes_by_its_parts(rank):
     assert rank.ship([tensor])[0].tolist() == [1.0, 1.0]
 
 
+class PackedTensor(torch.Tensor):
+    """As packs have them for formats of their own (GGUF): bytes, and what they are of."""
+
+
+def test_a_tensor_of_a_packs_own_class_keeps_it_and_its_values_are_sent_beside(rank):
+    packed = torch.arange(6, dtype=torch.uint8).as_subclass(PackedTensor)
+    packed.tensor_shape = torch.Size([3])
+    layer = nn.Linear(1, 1)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    found = rank.ship({"packed": packed, "again": packed, "layer": layer})
+    assert type(found["packed"]) is PackedTensor and found["packed"].tensor_shape == torch.Size([3])
+    assert found["packed"].tolist() == [0, 1, 2, 3, 4, 5] and found["again"] is found["packed"]
+    assert isinstance(found["layer"].weight, PackedTensor)
+    assert isinstance(found["layer"].weight, nn.Parameter) == isinstance(layer.weight, nn.Parameter)
+    assert sorted(one.numel() for one in rank.latest.tensors.values()) == [1, 6, 6]
+
+
 def test_a_payload_is_plain_values_and_copies():
     head = Head(
         b"job",

@@ -11,6 +11,7 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.sidecar import other_requests
 from parallel_backend.sidecar.other_requests import (
     ALL_DEVICES,
     AUTO,
@@ -128,6 +129,16 @@ def test_a_place_that_does_not_exist_is_refused(at):
         RequestError, match="placement is everywhere; choose one of auto, one device, all devices"
     ):
         at(ToyEncoder(), "everywhere")
+
+
+def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RequestError, match=r"lie in no \.safetensors file of its loader"),
+    ):
+        patch.setattr(other_requests, "MOST_BYTES", 100)
+        at(ToyEncoder(), FIRST)
+    assert at(ToyEncoder(), FIRST).value
 
 
 GIB = 2**30

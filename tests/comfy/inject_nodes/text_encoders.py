@@ -107,7 +107,7 @@ def _make(kind: str) -> comfy.sd.CLIP:
     target = types.SimpleNamespace(params={}, clip=model, tokenizer=tokenizer)
     options = {f"{name}_model_config": one for name, one in sizes.items()} | {"dtype": torch.float32}
     pieces = Path(folder_paths.models_dir) / "text_encoders" / PIECES
-    model = torch.frombuffer(bytearray(pieces.read_bytes()), dtype=torch.uint8)
+    model = torch.frombuffer(bytearray(pieces.read_bytes() if pieces.exists() else b"-"), dtype=torch.uint8)
     return comfy.sd.CLIP(
         target,
         embedding_directory=folder_paths.get_folder_paths("embeddings"),
