@@ -64,6 +64,7 @@ class Events:
     previews: int = 0
     preview_times: list[float] = field(default_factory=list)  # seconds, time.monotonic()
     messages: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of the messages, in seconds, time.monotonic()
 
     def of_node(self, node_id: str) -> list[int]:
         """The progress values of one node, in order."""
@@ -216,6 +217,7 @@ class _Listener:
             return
         message = json.loads(frame)
         self.events.messages.append(message)
+        self.events.times.append(time.monotonic())
         data = message.get("data", {})
         if message["type"] == "progress":
             self.events.progress.append((data["node"], data["value"], data["max"]))

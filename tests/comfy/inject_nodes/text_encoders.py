@@ -48,6 +48,7 @@ _LLM = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+_WIDTHS = ("hidden_size", "intermediate_size", "d_model", "d_ff")
 _SMALL = {"vocab_size": 400}  # of encoders with the tokenizer in PIECES
 PIECES = "pieces.model"  # a sentencepiece model, which the files of such encoders carry
 
@@ -84,14 +85,15 @@ class TestEncoder(io.ComfyNode):
                 io.Combo.Input("kind", options=list(_KINDS)),
                 io.String.Input("clip_name"),
                 io.Int.Input("draw", default=0),
+                io.Int.Input("scale", default=1, tooltip="times as wide"),
             ],
             outputs=[io.Clip.Output()],
         )
 
     @classmethod
-    def execute(cls, kind, clip_name, draw) -> io.NodeOutput:
+    def execute(cls, kind, clip_name, draw, scale=1) -> io.NodeOutput:
         path = Path(folder_paths.models_dir) / "text_encoders" / clip_name
-        clip = _make(kind)
+        clip = _make(kind, scale)
         if not path.exists():
             generator = torch.Generator().manual_seed(draw)
             state = clip.cond_stage_model.state_dict()
@@ -101,11 +103,12 @@ class TestEncoder(io.ComfyNode):
         return io.NodeOutput(clip)
 
 
-def _make(kind: str) -> comfy.sd.CLIP:
+def _make(kind: str, scale: int) -> comfy.sd.CLIP:
     model, tokenizer, sizes = _KINDS[kind]
 
     target = types.SimpleNamespace(params={}, clip=model, tokenizer=tokenizer)
-    options = {f"{name}_model_config": one for name, one in sizes.items()} | {"dtype": torch.float32}
+    options = {f"{name}_model_config": _scaled(one, scale) for name, one in sizes.items()}
+    options["dtype"] = torch.float32
     pieces = Path(folder_paths.models_dir) / "text_encoders" / PIECES
     model = torch.frombuffer(bytearray(pieces.read_bytes() if pieces.exists() else b"-"), dtype=torch.uint8)
     return comfy.sd.CLIP(
@@ -114,6 +117,10 @@ def _make(kind: str) -> comfy.sd.CLIP:
         tokenizer_data={"spiece_model": model},
         model_options=options,
     )
+
+
+def _scaled(sizes: dict[str, int], scale: int) -> dict[str, int]:
+    return {name: value * (scale if name in _WIDTHS else 1) for name, value in sizes.items()}
 
 
 def _draw(model: torch.nn.Module) -> None:
