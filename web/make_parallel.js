@@ -1,4 +1,4 @@
-// "Make this workflow parallel", by Parallel Model or by our loader and sampler in the place of ComfyUI's, and back again: in
+// "Make this workflow parallel", by Parallel Model (and Parallel CLIP, where the settings say so) or by our loader and sampler in the place of ComfyUI's, and back again: in
 // the menus of the canvas and of nodes, and as commands.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -6,7 +6,7 @@ import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } f
 import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
 import { say } from "./lib/words.js";
 
-const PARALLEL = "ParallelModel";
+const PARALLEL = ["ParallelModel", "ParallelCLIP"];
 const MAKE = "parallel_sampling.make_parallel";
 const BACK = "parallel_sampling.make_stock";
 const SWAP = "parallel_sampling.swap_in";
@@ -81,7 +81,7 @@ app.registerExtension({
     return [
       ...(givesStockModel(node) ? [makeItem()] : []),
       ...(SWAPPED.includes(kind) && canSwapIn() ? [swapItem()] : []),
-      ...(kind === PARALLEL && canTakeOut() ? [backItem()] : []),
+      ...(PARALLEL.includes(kind) && canTakeOut() ? [backItem()] : []),
       ...(OURS.includes(kind) && canSwapOut() ? [swapBackItem()] : []),
     ];
   },

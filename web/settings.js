@@ -35,6 +35,10 @@ app.registerExtension({
       "Some steps of a first run use other exact strategies, and auto keeps the fastest. Off: it gives the same bits as the next ones.",
     ),
     setting(
+      "make_encoders_parallel", "Devices", "Make text encoders parallel too", "boolean", false,
+      "Make this workflow parallel then puts Parallel CLIP behind each loader of a text encoder as well.",
+    ),
+    setting(
       "start_at_launch", "Processes", "Start the processes with ComfyUI", "boolean", false,
       "Starts processes on the default devices when ComfyUI starts. They load a model with the first prompt.",
     ),

@@ -67,6 +67,7 @@ SETTINGS = {
     "start_at_launch": Setting(False, _switch),
     "allow_approximate": Setting(True, _switch),
     "try_strategies": Setting(True, _switch),
+    "make_encoders_parallel": Setting(False, _switch),  # read by the page alone
     "preload_next": Setting(True, _switch),
     "metrics": Setting(False, _switch),
     "price_per_gpu_hour": Setting(0.0, _price),

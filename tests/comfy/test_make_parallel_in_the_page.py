@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from comfy_harness import ROOT
 from graphs import STOCK, Graph
@@ -119,6 +121,43 @@ def test_a_made_workflow_runs_and_gives_the_stock_latent(page, measuring):
     (sampler,) = [name for name, node in made.items() if node["class_type"] == "KSampler"]
     assert made[made[sampler]["inputs"]["model"][0]]["class_type"] == "ParallelModel"
     assert (comfy.sample(made, [sampler, 0]) - stock).abs().max() <= 1e-4 * stock.abs().max()
+
+
+def test_text_encoders_get_theirs_where_the_settings_say_so_and_give_stocks_text(page, measuring):
+    comfy = measuring[0]
+    graph = Graph()
+    clip = [graph.add("TestEncoder", kind="clip_l", clip_name="made.safetensors", draw=0, scale=1), 0]
+    skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
+    for number, one in enumerate((clip, skipped)):
+        text = [graph.add("CLIPTextEncode", clip=one, text="a red cat"), 0]
+        graph.add("TestSaveTensors", value=text, path=f"made-text-{number}.safetensors")
+    paths = [comfy.output(f"made-text-{number}.safetensors") for number in range(2)]
+    comfy.run(graph.prompt)
+    stock = [load_file(path) for path in paths]
+    _show(page, graph.prompt)
+    links = page.evaluate(LINKS)
+    assert _words()["make_parallel"] not in page.evaluate(MENU)
+    page.evaluate("() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', true)")
+    try:
+        assert _words()["make_parallel"] in page.evaluate(NODE_MENU, "TestEncoder")
+        _command(page, "parallel_sampling.make_parallel")
+        (made,) = page.evaluate(LINKS)
+        assert made.count(["TestEncoder", "ParallelCLIP", "clip"]) == 1
+        assert made.count(["ParallelCLIP", "CLIPTextEncode", "clip"]) == 1
+        assert made.count(["ParallelCLIP", "CLIPSetLastLayer", "clip"]) == 1
+        assert len(made) == len(links[0]) + 1
+        for path in paths:
+            path.unlink()
+        comfy.run(page.evaluate("async () => (await app.graphToPrompt()).output"))
+        for path, expected in zip(paths, stock, strict=True):
+            found = load_file(path)
+            assert all(torch.equal(found[name], one) for name, one in expected.items())
+        _command(page, "parallel_sampling.make_stock")
+        assert page.evaluate(LINKS) == links
+    finally:
+        page.evaluate(
+            "() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', false)"
+        )
 
 
 def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone(page):

@@ -38,6 +38,7 @@ def test_sound_values_count():
         "start_at_launch": True,
         "allow_approximate": False,
         "try_strategies": False,
+        "make_encoders_parallel": True,
         "preload_next": False,
         "metrics": True,
         "price_per_gpu_hour": 2.5,

@@ -1,54 +1,62 @@
-// Parallel Model behind every loader of the graph that does without, and out again: links and values stay as they are.
+// Parallel Model behind every loader of the graph that does without, Parallel CLIP too where the user's settings say so, and out
+// again: links and values stay as they are.
 import { app } from "../../../scripts/app.js";
 import { captureState, nodesOf, rootGraph } from "./graph.js";
 
-const PARALLEL = "ParallelModel";
-const MODEL = "MODEL";
-const IN = { model: 0 }; // its slots
-const OUT = { model: 0, parallel: 1 };
+const MODELS = { parallel: "ParallelModel", type: "MODEL" };
+const ENCODERS = { parallel: "ParallelCLIP", type: "CLIP" };
+const ENCODERS_TOO = "parallel_sampling.make_encoders_parallel";
+const SLOT = 0; // of what both take and give
+const FOR_SAMPLERS = 1; // of Parallel Model's other output
 const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
 export const ACTIVE = 0; // neither muted nor bypassed
 export const GAP = 40; // pixels
 
 export const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
 const isOurs = (node) => node.constructor.nodeData?.python_module === parallelModule();
-const parallelModule = () => globalThis.LiteGraph.registered_node_types[PARALLEL]?.nodeData?.python_module;
+const parallelModule = () => globalThis.LiteGraph.registered_node_types[MODELS.parallel]?.nodeData?.python_module;
+const kinds = () => (app.extensionManager.setting.get(ENCODERS_TOO) ? [MODELS, ENCODERS] : [MODELS]);
 
 export function linksOf(graph, node, slot) {
   return (node.outputs[slot]?.links ?? []).map((id) => graph.links.get?.(id) ?? graph.links[id]).filter(Boolean);
 }
 
-const modelSlots = (node) => node.outputs.flatMap((output, slot) => (output.type === MODEL ? [slot] : []));
+const slotsOf = (node, { type }) => node.outputs.flatMap((output, slot) => (output.type === type ? [slot] : []));
 
-// Whether what this link carries comes to a Parallel Model, through whatever changes it on the way.
-function becomesParallel(graph, link, seen = new Set()) {
+// Whether what this link carries comes to the parallel node of its kind, through whatever changes it on the way.
+function becomesParallel(graph, link, kind, seen = new Set()) {
   if (seen.has(link)) return false;
   seen.add(link);
   if (Number(link.target_id) === OUTSIDE) {
     const instances = graphs().flatMap((g) => g.nodes.filter((n) => n.subgraph === graph).map((n) => [g, n]));
-    return instances.some(([g, n]) => linksOf(g, n, link.target_slot).some((l) => becomesParallel(g, l, seen)));
+    return instances.some(([g, n]) => linksOf(g, n, link.target_slot).some((l) => becomesParallel(g, l, kind, seen)));
   }
   const target = graph.getNodeById(link.target_id);
   if (!target) return false;
-  if (target.comfyClass === PARALLEL || (target.subgraph && nodesOf(PARALLEL, target.subgraph).length)) return true;
-  return modelSlots(target).some((slot) => linksOf(graph, target, slot).some((l) => becomesParallel(graph, l, seen)));
+  if (target.comfyClass === kind.parallel || (target.subgraph && nodesOf(kind.parallel, target.subgraph).length)) return true;
+  return slotsOf(target, kind).some((slot) => linksOf(graph, target, slot).some((l) => becomesParallel(graph, l, kind, seen)));
 }
 
-// [graph, loader, slot, links] of each model that nothing makes parallel: those that a node gives which takes none.
-function stockModels() {
+// [graph, loader, slot, links] of each of a kind that nothing makes parallel: those that a node gives which takes none.
+function stockOf(kind) {
   return graphs().flatMap((graph) =>
     graph.nodes
       .filter((node) => node.mode === ACTIVE && !node.subgraph && !isOurs(node))
-      .filter((node) => !node.inputs?.some(({ type }) => type === MODEL) && node.outputs)
-      .flatMap((node) => modelSlots(node).map((slot) => [graph, node, slot]))
+      .filter((node) => !node.inputs?.some(({ type }) => type === kind.type) && node.outputs)
+      .flatMap((node) => slotsOf(node, kind).map((slot) => [graph, node, slot]))
       .map(([graph, node, slot]) => [graph, node, slot, linksOf(graph, node, slot)])
-      .map(([graph, node, slot, links]) => [graph, node, slot, links.filter((link) => !becomesParallel(graph, link))])
+      .map(([graph, node, slot, links]) => [graph, node, slot, links.filter((link) => !becomesParallel(graph, link, kind))])
       .filter(([, , , links]) => links.length),
   );
 }
 
-const parallelModels = () =>
-  graphs().flatMap((graph) => graph.nodes.filter((node) => node.comfyClass === PARALLEL).map((node) => [graph, node]));
+const parallelNodes = () =>
+  graphs().flatMap((graph) =>
+    graph.nodes
+      .filter(({ comfyClass }) => [MODELS.parallel, ENCODERS.parallel].includes(comfyClass))
+      .map((node) => [graph, node]),
+  );
+const isNeeded = (node) => Boolean(node.outputs[FOR_SAMPLERS]?.links?.length);
 
 // Gives a link's end to another node.
 export function move(graph, link, origin, slot) {
@@ -86,9 +94,9 @@ export function change(act) {
   }
 }
 
-export const canMakeParallel = () => stockModels().length > 0;
-export const canTakeOut = () => parallelModels().some(([, node]) => !node.outputs[OUT.parallel].links?.length);
-export const givesStockModel = (node) => stockModels().some(([, loader]) => loader === node);
+export const canMakeParallel = () => kinds().some((kind) => stockOf(kind).length > 0);
+export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node));
+export const givesStockModel = (node) => kinds().some((kind) => stockOf(kind).some(([, loader]) => loader === node));
 
 // The nodes whose inside a subgraph is, also those of the subgraphs around them.
 export function holdersOf(graph) {
@@ -101,20 +109,21 @@ const titleOf = ({ graph, title }) => holdersOf(graph)[0]?.title ?? title;
 // Returns how many were put in, the titles of the subgraphs in which they are, and whether they are still there.
 export function makeParallel() {
   return change(() => {
-    const found = stockModels();
+    const found = kinds().flatMap((kind) => stockOf(kind).map((stock) => [...stock, kind.parallel]));
     const added = [];
-    for (const [graph, loader, slot, links] of found) {
-      const node = globalThis.LiteGraph.createNode(PARALLEL);
+    for (const [graph, loader, slot, links, parallel] of found) {
+      const node = globalThis.LiteGraph.createNode(parallel);
       const title = globalThis.LiteGraph.NODE_TITLE_HEIGHT;
       graph.add(node);
       node.pos = [-1e6, -1e6]; // not in its own way
       node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, title);
-      for (const link of links) move(graph, link, node, OUT.model);
-      loader.connect(slot, node, IN.model);
+      // First what gives it its type: Parallel CLIP takes several.
+      loader.connect(slot, node, SLOT);
+      for (const link of links) move(graph, link, node, SLOT);
       added.push(node.id);
     }
     const inside = new Set(found.filter(([graph]) => graph !== rootGraph()).map(([graph]) => titleOf({ graph, title: graph.name })));
-    const areThere = () => parallelModels().some(([, node]) => added.includes(node.id));
+    const areThere = () => parallelNodes().some(([, node]) => added.includes(node.id));
     return { count: found.length, inside: [...inside], areThere };
   });
 }
@@ -122,14 +131,14 @@ export function makeParallel() {
 // Returns how many were taken out, and how many stay since a Parallel Sampler needs them.
 export function takeOut() {
   return change(() => {
-    const all = parallelModels();
-    const needed = all.filter(([, node]) => node.outputs[OUT.parallel].links?.length);
+    const all = parallelNodes();
+    const needed = all.filter(([, node]) => isNeeded(node));
     for (const [graph, node] of all) {
-      if (node.outputs[OUT.parallel].links?.length) continue;
-      const incoming = node.inputs[IN.model].link;
+      if (isNeeded(node)) continue;
+      const incoming = node.inputs[SLOT].link;
       const link = incoming == null ? null : (graph.links.get?.(incoming) ?? graph.links[incoming]);
       const origin = link && graph.getNodeById(link.origin_id);
-      if (origin) for (const own of linksOf(graph, node, OUT.model)) move(graph, own, origin, link.origin_slot);
+      if (origin) for (const own of linksOf(graph, node, SLOT)) move(graph, own, origin, link.origin_slot);
       graph.remove(node);
     }
     return { out: all.length - needed.length, stay: needed.length };
