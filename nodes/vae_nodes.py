@@ -15,8 +15,9 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
+from ..parallel_backend.observability.prompt_phases import PHASES
 from ..parallel_backend.planner.rules import StrategySettings
-from .host.calls import errors_as_comfyuis, interrupted, report_progress
+from .host.calls import errors_as_comfyuis, interrupted, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
 from .host.vae_ranks import ROWS, CannotBeSplit, choose_ranks, make_room, report_lines, splittable
 from .link_checks import check_links, refuse_literals
@@ -133,6 +134,7 @@ def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callab
         result = here()
         lines = [f"{stem}ed by: ComfyUI's own VAE {stem}e, on one device, because {reason}"]
     lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
+    lines += PHASES.in_words(running_prompt_id())
     report_progress(lines[0])
     return io.NodeOutput(result, "\n".join(lines))
 

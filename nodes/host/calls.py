@@ -35,6 +35,12 @@ log = logging.getLogger(__name__)
 _COMPILE_CHOICE = CompileChoice()  # ranks and what they compiled last as long as this process
 
 
+def running_prompt_id() -> str:
+    """ComfyUI's id of the prompt that runs in this thread, "" for none."""
+    context = get_executing_context()
+    return "" if context is None else str(context.prompt_id)
+
+
 @dataclass
 class RunRecord:
     """The record of a sampling run, collected call by call for the report."""
@@ -51,6 +57,7 @@ class RunRecord:
     cache_threshold: float | None = None  # None: no step cache was wanted
     price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
     notes: list[str] = field(default_factory=list)  # what else there is to say of it, in words
+    prompt_id: str = field(default_factory=running_prompt_id)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A job that is shipped leaves its record here."""
@@ -137,8 +144,7 @@ def ranks_for(plan: Plan) -> Iterator[tuple[Sidecar, Placement]]:
 def errors_as_comfyuis() -> Iterator[None]:
     """A cancel becomes ComfyUI's interrupt, and memory that ran out on a rank its out-of-memory error. What the ranks
     do inside belongs to the prompt that runs."""
-    context = get_executing_context()
-    token = PROMPT_ID.set("" if context is None else context.prompt_id)
+    token = PROMPT_ID.set(running_prompt_id())
     try:
         yield
     except Cancelled:

@@ -102,7 +102,7 @@ class Encoder:
         self._loaded = weakref.ref(patcher)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer of `method` of the module at `path` in the ranks, or of the module itself where it is ""."""
+        """Returns the answer of `method` of the ranks' module at `path`, or of the module itself where it is ""."""
         patcher = self._loaded() or next(iter(self._clones), None)
         assert patcher is not None, "its modules live no longer than a patcher"
         self._unload_stock()
@@ -190,7 +190,7 @@ class _EncoderShipment(Shipment):
 
 
 def _snapshot(model: nn.Module) -> nn.Module:
-    """What ranks are sent: the modules as they are now, unloaded."""
+    """Copies the modules as they are now, unloaded, for the ranks."""
     found = shadow_of(model, {id(module): () for module in model.modules()})
     for name in _NOTES:
         found.__dict__.pop(name, None)

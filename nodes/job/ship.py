@@ -169,9 +169,9 @@ class Shipment:
         find_in_file = None if self._is_elsewhere else self._find_in_file
         known = self._outline.known | words
         first = None
-        if alone is not None:
-            first = pickle_job(alone, words, sent.tensors, ModelPatcher, find_in_file)
         try:
+            if alone is not None:
+                first = pickle_job(alone, words, sent.tensors, ModelPatcher, find_in_file)
             pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, find_in_file)
         except CannotBeSent as error:
             raise self._refused(error, known) from error

@@ -11,6 +11,7 @@ from aiohttp import web
 from comfy.cli_args import args
 
 from ...parallel_backend.errors import ParallelError
+from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.observability.toasts import Notifier, Toast
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
@@ -32,6 +33,7 @@ def begin(server: PromptServer) -> None:
     http.serve_on(args.listen)
     status = live_status.begin(server)
     listen(lambda event: status.changed())
+    listen(PHASES.on_event)
 
     def show(toast: Toast) -> None:
         server.send_sync(TOAST, asdict(toast))  # every open page, once

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...parallel_backend.observability.cost import amount, money
+from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.observability.timeline import in_words, joined, timeline
 from ...parallel_backend.options import APPROXIMATE_KERNELS
 from ...parallel_backend.strategy import ParallelStrategy
@@ -46,6 +47,7 @@ def write_report(record: RunRecord) -> str:
     lines += _loras(record)
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
+    lines += PHASES.in_words(record.prompt_id)
     lines += _cost(record)
     notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]

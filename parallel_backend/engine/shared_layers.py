@@ -25,7 +25,7 @@ _LEAST = 2  # layers in a list of them
 
 
 def find_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that can be shared out, in order: those of each list of modules of one class, the outermost ones."""
+    """Returns the layers that can be shared out, in order: those of each outermost list of modules of one class."""
     return list(_layers_in(module))
 
 
@@ -42,7 +42,7 @@ def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
-    """The rank of each layer: about as many bytes of weights on each, and no rank twice in the order."""
+    """Returns the rank of each layer: ranks follow each other, with about as many bytes of weights on each."""
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     total, before, owners = max(sum(sizes), 1), 0, []
     for size in sizes:
@@ -72,7 +72,7 @@ def _drop_weights(layer: nn.Module) -> None:
 def _answer(
     layouts: Layouts, meet: Meet, owner: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """What the owner's `forward` gives, on every rank. Collective."""
+    """Returns on every rank what the owner's `forward` gives. Collective."""
     is_mine = owner == layouts.world.rank
     leaves: list[Any] = []
     form, error = "", None

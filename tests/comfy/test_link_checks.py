@@ -30,6 +30,11 @@ class Wired(Graph):
             "CONDITIONING": lambda: self.text(1),
             "LATENT": self.latent,
             "IMAGE": lambda: [self.add("TestImage", width=16, height=16, batch=1, channels=3), 0],
+            # Parallel CLIP takes encoders of three types.
+            "COMFY_MATCHTYPE_V3": lambda: [
+                self.add("TestEncoder", kind="clip_l", clip_name="linked.safetensors", draw=0),
+                0,
+            ],
             "VAE": lambda: [self.add("TestTinyVAE"), 0],
         }[kind]()
 

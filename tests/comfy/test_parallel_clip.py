@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,8 @@ def test_the_text_is_that_of_stock_to_the_last_bit_on_one_device(comfy, kind):
     assert difference(expected, found) == 0.0
 
 
-@pytest.mark.parametrize("devices", ["cpu:2", "cpu:3"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", ["cpu:2", "cpu:3"])
 def test_the_text_is_that_of_stock_where_layers_are_shared_out(comfy, kind, devices):
     graph = TextGraph()
     clip = graph.encoder(kind)
@@ -223,6 +224,24 @@ def test_a_language_model_writes_what_stock_writes(comfy, placement):
     comfy.run(graph.prompt)
     stock, ours = (comfy.output(f"written-{name}.txt").read_text() for name in ("stock", "ours"))
     assert stock == ours != ""
+
+
+def test_a_whole_graph_gives_stocks_latent_and_its_report_tells_what_the_text_took(comfy):
+    unet = comfy.write_flux("tiny_for_text.safetensors", context_dim=64, pooled_dim=64)
+    graph = TextGraph()
+    clip, latents = graph.encoder("clip_l"), {}
+    for name, one in {"stock": clip, "ours": graph.ours(clip, placement="all devices")}.items():
+        texts = graph.text(one, "a red cat"), graph.text(one, "blue")
+        if name == "stock":
+            latents[name] = graph.ksampler(graph.model("stock", unet), *texts, graph.latent())
+        else:
+            loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
+            latents[name] = graph.parallel_sampler(loader, *texts, graph.latent())
+            graph.add("TestSaveText", text=[latents[name][0], 1], path="prompt-report.txt")
+    stock, ours = tensors(comfy, graph, *latents.values())
+    assert difference(stock, ours) <= 1e-4
+    report = comfy.output("prompt-report.txt").read_text()
+    assert re.search(r"this prompt on the devices: \S+ s so far: text .*, loading .*, sampling .*", report)
 
 
 def test_processes_that_were_killed_are_given_the_encoder_again(comfy):

@@ -37,7 +37,7 @@ def record(**changes):
         "cache_threshold": None,
         "price_per_hour": 0.0,
     }
-    return SimpleNamespace(**{**plain, **changes})
+    return SimpleNamespace(**{"prompt_id": "", **plain, **changes})
 
 
 def lines(**changes) -> dict[str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class HeldEncoder:
 
 
 class Encoders:
-    """By number, as ComfyUI's process gives them."""
+    """The encoders that this rank holds, by their numbers in ComfyUI's process."""
 
     def __init__(
         self, layouts: Layouts, reader: JobReader, import_comfyui: Callable[[ComfyUISource], None]
@@ -68,15 +69,12 @@ class Encoders:
         if self._held and self._layouts.world.device.type != "cpu":
             offload_encoders(self._layouts.world.device, [held.module for held in self._held.values()])
 
-    def clear(self) -> None:
-        self._held.clear()
-
     def call(
         self, message: CallEncoder, tensors: Tensors, is_cancelled: Callable[[], bool]
     ) -> tuple[Tensors | None, RankCall]:
         """Makes a call; the answer is on one rank. `is_cancelled()`: whether this rank has heard so. Collective."""
         begun, world = time.perf_counter(), self._layouts.world
-        self._held = {number: held for number, held in self._held.items() if number in message.keep}
+        self._keep(message.keep)
         self._meeting = _Meeting(world, is_cancelled)
         sent = self._layouts.traffic.bytes_sent
         computes = message.rank in (world.rank, ALL_RANKS)
@@ -108,8 +106,15 @@ class Encoders:
         )
         return (answer if world.rank == max(message.rank, 0) else None), record
 
+    def _keep(self, numbers: Sequence[int]) -> None:
+        before, self._held = self._held, {n: held for n, held in self._held.items() if n in numbers}
+        is_smaller = len(self._held) < len(before)
+        del before
+        if is_smaller:
+            gc.collect()  # modules and the methods that stand for theirs refer to each other
+
     def _hold(self, message: CallEncoder, encoder: Any) -> HeldEncoder:
-        """The encoder of the call, held from now on where it came with it."""
+        """Returns the encoder of the call; one that came with it is held from now on."""
         if encoder is not None:
             module, kind = encoder
             if message.rank == ALL_RANKS:

@@ -91,7 +91,7 @@ def _refusing_state(network: nn.Module) -> Callable[..., Any]:
 
 
 class Jobs:
-    """The state that a rank keeps from job to job."""
+    """Runs jobs, and keeps what it knows of the models that they are of."""
 
     def __init__(self, layouts: Layouts, reader: JobReader) -> None:
         self._layouts, self._reader = layouts, reader

@@ -238,7 +238,8 @@ class RankWorker:
         before = allocated(device)
         if message.only is None:
             self.vae.drop()
-            vars(self).pop("encoders", None)
+            if vars(self).pop("encoders", None) is not None:
+                collect(device)
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):

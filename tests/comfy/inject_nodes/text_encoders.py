@@ -85,7 +85,7 @@ class TestEncoder(io.ComfyNode):
                 io.Combo.Input("kind", options=list(_KINDS)),
                 io.String.Input("clip_name"),
                 io.Int.Input("draw", default=0),
-                io.Int.Input("scale", default=1, tooltip="times as wide"),
+                io.Int.Input("scale", default=1, optional=True, tooltip="times as wide"),
             ],
             outputs=[io.Clip.Output()],
         )

@@ -10,8 +10,8 @@ from torch import nn
 
 
 def call_encoder(patcher: Any, path: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The answer of `method` of the encoder's module at `path`, or of the module itself where it is "". Its weights are
-    as `patcher` has patched them, with the LoRAs of the prompt's hooks."""
+    """Returns the answer of `method` of the encoder's module at `path`, or of the module itself where it is "". Its
+    weights are as `patcher` has patched them, with the LoRAs of the prompt's hooks."""
     from comfy.model_management import load_models_gpu
 
     estimate = getattr(patcher.model, "memory_estimation_function", None)

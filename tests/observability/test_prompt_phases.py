@@ -1,0 +1,51 @@
+"""What a prompt had the devices for, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel_backend.observability.prompt_phases import MOST_PROMPTS, PromptPhases
+from parallel_backend.requests import LoadInfo, RunInfo
+from parallel_backend.sidecar.group.events import Changed, Ended
+from parallel_backend.strategy import ParallelStrategy
+
+DEVICES = ("cpu:0", "cpu:1")
+
+
+def ended(request, seconds, prompt="one", result="done", loading=None):
+    info = None
+    if loading is not None:
+        load = LoadInfo(loading, 1, cached=False, dtype="bfloat16", compute_dtype="float32")
+        info = replace(RunInfo("native", ParallelStrategy(), (), (0, 0), ()), load=load)
+    return Ended(DEVICES, request, result, seconds, None, info, None, 1, prompt_id=prompt)
+
+
+def test_phases_have_their_seconds_and_shares_and_a_load_is_one():
+    phases = PromptPhases()
+    for event in (
+        Changed(DEVICES),
+        ended("text", 0.25),
+        ended("text", 0.25),
+        ended("sample", 4.0, loading=1.0),
+        ended("decode", 0.5),
+        ended("sample", 100.0, prompt="another"),
+        ended("sample", 100.0, prompt=""),
+        ended("decode", 100.0, result="cancelled"),
+        ended("sleep", 100.0),
+    ):
+        phases.on_event(event)
+    assert phases.in_words("one") == [
+        "this prompt on the devices: 5 s so far: text 0.5 s (10%), loading 1 s (20%), sampling 3 s (60%), "
+        "decoding 0.5 s (10%)"
+    ]
+
+
+def test_a_prompt_that_only_samples_has_no_line_and_old_ones_are_forgotten():
+    phases = PromptPhases()
+    phases.on_event(ended("sample", 4.0, loading=1.0))
+    assert phases.in_words("one") == phases.in_words("none") == []
+    phases.on_event(ended("text", 1.0))
+    assert phases.in_words("one")
+    for number in range(MOST_PROMPTS):
+        phases.on_event(ended("text", 1.0, prompt=str(number)))
+    assert phases.in_words("one") == [] and phases.in_words("0")
