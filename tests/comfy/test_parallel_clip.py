@@ -17,6 +17,7 @@ from graphs import Graph
 
 KINDS = ["clip_l", "t5", "sdxl", "umt5", "qwen", "qwen3", "gemma", "llama"]
 TEXT = "a photo of the (large:1.3) red cat near a [small] house, under the sky"
+LORA = "encoder.safetensors"
 _numbers = itertools.count()
 
 
@@ -110,7 +111,7 @@ def test_the_text_is_that_of_stock_where_layers_are_shared_out(comfy, kind, devi
 
 
 def _lora(graph: TextGraph, clip: list) -> list:
-    return [graph.add("TestEncoderLora", clip=clip, strength=0.7), 0]
+    return [graph.add("TestEncoderLora", clip=clip, lora_name=LORA, strength=0.7), 0]
 
 
 def _skip(graph: TextGraph, clip: list) -> list:
@@ -123,7 +124,7 @@ def _written_into(graph: TextGraph, clip: list) -> list:
 
 def _hooked(graph: TextGraph, clip: list) -> list:
     hook = [
-        graph.add("CreateHookLora", lora_name="encoder.safetensors", strength_model=1.0, strength_clip=1.0),
+        graph.add("CreateHookLora", lora_name=LORA, strength_model=1.0, strength_clip=1.0),
         0,
     ]
     first = [graph.add("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0), 0]
@@ -135,7 +136,7 @@ def _hooked(graph: TextGraph, clip: list) -> list:
 NODES = {"a LoRA": _lora, "CLIP skip": _skip, "a replaced method": _written_into, "scheduled hooks": _hooked}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def lora_file(comfy):
     """A LoRA for CLIP-L in a file."""
     generator, found = torch.Generator().manual_seed(5), {}
@@ -144,14 +145,14 @@ def lora_file(comfy):
         found[f"{name}.lora_up.weight"] = torch.randn(128, 4, generator=generator)
         found[f"{name}.lora_down.weight"] = torch.randn(4, 64, generator=generator)
         found[f"{name}.alpha"] = torch.tensor(4.0)
-    path = comfy.server.base_directory / "models" / "loras" / "encoder.safetensors"
+    path = comfy.server.base_directory / "models" / "loras" / LORA
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(found, path)
 
 
 @pytest.mark.parametrize("placement", ["one device", "all devices"])
 @pytest.mark.parametrize("name", NODES)
-def test_nodes_behind_it_do_as_they_do_to_stock(comfy, lora_file, name, placement):
+def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name, placement):
     graph = TextGraph()
     # An encoder of its own: stock leaves the LoRAs of scheduled hooks in it.
     clip = graph.encoder("clip_l", draw=1 + list(NODES).index(name))

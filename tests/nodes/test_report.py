@@ -36,8 +36,9 @@ def record(**changes):
         "trials": (),
         "cache_threshold": None,
         "price_per_hour": 0.0,
+        "prompt_id": "",
     }
-    return SimpleNamespace(**{"prompt_id": "", **plain, **changes})
+    return SimpleNamespace(**{**plain, **changes})
 
 
 def lines(**changes) -> dict[str, str]:

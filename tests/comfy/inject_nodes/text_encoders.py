@@ -166,29 +166,23 @@ class TestHearing(io.ComfyNode):
 
 
 class TestEncoderLora(io.ComfyNode):
-    """A LoRA for the layers of CLIP-L, put on by ComfyUI's own function."""
+    """Puts a LoRA on a CLIP by ComfyUI's own function, without the MODEL that its node wants."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = [io.Clip.Input("clip"), io.Float.Input("strength", default=1.0)]
+        inputs = [
+            io.Clip.Input("clip"),
+            io.String.Input("lora_name"),
+            io.Float.Input("strength", default=1.0),
+        ]
         return io.Schema(
             node_id="TestEncoderLora", category=CATEGORY, inputs=inputs, outputs=[io.Clip.Output()]
         )
 
     @classmethod
-    def execute(cls, clip, strength) -> io.NodeOutput:
-        return io.NodeOutput(comfy.sd.load_lora_for_models(None, clip, encoder_lora(), 0.0, strength)[1])
-
-
-def encoder_lora() -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA in the names of trainers."""
-    generator, found = torch.Generator().manual_seed(5), {}
-    for layer in range(_CLIP["num_hidden_layers"]):
-        name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
-        found[f"{name}.lora_up.weight"] = torch.randn(_CLIP["intermediate_size"], 4, generator=generator)
-        found[f"{name}.lora_down.weight"] = torch.randn(4, _CLIP["hidden_size"], generator=generator)
-        found[f"{name}.alpha"] = torch.tensor(4.0)
-    return found
+    def execute(cls, clip, lora_name, strength) -> io.NodeOutput:
+        lora = load_file(folder_paths.get_full_path("loras", lora_name))
+        return io.NodeOutput(comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1])
 
 
 class TestWrittenInto(io.ComfyNode):
