@@ -245,18 +245,6 @@ def test_a_whole_graph_gives_stocks_latent_and_its_report_tells_what_the_text_to
     assert re.search(r"this prompt on the devices: \S+ s so far: text .*, loading .*, sampling .*", report)
 
 
-def test_processes_that_were_killed_are_given_the_encoder_again(comfy):
-    graph = TextGraph()
-    clip = graph.encoder("t5", draw=1)
-    ours = graph.ours(clip, placement="all devices")
-    expected, found = tensors(comfy, graph, graph.text(clip), graph.text(ours))
-    comfy.ranks()[1].kill()
-    (after,) = tensors(comfy, graph, graph.text(ours, TEXT + " "))
-    (stock,) = tensors(comfy, graph, graph.text(clip, TEXT + " "))
-    assert difference(stock, after) <= 1e-5
-    assert difference(expected, found) <= 1e-5
-
-
 def test_processes_map_the_loaders_file(comfy):
     graph = TextGraph()
     ours = graph.ours(graph.encoder("t5"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.sidecar import other_requests
+from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.other_requests import (
     ALL_DEVICES,
     AUTO,
@@ -20,6 +23,7 @@ from parallel_backend.sidecar.other_requests import (
     EncoderRequest,
     EncoderRequests,
 )
+from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.protocol import ALL_RANKS
 from shipped_jobs import ship_encoder_call
 from toy_encoder import ToyEncoder
@@ -39,17 +43,21 @@ def at(two_real_ranks, monkeypatch):
         elif place in PLACEMENTS:
             monkeypatch.undo()
         number = number or next(_numbers)
-        request = EncoderRequest(
-            number=number,
-            keep=(number, *keep),
-            bytes=sum(parameter.nbytes for parameter in module.parameters()),
-            placement=ONE_DEVICE if place == SECOND else place,
-            comfyui=import_comfyui_here(),
-            tensors=lambda holdings, is_new: ship_encoder_call(module, (TOKENS,), "encode", is_new=is_new),
-        )
+        request = request_of(module, ONE_DEVICE if place == SECOND else place, number, keep)
         return two_real_ranks.call_encoder(request, **options)
 
     return call
+
+
+def request_of(module, place, number, keep=()):
+    return EncoderRequest(
+        number=number,
+        keep=(number, *keep),
+        bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        placement=place,
+        comfyui=import_comfyui_here(),
+        tensors=lambda holdings, is_new: ship_encoder_call(module, (TOKENS,), "encode", is_new=is_new),
+    )
 
 
 def same(found, expected):
@@ -111,6 +119,22 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     with torch.inference_mode():
         assert same(at(module, place, number=number).value, module.encode(TOKENS))
     assert two_real_ranks.pids == pids
+
+
+@pytest.mark.parametrize("place", [FIRST, ALL_DEVICES])
+def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place):
+    sidecar, module = Sidecar(("cpu:0", "cpu:1")), ToyEncoder()
+    try:
+        request = request_of(module, place, next(_numbers))
+        before = sidecar.call_encoder(request)
+        os.kill(sidecar.pids[1], signal.SIGKILL)
+        phases = []
+        after = sidecar.call_encoder(request, on_phase=phases.append)
+    finally:
+        sidecar.stop()
+        FAILING.clear()  # else the device is left out in other tests
+    assert same(after.value, before.value)
+    assert phases[-1] == "sending the text encoder to the processes"
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
