@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Of each way what its prompts took by phase, without the first of those in a row, which loads."""
+    """Returns what the prompts of each way took by phase, without the first of those in a row, which loads."""
     found: dict[str, list[dict[str, float]]] = {"one": [], "two": []}
     with start_comfyui(folder) as server:
         comfy = Comfy(server, ClientWithTimes(server.url))

@@ -22,7 +22,6 @@ from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.sidecar.other_requests import EncoderRequest
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
-from ..host.prompt_links import running_node
 from ..host.vae_ranks import choose_ranks
 from .outline import CaughtMethod, Outline, shadow_of
 from .ship import Shipment
@@ -88,7 +87,7 @@ class Encoder:
         made.__class__ = EncoderPatcher
         made.model, made.encoder, made.parent, made.size = self.outline.base, self, None, 0
         made.backup, made.backup_buffers, made.object_patches_backup = {}, {}, {}
-        made.pinned, made.hook_backup, made.made_by = set(), {}, running_node()
+        made.pinned, made.hook_backup = set(), {}
         made.load_device = comfy.model_management.get_torch_device()
         found: EncoderPatcher = made
         self.add(found)
@@ -114,13 +113,12 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
     """To ComfyUI's memory manager a model that takes no memory; all else is ComfyUI's."""
 
     encoder: Encoder
-    made_by: str | None = None
 
     def clone(self, *args: Any, **kwargs: Any) -> EncoderPatcher:
         if kwargs.get("force_deepcopy"):
             raise refusal("a copy of a text encoder's weights", "train it without Parallel CLIP")
         found: EncoderPatcher = super().clone(*args, **kwargs)
-        found.encoder, found.made_by = self.encoder, running_node()
+        found.encoder = self.encoder
         self.encoder.add(found)
         return found
 
@@ -191,23 +189,25 @@ class _EncoderShipment(Shipment):
 
 def _snapshot(model: nn.Module) -> nn.Module:
     """Copies the modules as they are now, unloaded, for the ranks."""
-    found = shadow_of(model, {id(module): () for module in model.modules()})
+    return _unloaded(model, {id(module): () for module in model.modules()})
+
+
+def _unloaded(model: nn.Module, known: Known) -> nn.Module:
+    found = shadow_of(model, known)
     for name in _NOTES:
         found.__dict__.pop(name, None)
     return found
 
 
 def _stand_in(model: nn.Module, known: Known) -> nn.Module:
-    found = shadow_of(model, known)
-    for name in _NOTES:
-        found.__dict__.pop(name, None)
+    found = _unloaded(model, known)
     host = torch.device("cpu")
     comfy.model_patcher.ModelPatcher(found, host, host)  # which notes anew that nothing is loaded
     return found
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """`value` with its tensors on the device."""
+    """Returns `value` with its tensors on the device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):

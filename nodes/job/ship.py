@@ -61,7 +61,7 @@ _FOLDERS = (
 )
 
 
-class SentToRanks:
+class _SentToRanks:
     """The tensors and facts that the ranks of one start were sent."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Facts:
 
 _facts = _Facts()
 # By holdings, with the mark of their ranks' start (RankHoldings.start is another one after a restart).
-_sent: weakref.WeakKeyDictionary[Any, tuple[object, SentToRanks | None]] = weakref.WeakKeyDictionary()
+_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
 
 
 def _plain(value: Any) -> Any:
@@ -116,7 +116,7 @@ class Shipment:
         self._facts = _facts.refresh()
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # that the ranks have not imported yet
-        self._sent_now: tuple[Any, SentToRanks] | None = None
+        self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
         self._job = PickledJob(
             work=work,
@@ -145,7 +145,7 @@ class Shipment:
             _sent[holdings] = (holdings.start, sent)
             self._note_sent(sent)
 
-    def _note_sent(self, sent: SentToRanks) -> None:
+    def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have what the job was sent with."""
 
     def _own_file(self) -> str:
@@ -163,7 +163,7 @@ class Shipment:
         start, sent = _sent.pop(holdings, (None, None))
         is_fresh = sent is None or start is not holdings.start
         if sent is None or is_fresh:
-            sent = SentToRanks()
+            sent = _SentToRanks()
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
@@ -196,7 +196,7 @@ class Shipment:
         self._sent_now = (holdings, sent)
         return pack_payload(head, tensors)
 
-    def _head(self, sent: SentToRanks) -> dict[str, Any]:
+    def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         """The fields of the head that the ranks need to know of the model."""
         return {"mode": "", "inputs": (), "prints": None}
 
@@ -261,7 +261,7 @@ class ShippedJob(Shipment):
     def _own_file(self) -> str:
         return self._model.spec.path
 
-    def _head(self, sent: SentToRanks) -> dict[str, Any]:
+    def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         is_known = self._model.known_by is sent
         return {
             "mode": self._model.verdict.mode,
@@ -269,7 +269,7 @@ class ShippedJob(Shipment):
             "prints": None if is_known else self._outline.file_prints(),
         }
 
-    def _note_sent(self, sent: SentToRanks) -> None:
+    def _note_sent(self, sent: _SentToRanks) -> None:
         self._model.known_by = sent
 
     def _refused(self, error: CannotBeSent, known: Known) -> RequestError:

@@ -1,4 +1,4 @@
-"""What a text encoder answers, as tensors that travel: tensors and plain values in tuples, lists and dicts."""
+"""Packs what a text encoder answers into tensors that travel: tensors and plain values in tuples, lists and dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prompt had the devices for: its texts, loading, sampling, pictures to encode and to decode."""
+"""Counts what a prompt had the devices for: its texts, loading, sampling, pictures to encode and to decode."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class EncoderAnswer:
 
 
 class VaeRequests:
-    """Of a Sidecar."""
+    """The requests of a Sidecar that need a VAE."""
 
     devices: tuple[str, ...]
     _ranks: RankGroupRunner
@@ -109,7 +109,7 @@ class VaeRequests:
         shares: tuple[float, ...],
         on_step: Callable[[int, int], None] | None,
     ) -> Result:
-        """What `work` of VaeOnRanks makes of the tensor."""
+        """Returns what `work` of VaeOnRanks makes of the tensor."""
         lease.images = len(tensor)
 
         def attempt() -> Result:
@@ -119,7 +119,7 @@ class VaeRequests:
 
 
 class EncoderRequests:
-    """Of a Sidecar."""
+    """The requests of a Sidecar that call a text encoder."""
 
     devices: tuple[str, ...]
     _ranks: RankGroupRunner
@@ -158,13 +158,13 @@ class EncoderRequests:
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.listener = max(rank, 0)
         message = CallEncoder(request.number, request.keep, rank, request.comfyui)
+        holdings.has_encoders_on_devices = not is_cpu(self.devices)  # also where the call fails
         exchange.send(message, tensors)
         budget = deadlines.FIRST_STEP + (deadlines.load_budget(request.bytes) if is_new else 0.0)
         calls = reports(exchange.wait(lambda: budget), lambda done: done.call)
         holdings.encoders = {
             number: place for number, place in holdings.encoders.items() if number in request.keep
         } | {request.number: rank}
-        holdings.has_encoders_on_devices = not is_cpu(self.devices)
         return EncoderAnswer(
             unpack_tree(exchange.result),
             where,
@@ -174,7 +174,7 @@ class EncoderRequests:
         )
 
     def _choose_rank(self, request: EncoderRequest, lease: Lease) -> int:
-        """The rank that computes, or ALL_RANKS: on one device where that has the room."""
+        """Returns the rank that computes, or ALL_RANKS by hand or where no device has the room."""
         if len(self.devices) == 1:
             return 0
         if request.placement == ALL_DEVICES:

@@ -184,3 +184,22 @@ def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests._holdings = SimpleNamespace(free_devices=lambda lease: free)
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank
+
+
+def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
+    """What is planned next has it moved to host memory all the same."""
+    sent = []
+
+    def wait(budget):
+        raise Cancelled("by hand")
+
+    requests = EncoderRequests()
+    requests.devices = ("cuda:0",)
+    requests._holdings = SimpleNamespace(encoders={}, has_encoders_on_devices=False)
+    exchange = SimpleNamespace(send=lambda *message: sent.append(message), wait=wait)
+    lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
+    request = EncoderRequest(1, (1,), 10, AUTO, import_comfyui_here(), lambda holdings, is_new: {})
+    with pytest.raises(Cancelled):
+        requests._attempt(request, lease)
+    assert sent and requests._holdings.has_encoders_on_devices
+    assert requests._holdings.encoders == {}
